@@ -1,0 +1,39 @@
+"""Data parallelism at its plainest: all-reduce each gradient after backward, at every micro-batch.
+
+Every rank holds the whole model and computes gradients from its own samples. When backward is done, each gradient is
+all-reduced, one after the other, and all ranks then take the same optimizer step. With P parameters and K
+micro-batches a step, every rank puts K all-reduces of each gradient on the wire, 2(N-1)/N * K * P elements in all, and
+nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from training.replicated import ReplicatedStrategy, bytes_of
+from training.traffic import Collective
+
+
+class SimpleDDP(ReplicatedStrategy):
+    """Blocking all-reduces, one a parameter, after the backward pass of each micro-batch."""
+
+    # A gradient that earlier micro-batches have been reduced into is the same on every rank, so the average leaves it
+    # as it is and averages only what this micro-batch has added. A sum would count it once for each rank.
+    averages_over_ranks = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Does nothing: this strategy synchronizes at every micro-batch. `simple_ddp_ga` is the one that waits."""
+        yield
+
+    def after_backward(self) -> None:
+        for parameter in self.trainable.values():
+            if parameter.grad is None:  # not used by this micro-batch here, but perhaps on another rank
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=self.process_group)
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        payloads = [bytes_of([parameter]) for parameter in self.trainable.values()]
+        return self.gradient_all_reduces(payloads * micro_batches)

@@ -1,0 +1,71 @@
+"""PyTorch's own: `torch.nn.parallel.DistributedDataParallel` with its default settings.
+
+It does what `bucket_ddp_async` does, in C++: buckets of 25 MiB (a first one of 1 MiB), rebuilt after the first step in
+the order in which gradients became ready, all-reduced while backward goes on. By default it copies gradients into its
+buckets and back. It averages over ranks, so losses are weighted to make up for that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from training.replicated import ReplicatedStrategy, bytes_of
+from training.strategy import MicroBatch
+from training.traffic import Collective
+
+
+class PyTorchDDP(ReplicatedStrategy):
+    """DistributedDataParallel behind the interface of all strategies."""
+
+    averages_over_ranks = True
+
+    def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
+        self.ddp = DistributedDataParallel(
+            self.module,
+            process_group=self.process_group,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
+
+    def before_step(self) -> None:
+        """Nothing: the first forward pass of a step broadcasts the buffers by itself."""
+
+    def forward(self, micro_batch: MicroBatch) -> Any:
+        return self.ddp(**micro_batch) if torch.is_grad_enabled() else self.module(**micro_batch)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync(), self.ddp.no_sync():
+            yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to wait for: DDP's backward returns when its buckets are reduced."""
+        if self.options.find_unused_parameters:
+            return
+        received = self.watch.received_in_last_round()
+        unused = [name for name, got in zip(self.trainable, received, strict=True) if not got]
+        if unused:
+            raise RuntimeError(f"pytorch_ddp: no gradient for {', '.join(unused)} in this step, so DDP's buckets never "
+                               "fill; pass --find-unused-parameters")  # fmt: skip
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        traffic = self.gradient_all_reduces(self._bucket_bytes())
+        if self.options.find_unused_parameters:  # DDP also agrees on who used what: an int32 a parameter
+            traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.data_parallel_size, "bookkeeping"))
+        return traffic
+
+    def memory_breakdown(self) -> dict[str, int]:
+        """As the base class, with DDP's buckets, which Python cannot see, counted from its own record of them."""
+        memory = super().memory_breakdown()
+        memory["gradients"] += sum(self._bucket_bytes())
+        return memory
+
+    def _bucket_bytes(self) -> list[int]:
+        """Bytes of each bucket: as first built, or as rebuilt after the first step."""
+        record = self.ddp._get_ddp_logging_data()
+        sizes = record["rebuilt_bucket_sizes" if record.get("has_rebuilt_buckets") else "bucket_sizes"]
+        return [int(size) for size in sizes.split(",")]

@@ -1,0 +1,1 @@
+"""The runtime that every strategy shares. It names no strategy and imports none."""

@@ -1,0 +1,133 @@
+"""Settings of a run: frozen dataclasses, checked when they are built and written beside every trace.
+
+This module imports nothing heavy, so that `--help` answers at once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from training.errors import UserError
+
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """What a strategy may be told beyond the module and its optimizer.
+
+    Attributes:
+        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. Default: what the strategy
+            takes by itself (25 MiB for the hand-written ones and PyTorch DDP, whose first bucket is then 1 MiB).
+        precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
+        find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
+        parameter_groups: Function of the module that answers with optimizer parameter groups, as `torch.optim` takes
+            them. Default: one group of all trainable parameters.
+    """
+
+    bucket_cap_mb: float | None = None
+    precision: str = "fp32"
+    find_unused_parameters: bool = False
+    parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.bucket_cap_mb is None or self.bucket_cap_mb > 0, "--bucket-cap-mb", self.bucket_cap_mb, "a size above 0 MiB")
+        _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+
+
+def _flag(default: Any, help: str, aliases: tuple[str, ...] = ()) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. Each field is a flag of the same name (`training.cli` builds the command line from here)."""
+
+    choice: str = _flag("", "the strategy to train with")
+    workload: str = _flag("auto", "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
+    model: str | None = _flag(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
+    dataset: str | None = _flag(
+        None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with columns text and label"
+    )
+    train_samples: int | None = _flag(None, "training samples to use (default: what the workload sets)")
+    eval_samples: int | None = _flag(None, "held-out samples to evaluate on (default: what the workload sets)")
+    global_batch_size: int = _flag(8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks")
+    grad_accum_steps: int = _flag(2, "micro-batches whose gradients a rank adds up before the optimizer step")
+    epochs: int = _flag(1, "passes over the training samples")
+    max_steps: int | None = _flag(None, "stop after this many optimizer steps (default: whole epochs)")
+    lr: float | None = _flag(None, "learning rate of AdamW (default: what the workload sets)")
+    clip_grad_norm: float | None = _flag(None, "scale gradients down to this norm over the whole model")
+    seed: int = _flag(0, "seed of initial weights, data order and dropout")
+    precision: str = _flag("fp32", "fp32, or bf16 for autocast over fp32 master states")
+    bucket_cap_mb: float | None = _flag(None, "largest gradient bucket in MiB (default: 25)")
+    find_unused_parameters: bool = _flag(False, "let PyTorch DDP search for parameters that get no gradient")
+    depth: int = _flag(40, "layers of workload mlp")
+    width: int = _flag(4096, "features of each layer of workload mlp")
+    device: str = _flag("auto", "auto, cpu or cuda; auto takes CUDA where there is a GPU")
+    backend: str = _flag("auto", "auto, gloo or nccl; auto takes NCCL with CUDA and Gloo without")
+    timeout_minutes: float = _flag(10.0, "how long a collective may wait for a missing rank, in minutes")
+    output_dir: str = _flag(".", "root folder of profile/")
+    no_profile: bool = _flag(False, "train without torch.profiler and write no traces")
+    profile_wait: int = _flag(4, "optimizer steps before each profile window, not profiled")
+    profile_warmup: int = _flag(1, "optimizer steps for which the profiler runs but throws its events away")
+    profile_active: int = _flag(3, "optimizer steps in each profile window")
+    profile_repeat: int = _flag(1, "number of profile windows")
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "grad_accum_steps", "epochs", "depth", "width", "profile_active",
+                     "profile_repeat"):  # fmt: skip
+            _require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "a whole number of at least 1")
+        for name in ("train_samples", "eval_samples", "max_steps"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, flag_name(name), value, "a whole number of at least 1")
+        for name in ("profile_wait", "profile_warmup"):
+            _require(getattr(self, name) >= 0, flag_name(name), getattr(self, name), "a whole number of at least 0")
+        for name in ("lr", "clip_grad_norm", "timeout_minutes"):
+            value = getattr(self, name)
+            _require(value is None or 0 < value < float("inf"), flag_name(name), value, "a number above 0")
+        for name, allowed in (("device", DEVICES), ("backend", BACKENDS)):
+            _require(getattr(self, name) in allowed, flag_name(name), getattr(self, name),
+                     f"one of {', '.join(allowed)}")  # fmt: skip
+        self.strategy_options()
+
+    def strategy_options(self) -> StrategyOptions:
+        return StrategyOptions(
+            bucket_cap_mb=self.bucket_cap_mb,
+            precision=self.precision,
+            find_unused_parameters=self.find_unused_parameters,
+        )
+
+    def micro_batch_size(self, data_parallel_size: int) -> int:
+        """Samples in one micro-batch of one rank.
+
+        Raises:
+            UserError: `global_batch_size` does not divide into whole micro-batches; names the nearest sizes that do.
+        """
+        unit = self.grad_accum_steps * data_parallel_size
+        if self.global_batch_size % unit:
+            below = self.global_batch_size // unit * unit
+            nearest = " or ".join(str(size) for size in (below, below + unit) if size)
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} does not divide by --grad-accum-steps "
+                f"{self.grad_accum_steps} x {data_parallel_size} ranks = {unit}; the nearest that does: {nearest}"
+            )
+        return self.global_batch_size // unit
+
+    def profile_steps(self) -> int:
+        """Optimizer steps that the profiler's whole schedule takes."""
+        return self.profile_repeat * (self.profile_wait + self.profile_warmup + self.profile_active)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _require(holds: bool, flag: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise UserError(f"{flag} {value}: must be {wanted}")

@@ -1,0 +1,139 @@
+"""Joining and leaving the group of ranks that `torchrun` has started, and what is said there only once."""
+
+import datetime
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from training.config import RunConfig
+from training.errors import UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. `rank` counts over all nodes, `local_rank` on this one (it only picks the device)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
+    """The device of this rank, and `gloo` or `nccl`: what is asked for, or the best that is there.
+
+    Raises:
+        UserError: not started by `torchrun`; no CUDA device where one is asked for; more ranks than GPUs under NCCL.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        script = os.path.basename(sys.argv[0])
+        raise UserError(
+            f"{', '.join(missing)} not set, so this was not started by torchrun; run: "
+            f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
+        )
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
+    use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
+    backend = config.backend if config.backend != "auto" else "nccl" if use_cuda else "gloo"
+    if backend == "nccl" and not use_cuda:
+        raise UserError("--backend nccl needs CUDA devices; use --backend gloo")
+    if not use_cuda:
+        return torch.device("cpu"), backend
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if local_ranks > gpus and (backend == "nccl" or config.backend == "auto"):
+        raise UserError(
+            f"{local_ranks} ranks on this node but only {gpus} GPU{'s' if gpus > 1 else ''}, and NCCL takes one rank a "
+            f"GPU; use --nproc_per_node={gpus}, or --backend gloo to share GPUs"
+        )
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
+
+
+@contextmanager
+def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
+    """Within this context the default process group exists.
+
+    With NCCL, CPU tensors travel over Gloo, so that small exchanges do not make the host wait for the device.
+
+    Raises:
+        UserError: see `choose_device_and_backend`.
+    """
+    device, backend = choose_device_and_backend(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        timeout=datetime.timedelta(minutes=config.timeout_minutes),
+    )
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]), device, backend)
+        gc.collect()  # work and hooks that still hold the group make its end unreliable
+        dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def from_rank0(make: Callable[[], Result]) -> Result:
+    """What `make` returns on rank 0, sent to every rank. Collective.
+
+    Raises:
+        UserError: on every rank, where `make` raised it on rank 0.
+    """
+    answer: list[tuple[Result | None, str | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), None)]
+        except UserError as error:
+            answer = [(None, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    result, problem = answer[0]
+    if problem is not None:
+        raise UserError(problem)
+    return result  # type: ignore[return-value]
+
+
+def on_every_rank(make: Callable[[], Result]) -> Result:
+    """What `make` returns here, once it has returned on every rank. Collective.
+
+    Raises:
+        UserError: on every rank, where `make` raised it on any; names the first such rank if it is not rank 0.
+    """
+    result, problem = None, None
+    try:
+        result = make()
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise UserError(found if rank == 0 else f"rank {rank}: {found}")
+    return result  # type: ignore[return-value]
+
+
+def node_leader_first(make: Callable[[], Result]) -> Result:
+    """Run `make` on one rank of each node, and then on the others, which find its files in the cache. Collective.
+
+    Raises:
+        UserError: on every rank, where `make` raised it on any.
+    """
+    leads = os.environ["LOCAL_RANK"] == "0"
+    result = on_every_rank(make if leads else lambda: None)
+    followers = on_every_rank(make if not leads else lambda: None)
+    return result if leads else followers  # type: ignore[return-value]

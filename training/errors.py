@@ -1,0 +1,8 @@
+"""Errors that a person can act on."""
+
+
+class UserError(Exception):
+    """Something that the user can put right.
+
+    The message says what is wrong, where, and what to do. Entrypoints print it as one line, without a traceback.
+    """

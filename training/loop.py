@@ -1,0 +1,82 @@
+"""The training loop and the evaluation: the same for every strategy, of which they know nothing."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from training.data import evaluation_batches, to_device
+from training.profiling import WindowProfiler
+from training.strategy import MicroBatch, Strategy
+from training.workloads import Workload
+
+
+@dataclass
+class TrainingResult:
+    """What a run measured, a value each optimizer step.
+
+    Attributes:
+        loss: Mean over the global batch.
+        step_time_s: Wall time in seconds, loading of the batch included; None where the profiler ran.
+        samples: Samples in the global batch.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    step_time_s: list[float | None] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+
+def train(
+    strategy: Strategy,
+    steps: Iterable[tuple[int, Sequence[MicroBatch]]],
+    profiler: WindowProfiler,
+    clip_grad_norm: float | None,
+    on_step: Callable[[TrainingResult], None],
+) -> TrainingResult:
+    """Train over `steps`: for each, the samples in the global batch and this rank's micro-batches."""
+    result = TrainingResult()
+    strategy.module.train()
+    start = time.perf_counter()
+    for samples, micro_batches in steps:
+        strategy.zero_grad()
+        loss = strategy.forward_backward(micro_batches)
+        with record_function("optimizer"):
+            if clip_grad_norm is not None:
+                strategy.clip_grad_norm_(clip_grad_norm)
+            strategy.step()
+        result.loss.append(loss.item())
+        result.step_time_s.append(None if profiler.bends_this_step else time.perf_counter() - start)
+        result.samples.append(samples)
+        profiler.step()
+        on_step(result)
+        start = time.perf_counter()
+    return result
+
+
+@torch.no_grad()
+def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, float | None]:
+    """Loss and accuracy over every held-out sample exactly once. Collective.
+
+    Returns:
+        `loss` (mean over samples), `accuracy` (a fraction; None where the workload does not classify), `samples`.
+    """
+    strategy.module.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    for indices, counted in evaluation_batches(len(workload.evaluation), rank, size, batch_size):
+        batch = to_device(workload.collate([workload.evaluation[index] for index in indices]), device)
+        with strategy.autocast():
+            output = strategy.forward(batch)
+        if counted:
+            correct = (output.logits.argmax(-1) == batch["labels"]).sum() if workload.classifies else 0
+            totals += torch.tensor([output.loss * counted, correct, counted], dtype=torch.float64, device=device)
+    dist.all_reduce(totals, group=strategy.process_group)
+    loss, correct, samples = totals.tolist()
+    return {
+        "accuracy": correct / samples if workload.classifies else None,
+        "loss": loss / samples,
+        "samples": round(samples),
+    }

@@ -1,0 +1,42 @@
+"""What rank 0 says while it trains: a progress bar on a terminal, a plain line now and then elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.loop import TrainingResult
+
+PLAIN_LINES = 6
+"""About this many lines a run where the output is no terminal."""
+
+
+def describe(result: TrainingResult) -> str:
+    """The latest loss and step time, e.g. `loss 1.234  step time 270 ms`."""
+    step_time = result.step_time_s[-1]
+    shown = "profiled" if step_time is None else f"{step_time * 1000:.0f} ms"
+    return f"loss {result.loss[-1]:.3f}  step time {shown}"
+
+
+@contextmanager
+def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callable[[TrainingResult], None]]:
+    """Gives a function to call after each step. On ranks other than 0 it does nothing."""
+    console = Console()
+    if not is_main:
+        yield lambda result: None
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description:<17}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                   TextColumn("{task.fields[state]}"), TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task(choice, total=steps, state="starting")
+            yield lambda result: progress.update(task, advance=1, state=describe(result))
+    else:
+        every = max(1, steps // PLAIN_LINES)
+
+        def print_line(result: TrainingResult) -> None:
+            done = len(result.loss)
+            if done % every == 0 or done == steps:
+                print(f"{choice}  step {done}/{steps}  {describe(result)}", flush=True)
+
+        yield print_line

@@ -1,0 +1,145 @@
+"""The files of a run: where they lie, and the run record that is written beside the traces."""
+
+import json
+import os
+import platform
+import secrets
+import socket
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.config import RunConfig
+from training.distributed import Ranks
+from training.errors import UserError
+from training.loop import TrainingResult
+from training.memory import peak_device_bytes, peak_rss_bytes
+from training.profiling import WindowProfiler
+from training.strategy import Strategy
+
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
+
+
+def make_run_id() -> str:
+    """A name that sorts by time, e.g. `20261121-093000-1f2e`."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
+
+
+def choice_folder(config: RunConfig) -> Path:
+    return Path(config.output_dir) / "profile" / config.choice
+
+
+def make_trace_folder(config: RunConfig, rank: int) -> Path:
+    """Make this rank's trace folder, and make sure that it can be written to.
+
+    Raises:
+        UserError: it cannot.
+    """
+    folder = choice_folder(config) / f"rank_{rank}"
+    probe = folder / f".write-test-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0" * 65536)
+    except OSError as error:
+        raise UserError(f"--output-dir {config.output_dir}: cannot write to {folder}: {error.strerror}") from error
+    finally:
+        try:
+            probe.unlink(missing_ok=True)
+        except OSError:
+            pass
+    return folder
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def gather_memory(strategy: Strategy, profiler: WindowProfiler, device: torch.device) -> list[dict[str, Any]]:
+    """What each rank holds at rest and held at most, in bytes. Collective."""
+    by_component = strategy.memory_breakdown()
+    peak = peak_device_bytes(device) if device.type == "cuda" else profiler.peak_bytes
+    mine = {
+        "rank": strategy.data_parallel_rank,
+        **{f"{component}_bytes": held for component, held in by_component.items()},
+        "peak_bytes": peak,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def step_statistics(result: TrainingResult) -> dict[str, float | None]:
+    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up."""
+    timed = [(samples, seconds) for samples, seconds in zip(result.samples[1:], result.step_time_s[1:], strict=True)
+             if seconds is not None]  # fmt: skip
+    if not timed:
+        return {"samples_per_second": None, "step_time_median_s": None}
+    return {
+        "samples_per_second": sum(samples for samples, _ in timed) / sum(seconds for _, seconds in timed),
+        "step_time_median_s": statistics.median(seconds for _, seconds in timed),
+    }
+
+
+def run_record(
+    config: RunConfig, ranks: Ranks, run_id: str, strategy: Strategy, result: TrainingResult,
+    evaluation: dict[str, Any], memory: list[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "choice": config.choice,
+        "run_id": run_id,
+        "world_size": ranks.world_size,
+        "backend": ranks.backend,
+        "device": ranks.device.type,
+        "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else _cpu_name(),
+        "host": socket.gethostname(),
+        "threads": torch.get_num_threads(),
+        "config": config.as_dict(),
+        "versions": {"python": platform.python_version(), **_package_versions()},
+        "parameters": sum(parameter.numel() for parameter in strategy.module.parameters()),
+        "expected_traffic": [c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps)],
+        "step_time_s": result.step_time_s,
+        **step_statistics(result),
+        "train_loss": result.loss,
+        "eval": evaluation,
+        "memory": memory,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

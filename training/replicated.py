@@ -1,0 +1,83 @@
+"""What all replicated strategies have in common: every rank holds the whole model and the whole optimizer."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.strategy import MakeOptimizer, Strategy
+from training.traffic import Collective
+
+
+class ReplicatedStrategy(Strategy):
+    """Rank 0's parameters and buffers win at the start; every rank then makes the same optimizer step.
+
+    Buffers (BatchNorm statistics) are each rank's own within a step and rank 0's again before the next, as PyTorch DDP
+    has it by default.
+    """
+
+    def prepare(self) -> None:
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        make_groups = self.options.parameter_groups
+        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        if self.data_parallel_rank != 0:
+            return {}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        problem = [None]
+        if self.data_parallel_rank == 0:
+            try:
+                self.module.load_state_dict(state)
+            except RuntimeError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, group=self.process_group, group_src=0)
+        if problem[0]:
+            raise ValueError(f"load_full_state_dict: {problem[0]}")
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def buffer_traffic(self) -> list[Collective]:
+        """The broadcasts of `before_step`."""
+        sizes = [bytes_of(tensors) for tensors in by_dtype(self.module.buffers()).values()]
+        return [Collective("broadcast", len(sizes), sum(sizes), self.data_parallel_size, "buffers")] if sizes else []
+
+    def gradient_all_reduces(self, payloads: Sequence[int]) -> list[Collective]:
+        """All-reduces of these many bytes each, and the broadcast of buffers: what a replicated step sends."""
+        reductions = Collective("all_reduce", len(payloads), sum(payloads), self.data_parallel_size, "gradients")
+        return [reductions, *self.buffer_traffic()]
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Tensors with elements, grouped by dtype, in their order."""
+    groups = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            groups[tensor.dtype].append(tensor)
+    return dict(groups)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the elements of `tensors`, padding and sharing left aside."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@torch.no_grad()
+def broadcast_from_rank0(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `tensors` with rank 0's, in one broadcast a dtype."""
+    for same_dtype in by_dtype(tensors).values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, received in zip(same_dtype, flat.split([t.numel() for t in same_dtype]), strict=True):
+            tensor.copy_(received.view_as(tensor))

@@ -1,0 +1,137 @@
+"""One run from the first line to the last: join the ranks, build, train, evaluate, write down."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from training.config import RunConfig
+from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
+from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
+from training.errors import UserError
+from training.loop import evaluate, train
+from training.profiling import WindowProfiler, require_window_fits
+from training.progress import training_progress
+from training.record import choice_folder, gather_memory, make_run_id, make_trace_folder, run_record, write_json
+from training.strategy import MicroBatch, NonFiniteError, Strategy
+from training.workloads import Workload, build_workload
+
+
+def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
+    """Train as `config` says, and answer with the exit code. What a user can put right is one line on rank 0."""
+    silence_libraries()
+    is_main = True
+    try:
+        with joined_ranks(config) as ranks:
+            is_main = ranks.is_main
+            train_and_record(config, ranks, load_strategy)
+    except (UserError, NonFiniteError) as error:
+        if is_main:
+            print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]]) -> None:
+    """Everything between joining the ranks and leaving them. Collective.
+
+    Raises:
+        UserError: the settings do not fit together, or files cannot be read or written.
+        NonFiniteError: training diverged.
+    """
+    config = resolve(config, ranks)
+    micro_batch_size = config.micro_batch_size(ranks.world_size)
+    run_id = from_rank0(make_run_id)
+    trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
+    seed_everything(config.seed, rank=0)  # the same initial weights on every rank
+    workload = build_workload(config)
+    steps = planned_steps(config, len(workload.train))
+    require_window_fits(config, steps)
+    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    seed_everything(config.seed, ranks.rank)  # but dropout of its own
+    with (
+        WindowProfiler(config, trace_folder, run_id, ranks, strategy) as profiler,
+        training_progress(config.choice, steps, ranks.is_main) as on_step,
+    ):
+        batches = micro_batches(config, workload, ranks, steps)
+        result = train(strategy, batches, profiler, config.clip_grad_norm, on_step)
+    evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
+    memory = gather_memory(strategy, profiler, ranks.device)
+    on_every_rank(lambda: require_written(profiler))
+    record = run_record(config, ranks, run_id, strategy, result, evaluation, memory)
+    path = choice_folder(config) / f"{run_id}.run.json"
+    from_rank0(lambda: write_json(path, record))
+    if ranks.is_main:
+        print(summary_line(record, str(path)), flush=True)
+
+
+def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
+    """`config` with what `auto` stands for on these ranks."""
+    workload = config.workload
+    if workload == "auto":
+        workload = "yelp" if ranks.device.type == "cuda" or config.model or config.dataset else "sample"
+    return replace(config, workload=workload, device=ranks.device.type, backend=ranks.backend)
+
+
+def planned_steps(config: RunConfig, samples: int) -> int:
+    """Optimizer steps of the run: whole epochs, or `max_steps` if that is less."""
+    return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
+
+
+def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy_class: type[Strategy]) -> Strategy:
+    """The strategy over the workload's model, with AdamW."""
+    learning_rate = config.lr or workload.learning_rate
+    return strategy_class(
+        workload.model.to(ranks.device),
+        lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True),
+        config.strategy_options(),
+    )
+
+
+def micro_batches(
+    config: RunConfig, workload: Workload, ranks: Ranks, steps: int
+) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
+    """For each optimizer step: the samples in the global batch, and this rank's micro-batches on its device."""
+    size, done = config.micro_batch_size(ranks.world_size), 0
+    for epoch in range(config.epochs):
+        for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
+            if done == steps:
+                return
+            mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
+            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
+            yield len(window), [to_device(batch, ranks.device) for batch in batches]
+            done += 1
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed torch's generators: the same for the same `rank`, different between ranks."""
+    torch.manual_seed(seed * 100_003 + rank)
+
+
+def silence_libraries() -> None:
+    """The terminal is for this project's own words: errors are raised, and warnings help no user here."""
+    import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def require_written(profiler: WindowProfiler) -> None:
+    if profiler.write_problem:
+        raise UserError(profiler.write_problem)
+
+
+def summary_line(record: dict[str, Any], path: str) -> str:
+    """One line on how the run went."""
+    evaluation, median = record["eval"], record["step_time_median_s"]
+    parts = [f"{record['choice']}: done"]
+    if median is not None:
+        parts.append(f"median step {median * 1000:.0f} ms")
+        parts.append(f"{record['samples_per_second']:.1f} samples/s")
+    parts.append(f"eval loss {evaluation['loss']:.3f}")
+    if evaluation["accuracy"] is not None:
+        parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
+    return ", ".join(parts) + f"; record: {path}"
