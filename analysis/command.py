@@ -1,0 +1,108 @@
+"""The command line of `scripts/analyze_traces_ddp.py` and `scripts/analyze_traces_sharding.py`."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import Progress
+
+from analysis.errors import TraceError
+from analysis.traces import SUFFIXES, Window, find_windows, group_by_window
+
+RUN_ID_TIME = re.compile(r"^(\d{8}-\d{6})")
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace-dir", type=Path, help="folder with the traces of one choice, e.g. profile/simple_ddp")
+    source.add_argument("--trace-files", type=Path, nargs="+", metavar="FILE", help="trace files, one of each rank")
+    parser.add_argument("--select", choices=("latest", "all"), default="latest",
+                        help="analyse the newest profile window, or all of them, a folder each (default: latest)")  # fmt: skip
+    parser.add_argument("--include-last-step", action="store_true",
+                        help="analyse the last profiled step too, whose end a GPU trace may have cut off")  # fmt: skip
+    parser.add_argument("--enable-multiprocessing", action="store_true", help="let HTA read ranks in parallel")
+    parser.add_argument("--output-dir", type=Path,
+                        help="where the report goes (default: the trace folder with profile* replaced by reports*)")  # fmt: skip
+    return parser
+
+
+def main(description: str, report_root: str, arguments: Sequence[str] | None = None) -> int:
+    """Analyse as the command line says, and answer with the exit code; a problem is one line on standard error."""
+    options = build_parser(description).parse_args(arguments)
+    try:
+        pages = analyse(options, report_root)
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for page in pages:
+        print(f"report: {page}")
+    return 0
+
+
+def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
+    """Write the reports that `options` asks for.
+
+    Raises:
+        TraceError: traces cannot be used, or reports not written.
+    """
+    if options.trace_files:
+        for path in options.trace_files:
+            if not path.is_file() or not path.name.endswith(SUFFIXES):
+                raise TraceError(f"{path}: no such trace file (*.json or *.json.gz)")
+        trace_dir = options.trace_files[0].resolve().parent
+        if re.match(r"rank[_-]?\d+$", trace_dir.name):
+            trace_dir = trace_dir.parent
+        windows = group_by_window(options.trace_files, trace_dir.name)
+    else:
+        trace_dir = options.trace_dir
+        windows = find_windows(trace_dir)
+    chosen = windows if options.select == "all" else windows[-1:]
+    folder = options.output_dir or report_folder(trace_dir, report_root)
+    pages = []
+    for index, window in enumerate(chosen):
+        target = folder / f"run_{index}_{window_time(window)}" if options.select == "all" else folder
+        report_on_window(window, trace_dir.resolve().name, target, options)
+        pages.append(target / "summary.html")
+    return pages
+
+
+def report_on_window(window: Window, choice: str, folder: Path, options: argparse.Namespace) -> pd.DataFrame:
+    """Analyse one window, write its `summary.*` into `folder`, and answer with the table of `summary.csv`.
+
+    Shows a progress bar by rank on a terminal.
+    """
+    from analysis.report.summary_page import write_summary
+    from analysis.summary import analyse_window
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"reading {choice}", total=len(window.files))
+        analysis = analyse_window(
+            window, options.include_last_step, options.enable_multiprocessing,
+            on_rank=lambda rank: progress.advance(task),
+        )  # fmt: skip
+    write_summary(analysis, choice, folder)
+    return analysis.summary
+
+
+def report_folder(trace_dir: Path, report_root: str) -> Path:
+    """`profile_runpod/zero3` -> `reports_sharding/zero3`: the last part that begins with `profile` is replaced."""
+    parts = list(trace_dir.parts)
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index].startswith("profile"):
+            return Path(*parts[:index], report_root, *parts[index + 1 :])
+    return Path(report_root, trace_dir.resolve().name)
+
+
+def window_time(window: Window) -> str:
+    """When the window's run began, from its id, or when its first file was written."""
+    if match := RUN_ID_TIME.match(window.run_id):
+        return match[1]
+    written = next(iter(window.files.values())).stat().st_mtime
+    return datetime.fromtimestamp(written, timezone.utc).strftime("%Y%m%d-%H%M%S")

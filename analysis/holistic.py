@@ -1,0 +1,85 @@
+"""The figures that Holistic Trace Analysis (HTA) computes, over GPU traces as they are and lowered CPU traces."""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.errors import TraceError
+from analysis.lowering import write_for_hta
+from analysis.timeline import RankTimeline
+
+
+@dataclass(frozen=True)
+class HolisticFigures:
+    """What HTA reports for one window.
+
+    Attributes:
+        breakdown: A row a rank: rank, compute_us, non_compute_us (exposed communication and, on CUDA, exposed memory
+            copies), idle_us, total_us (first kernel's start to last kernel's end).
+        overlap: A row a rank: rank, overlap_pct, the share of communication time in which compute ran as well; NaN
+            where nothing was communicated.
+        kernels: A row a rank and kernel: rank, kernel_type, name, total_us, mean_us, max_us.
+    """
+
+    breakdown: pd.DataFrame
+    overlap: pd.DataFrame
+    kernels: pd.DataFrame
+
+
+def holistic_figures(
+    timelines: Sequence[RankTimeline], include_last_step: bool, multiprocessing: bool
+) -> HolisticFigures:
+    """Run HTA over one window.
+
+    Raises:
+        TraceError: HTA cannot read the traces.
+    """
+    with tempfile.TemporaryDirectory(prefix="lowered-traces-") as folder:
+        files: dict[int, str] = {}
+        for timeline in timelines:
+            files[timeline.rank] = str(timeline.path)
+            if timeline.kind == "cpu":
+                lowered = Path(folder) / f"rank_{timeline.rank}.json"
+                write_for_hta(lowered, timeline.rank, timeline.steps, timeline.kernels)
+                files[timeline.rank] = str(lowered)
+        # A lowered trace holds the analysed steps and an empty one, which is the last.
+        include_last = include_last_step and timelines[0].kind == "cuda"
+        return _run_hta(files, include_last, multiprocessing)
+
+
+def _run_hta(files: dict[int, str], include_last: bool, multiprocessing: bool) -> HolisticFigures:
+    logging.disable(logging.WARNING)  # HTA reports its progress as warnings
+    from hta.analyzers.breakdown_analysis import BreakdownAnalysis
+    from hta.analyzers.communication_analysis import CommunicationAnalysis
+    from hta.common.trace import Trace
+
+    try:
+        trace = Trace(files, "")
+        trace.load_traces(include_last, use_multiprocessing=multiprocessing, use_memory_profiling=False)
+        with np.errstate(invalid="ignore"):
+            overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
+        breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
+        _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
+            trace, visualize=False, duration_ratio=1.0, num_kernels=12, include_memory_kernels=True
+        )
+    except (ValueError, KeyError, IndexError, AssertionError, TypeError) as error:
+        raise TraceError(f"{next(iter(files.values()))}: HTA cannot analyse it ({error!r})") from error
+    return HolisticFigures(
+        breakdown=breakdown.rename(
+            columns={
+                "compute_time(us)": "compute_us",
+                "non_compute_time(us)": "non_compute_us",
+                "idle_time(us)": "idle_us",
+                "kernel_time(us)": "total_us",
+            }
+        )[["rank", "compute_us", "non_compute_us", "idle_us", "total_us"]],
+        overlap=overlap.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}),
+        kernels=kernels.rename(columns={"sum (us)": "total_us", "mean (us)": "mean_us", "max (us)": "max_us"})[
+            ["rank", "kernel_type", "name", "total_us", "mean_us", "max_us"]
+        ],
+    )

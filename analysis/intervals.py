@@ -1,0 +1,44 @@
+"""Sets of time intervals as arrays of shape (n, 2): start and end, in microseconds."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Intervals = NDArray[np.float64]
+
+
+def union(intervals: Intervals) -> Intervals:
+    """The same moments as disjoint intervals in time order; empty and negative ones fall away."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(intervals):
+        return np.empty((0, 2))
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    furthest = np.maximum.accumulate(intervals[:, 1])
+    begins = np.concatenate([[True], intervals[1:, 0] > furthest[:-1]])
+    ends = np.concatenate([begins[1:], [True]])
+    return np.column_stack([intervals[begins, 0], furthest[ends]])
+
+
+def length(intervals: Intervals) -> float:
+    """Total time covered, each moment counted once."""
+    merged = union(intervals)
+    return float((merged[:, 1] - merged[:, 0]).sum())
+
+
+def overlap(first: Intervals, second: Intervals) -> float:
+    """Time that both cover."""
+    return length(first) + length(second) - length(np.concatenate([first, second]))
+
+
+def clip(intervals: Intervals, start: float, end: float) -> Intervals:
+    """The part of `intervals` between `start` and `end`."""
+    cut = np.clip(intervals, start, end)
+    return cut[cut[:, 1] > cut[:, 0]]
+
+
+def bridge(intervals: Intervals, gap: float) -> Intervals:
+    """The union, with gaps shorter than `gap` filled: fewer intervals to draw."""
+    merged = union(intervals)
+    merged[:, 1] += gap
+    merged = union(merged)
+    merged[:, 1] -= gap
+    return merged

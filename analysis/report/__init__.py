@@ -1,0 +1,1 @@
+"""Pages: the only part of `analysis` that draws."""

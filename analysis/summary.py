@@ -1,0 +1,164 @@
+"""The summary of one window of one choice: a row a rank. `docs/summary-csv.md` explains each column."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.errors import TraceError
+from analysis.holistic import HolisticFigures, holistic_figures
+from analysis.timeline import RankTimeline, build_timeline
+from analysis.traces import Window, read_trace, require_all_ranks
+
+KIND_SENTENCES = {
+    "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
+    "cuda": "GPU trace: device kernels as recorded.",
+}
+
+
+@dataclass(frozen=True)
+class WindowAnalysis:
+    """Everything that a report on one window shows.
+
+    Attributes:
+        summary: The table of `summary.csv`, a row a rank.
+        collectives: A row a kind: calls and bytes a step, mean and total time; of rank 0.
+        record: The run record that belongs to the window; None for foreign traces.
+    """
+
+    window: Window
+    timelines: list[RankTimeline]
+    figures: HolisticFigures
+    summary: pd.DataFrame
+    collectives: pd.DataFrame
+    record: dict[str, Any] | None
+
+    @property
+    def kind_sentence(self) -> str:
+        return KIND_SENTENCES[self.timelines[0].kind]
+
+
+def analyse_window(
+    window: Window, include_last_step: bool = False, multiprocessing: bool = False,
+    on_rank: Callable[[int], None] = lambda rank: None,
+) -> WindowAnalysis:  # fmt: skip
+    """Read and analyse all ranks of a window.
+
+    Args:
+        on_rank: Called after each rank's trace is read, for a progress bar.
+
+    Raises:
+        TraceError: a trace is broken or missing, or the ranks' traces do not belong together.
+    """
+    timelines = []
+    for rank, path in window.files.items():
+        timelines.append(build_timeline(read_trace(path), rank, path, include_last_step))
+        on_rank(rank)
+    require_all_ranks(window, timelines[0].world_size)
+    require_comparable(timelines)
+    figures = holistic_figures(timelines, include_last_step, multiprocessing)
+    rows = [summary_row(timeline, figures) for timeline in timelines]
+    return WindowAnalysis(
+        window, timelines, figures, pd.DataFrame(rows), collective_table(timelines[0]), find_record(window)
+    )
+
+
+def require_comparable(timelines: list[RankTimeline]) -> None:
+    """Refuse ranks that saw different steps or different kinds of device.
+
+    Raises:
+        TraceError: names the file that differs.
+    """
+    first = timelines[0]
+    for other in timelines[1:]:
+        if other.steps["number"].tolist() != first.steps["number"].tolist():
+            raise TraceError(f"{other.path}: has steps {other.steps['number'].tolist()}, but {first.path} has "
+                             f"{first.steps['number'].tolist()}; these are not of the same run or window")  # fmt: skip
+        if other.kind != first.kind:
+            raise TraceError(f"{other.path} is a {other.kind} trace, but {first.path} is a {first.kind} trace")
+
+
+def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, Any]:
+    """The row of `summary.csv` for one rank. Times are of the profiled steps."""
+    breakdown = figures.breakdown.set_index("rank").loc[timeline.rank]
+    steps = len(timeline.steps)
+    reductions = timeline.collectives[timeline.collectives["kind"] == "all_reduce"]
+    step_ms = (timeline.steps["end"] - timeline.steps["start"]).mean() / 1000
+    return {
+        "rank": timeline.rank,
+        "world_size": timeline.world_size,
+        "trace_kind": timeline.kind,
+        "steps": steps,
+        "profiled_step_ms": round(step_ms, 3),
+        **{f"{part}_ms": round(breakdown[f"{part}_us"] / steps / 1000, 3) for part in PARTS},
+        **{f"{part}_pct": round(100 * breakdown[f"{part}_us"] / breakdown["total_us"], 2) for part in PARTS},
+        "overlap_pct": figures.overlap.set_index("rank").loc[timeline.rank, "overlap_pct"],
+        "collective_calls_per_step": len(timeline.collectives) / steps,
+        "collective_bytes_per_step": timeline.collectives["bytes"].sum(skipna=False) / steps,
+        "all_reduce_calls_per_step": len(reductions) / steps,
+        "all_reduce_bytes_per_step": reductions["bytes"].sum(skipna=False) / steps,
+        "all_reduce_ms_per_step": round((reductions["end"] - reductions["start"]).sum() / steps / 1000, 3),
+    }
+
+
+PARTS = ("compute", "non_compute", "idle")
+
+
+def collective_table(timeline: RankTimeline) -> pd.DataFrame:
+    """Columns kind, calls_per_step, bytes_per_step, mean_ms, ms_per_step of one rank."""
+    steps = len(timeline.steps)
+    calls = timeline.collectives.assign(ms=(timeline.collectives["end"] - timeline.collectives["start"]) / 1000)
+    grouped = calls.groupby("kind", sort=True)
+    return pd.DataFrame(
+        {
+            "calls_per_step": grouped.size() / steps,
+            "bytes_per_step": grouped["bytes"].sum(min_count=1) / steps,
+            "mean_ms": grouped["ms"].mean().round(3),
+            "ms_per_step": (grouped["ms"].sum() / steps).round(3),
+        }
+    ).reset_index()
+
+
+def find_record(window: Window) -> dict[str, Any] | None:
+    """The run record beside a window's rank folders, if there is one.
+
+    Raises:
+        TraceError: it is there but cannot be read.
+    """
+    path = next(iter(window.files.values())).parent.parent / f"{window.run_id}.run.json"
+    return read_record(path) if path.exists() else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a run record.
+
+    Raises:
+        TraceError: it cannot be read, or is none.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read as a run record ({error})") from None
+    if not isinstance(record, dict) or "run_id" not in record or "choice" not in record:
+        raise TraceError(f"{path}: no run record (run_id and choice are missing)")
+    return record
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TraceError(f"cannot write {path}: {error.strerror}") from None

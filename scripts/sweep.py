@@ -1,0 +1,162 @@
+"""Train with every choice, one after the other, report on each, and compare them. The run_experiment_*.sh start it."""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+import ddp
+import sharding
+from analysis.columns import COMPARISON_COLUMNS
+from analysis.command import build_parser, report_folder, report_on_window
+from analysis.compare import REFERENCE, comparison, latest_record
+from analysis.errors import TraceError
+from analysis.report.compare_page import write_comparison
+from analysis.traces import find_windows
+from training.cli import exit_with_error, parse_config
+from training.errors import UserError
+from training.registry import Registry
+
+SWEEP_STEPS = 40
+"""Optimizer steps a choice where the command line does not say: enough to see the loss fall and times settle."""
+
+SHOWN = ("choice", "step_time_ms_median", "step_time_ratio", "compute_pct", "non_compute_pct", "idle_pct", "overlap_pct",
+         "collective_calls_per_step", "peak_bytes", "eval_loss", "eval_accuracy")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """The choices of one entrypoint, and where their reports go."""
+
+    script: str
+    registry: Registry
+    report_root: str
+
+
+FAMILIES = {
+    "ddp": Family("main_ddp.py", ddp.REGISTRY, "reports"),
+    "shard": Family("main_shard.py", sharding.REGISTRY, "reports_sharding"),
+}
+
+
+def main() -> int:
+    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py or main_shard.py]"
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, usage=usage)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs")
+    parser.add_argument("--output-dir", type=Path, default=Path("."), help="root of profile/ and of the reports")
+    options, flags = parser.parse_known_args()
+    if options.ranks < 1:
+        parser.error(f"RANKS {options.ranks}: must be at least 1")
+    if not any(flag.split("=")[0] in ("--max-steps", "--epochs") for flag in flags):
+        flags += ["--max-steps", str(SWEEP_STEPS)]
+    family = FAMILIES[options.family]
+    config = parse_config("", family.registry.sentences, ("--ddp-choice",), ["--ddp-choice", family.registry.names[0], *flags])
+    try:
+        config.micro_batch_size(options.ranks)
+    except UserError as error:
+        exit_with_error(str(error))
+    return sweep(family, options.ranks, options.output_dir, flags)
+
+
+def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str]) -> int:
+    """Train with all choices and report on them; the exit code is 1 if any of them failed."""
+    started = time.monotonic()
+    succeeded, failed = [], []
+    for choice in family.registry.names:
+        arguments = [str(ROOT / family.script), "--ddp-choice", choice, "--output-dir", str(output_dir), *flags]
+        (succeeded if train(choice, ranks, arguments, output_dir) else failed).append(choice)
+    try:
+        page = report(family, output_dir, succeeded, failed)
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{len(succeeded)} of {len(family.registry.names)} choices in {time.monotonic() - started:.0f} s; open {page}")
+    if failed:
+        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def train(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bool:
+    """Run one choice under torchrun, here in this process, and say in a line why it failed if it did."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.disable(logging.ERROR)  # torchrun reports a failed rank at length; the choice's own line says enough
+    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir:
+        try:
+            torchrun(["--standalone", f"--nproc_per_node={ranks}", "--log-dir", log_dir, "--redirects", "2", *arguments])
+        except ChildFailedError:
+            logs = [path.read_text(errors="replace") for path in sorted(Path(log_dir).rglob("stderr.log"))]
+            print(failure_line(choice, logs, output_dir), file=sys.stderr)
+            return False
+    return True
+
+
+def failure_line(choice: str, logs: list[str], output_dir: Path) -> str:
+    """The choice's own error line; for anything unforeseen the last line of a rank, and where the rest is kept."""
+    lines = [line for log in logs for line in log.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("error: ")]
+    if own:
+        return own[0]
+    log_path = output_dir / f"{choice}.failed.log"
+    try:
+        log_path.write_text("\n".join(logs))
+    except OSError as error:
+        return f"error: {choice}: {lines[-1] if lines else 'failed'} (log not kept: {error.strerror})"
+    return f"error: {choice}: {lines[-1] if lines else 'failed without a word'} (all of it: {log_path})"
+
+
+def report(family: Family, output_dir: Path, choices: list[str], failed: list[str]) -> Path:
+    """Write `summary.*` of each choice and `compare.*` of all, print the table, answer with the page's path.
+
+    Raises:
+        TraceError: traces cannot be used, or nothing succeeded.
+    """
+    options = build_parser("").parse_args(["--trace-dir", "."])
+    records, summaries = {}, {}
+    for choice in choices:
+        trace_dir = output_dir / "profile" / choice
+        record = latest_record(trace_dir)
+        if record is None:
+            continue
+        records[choice] = record
+        if record["config"]["no_profile"]:
+            continue
+        folder = report_folder(trace_dir, family.report_root)
+        window = [window for window in find_windows(trace_dir) if window.run_id == record["run_id"]][-1]
+        summaries[choice] = report_on_window(window, choice, folder, options)
+    table = comparison(records, summaries, REFERENCE[family.report_root])
+    print_table(table, Console())
+    return write_comparison(table, records, REFERENCE[family.report_root], failed, output_dir / family.report_root)
+
+
+def print_table(table: pd.DataFrame, console: Console) -> None:
+    """The most important columns, wide enough for any terminal to wrap none of them."""
+    shown = Table(box=None, pad_edge=False)
+    for name in SHOWN:
+        column = COMPARISON_COLUMNS[name]
+        shown.add_column(f"{column.label}\n{column.unit}", justify="left" if name == "choice" else "right", no_wrap=True)
+    for row in table.to_dict("records"):
+        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]) for name in SHOWN))
+    console.print()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
