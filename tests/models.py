@@ -1,0 +1,138 @@
+"""Small modules that hold the traps, and the batches to train them on. All are called as `module(x=..., y=...)`."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+FEATURES = 6
+
+
+def batch(samples: int, seed: int) -> dict[str, Tensor]:
+    """`samples` rows of x (samples, FEATURES), y (samples,), in fp32.
+
+    y lies around 2, so that gradients of samples do not cancel, which would magnify rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, generator=generator)
+    return {"x": x, "y": y + 2}
+
+
+def answer(prediction: Tensor, y: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(loss=nn.functional.mse_loss(prediction.float().squeeze(-1), y), logits=prediction)
+
+
+class Plain(nn.Module):
+    """A perceptron with layers of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return answer(self.net(x), y)
+
+
+class Tied(nn.Module):
+    """The first and last layer share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.middle = nn.Linear(FEATURES, FEATURES)
+        self.last = nn.Linear(FEATURES, FEATURES)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return answer(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))).sum(-1, keepdim=True), y)
+
+
+class Frozen(nn.Module):
+    """The middle layer does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(FEATURES, 9), nn.Linear(9, 9), nn.Linear(9, 1)
+        self.middle.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return answer(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
+
+
+class Normed(nn.Module):
+    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return answer(self.last(self.norm(self.first(x))), y)
+
+
+class Odd(nn.Module):
+    """0-d and zero-size parameters, mixed dtypes, and one parameter much larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.wide = nn.Parameter(torch.linspace(-1, 1, FEATURES, dtype=torch.float64))
+        self.large = nn.Linear(FEATURES, 301)
+        self.last = nn.Linear(301, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        mixed = x * self.wide.float() * self.scale + self.empty.sum()
+        return answer(self.last(torch.tanh(self.large(mixed))), y)
+
+
+class Branching(nn.Module):
+    """Uses branch `a` for samples with a positive first feature and branch `b` for others; never uses `spare`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 1)
+        self.a, self.b, self.spare = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        hidden = self.first(x)
+        positive = x[:, :1] > 0
+        if positive.all():
+            hidden = self.a(hidden)
+        elif not positive.any():
+            hidden = self.b(hidden)
+        else:
+            hidden = torch.where(positive, self.a(hidden), self.b(hidden))
+        return answer(self.last(torch.tanh(hidden)), y)
+
+
+def llama_classifier(seed: int = 0) -> nn.Module:
+    """A Llama classifier of two thin layers, the real architecture of the sample workload."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(seed)
+    return LlamaForSequenceClassification(
+        LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=40,
+                    num_key_value_heads=1, num_labels=5, pad_token_id=0, use_cache=False)
+    )  # fmt: skip
+
+
+def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(1, 40, (samples, 7), generator=generator),
+        "labels": torch.randint(0, 5, (samples,), generator=generator),
+    }
+
+
+MODELS = {"plain": Plain, "tied": Tied, "frozen": Frozen, "odd": Odd, "llama": llama_classifier}
+"""Those whose training has an exact counterpart in one process, whatever the split."""
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return {**MODELS, "normed": Normed, "branching": Branching}[name]()
+
+
+def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    return token_batch(samples, seed) if model == "llama" else batch(samples, seed)

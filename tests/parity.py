@@ -1,0 +1,139 @@
+"""The oracle of all parity tests: plain training in one process on the whole global batch, and the comparison with it.
+
+Functions here run inside ranks (`tests.ranks`). Each global batch is a list (by rank) of lists (of micro-batch sizes),
+so that a test can state how unevenly samples are split.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ddp
+import sharding
+from tests.models import build, make_batch
+from training.config import StrategyOptions
+from training.registry import Registry
+from training.strategy import Strategy
+
+Split = Sequence[Sequence[int]]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam": lambda params: torch.optim.AdamW(params, lr=1e-2),
+}
+TOLERANCE = {"sgd": 1e-6, "adam": 1e-5}
+"""Relative, of parameters after three steps (TRAPS: Adam magnifies rounding)."""
+GRADIENT_TOLERANCE = 1e-6
+
+
+def all_choices() -> list[tuple[str, str]]:
+    """(family, name) of every registered strategy; pytest's parameters."""
+    return [("ddp", name) for name in ddp.CHOICES] + [("sharding", name) for name in sharding.CHOICES]
+
+
+def load(choice: tuple[str, str]) -> type[Strategy]:
+    registries: dict[str, Registry] = {"ddp": ddp.REGISTRY, "sharding": sharding.REGISTRY}
+    return registries[choice[0]].load(choice[1])
+
+
+def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups: vectors without decay, at half the learning rate; the rest with decay."""
+    vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
+    others = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
+    return [{"params": vectors, "weight_decay": 0.0, "lr": 0.005}, {"params": others, "weight_decay": 0.3}]
+
+
+def global_batch(model: str, split: Split, step: int) -> list[list[dict[str, Tensor]]]:
+    """The micro-batches of every rank in a step; sample values depend on step, rank and position alone."""
+    return [[make_batch(model, size, 1000 * step + 100 * rank + index) for index, size in enumerate(sizes)]
+            for rank, sizes in enumerate(split)]  # fmt: skip
+
+
+def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """All samples of a global batch as one batch."""
+    flat = [micro for of_rank in batches for micro in of_rank if len(next(iter(micro.values())))]
+    return {name: torch.cat([micro[name] for micro in flat]) for name in flat[0]}
+
+
+def oracle(
+    model: str, steps: Sequence[Split], optimizer: str, clip: float | None = None, groups: bool = False,
+    precision: str = "fp32", state: dict[str, Tensor] | None = None, first_step: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Single-process training: `loss` by step, `norm` by step, `gradients` of the first step, `state` after the last."""
+    module = build(model)
+    if state:
+        module.load_state_dict(state)
+    params = weight_decay_groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
+    optim = OPTIMIZERS[optimizer](params)
+    result: dict[str, Any] = {"loss": [], "norm": [], "gradients": {}}
+    for index, split in enumerate(steps):
+        optim.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            loss = module(**joined(global_batch(model, split, first_step + index))).loss
+        loss.backward()
+        if clip is not None:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
+        if index == 0:
+            result["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        optim.step()
+        result["loss"].append(loss.item())
+    result["state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return result
+
+
+def train_on_rank(
+    choice: tuple[str, str], model: str, steps: Sequence[Split], optimizer: str, clip: float | None = None,
+    groups: bool = False, options: dict[str, Any] | None = None, state: dict[str, Tensor] | None = None,
+    first_step: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """The same through a strategy; every rank starts from other weights unless the strategy makes them equal."""
+    rank = dist.get_rank()
+    module = build(model, seed=rank)
+    settings = StrategyOptions(**(options or {}), parameter_groups=weight_decay_groups if groups else None)
+    strategy = load(choice)(module, OPTIMIZERS[optimizer], settings)
+    if state is not None:
+        strategy.load_full_state_dict(state if rank == 0 else {})
+    result: dict[str, Any] = {"loss": [], "norm": [], "gradients": {}}
+    for index, split in enumerate(steps):
+        strategy.zero_grad()
+        loss = strategy.forward_backward(global_batch(model, split, first_step + index)[rank])
+        if clip is not None:
+            result["norm"].append(strategy.clip_grad_norm_(clip).item())
+        if index == 0:
+            result["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        strategy.step()
+        result["loss"].append(loss.item())
+    result["state"] = strategy.full_state_dict()
+    result["own_state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return result
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str) -> None:
+    """Every element within `tolerance` relative to the largest one of all tensors.
+
+    Not relative to its own tensor: where the terms of a sum cancel, as in the gradient of a 0-d parameter, the rounding
+    of the terms is large against the sum, in the oracle too.
+    """
+    assert actual.keys() == expected.keys(), f"{what}: {set(actual) ^ set(expected)} only on one side"
+    scale = max(wanted.abs().max().item() for wanted in expected.values() if wanted.numel())
+    for name, wanted in expected.items():
+        if wanted.numel():
+            error = (actual[name].double() - wanted.double()).abs().max().item() / scale
+            assert error <= tolerance, f"{what}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
+
+
+def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float) -> None:
+    """Ranks agree bitwise, and with the oracle within `tolerance`; losses and clipped norms too."""
+    for other in results[1:]:
+        assert other["loss"] == results[0]["loss"]
+        for name, tensor in results[0]["own_state"].items():
+            assert torch.equal(tensor, other["own_state"][name]), f"{name} differs between ranks"
+    assert_close(results[0]["gradients"], expected["gradients"], max(GRADIENT_TOLERANCE, tolerance / 10), "gradient")
+    assert_close(results[0]["state"], expected["state"], tolerance, "parameter")
+    for key in ("loss", "norm"):
+        for actual, wanted in zip(results[0][key], expected[key], strict=True):
+            assert abs(actual - wanted) <= 1e-5 * max(1.0, abs(wanted)), f"{key}: {actual} instead of {wanted}"
