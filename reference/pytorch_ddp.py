@@ -7,15 +7,27 @@ buckets and back. It averages over ranks, so losses are weighted to make up for 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.replicated import ReplicatedStrategy, bytes_of
 from training.strategy import MicroBatch
 from training.traffic import Collective
+
+
+class LossOf(nn.Module):
+    """Answers with the loss of `module` as a plain tensor, which DDP needs to find unused parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **micro_batch: Tensor) -> Tensor:
+        return self.module(**micro_batch).loss
 
 
 class PyTorchDDP(ReplicatedStrategy):
@@ -25,7 +37,7 @@ class PyTorchDDP(ReplicatedStrategy):
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.ddp = DistributedDataParallel(
-            self.module,
+            LossOf(self.module),
             process_group=self.process_group,
             bucket_cap_mb=self.options.bucket_cap_mb,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -35,7 +47,9 @@ class PyTorchDDP(ReplicatedStrategy):
         """Nothing: the first forward pass of a step broadcasts the buffers by itself."""
 
     def forward(self, micro_batch: MicroBatch) -> Any:
-        return self.ddp(**micro_batch) if torch.is_grad_enabled() else self.module(**micro_batch)
+        if torch.is_grad_enabled():
+            return SimpleNamespace(loss=self.ddp(**micro_batch))
+        return self.module(**micro_batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
