@@ -15,22 +15,22 @@ ITEM_BYTES = {
 """Bytes an element, by the names that the profiler gives to dtypes."""
 
 ISSUING_OPERATORS = {
-    "c10d::allreduce_": ("all_reduce", "gloo:all_reduce"),
-    "c10d::allreduce_coalesced_": ("all_reduce", "gloo:all_reduce"),
-    "c10d::broadcast_": ("broadcast", "gloo:broadcast"),
-    "c10d::allgather_": ("all_gather", "gloo:all_gather"),
-    "c10d::_allgather_base_": ("all_gather", "gloo:all_gather"),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", "gloo:all_reduce"),
-    "c10d::reduce_scatter_": ("reduce_scatter", "gloo:all_reduce"),
-    "c10d::alltoall_base_": ("all_to_all", "gloo:all_to_all"),
-    "c10d::alltoall_": ("all_to_all", "gloo:all_to_all"),
-    "c10d::reduce_": ("reduce", "gloo:reduce"),
-    "c10d::gather_": ("gather", "gloo:gather"),
-    "c10d::scatter_": ("scatter", "gloo:scatter"),
-    "c10d::barrier": ("barrier", "gloo:barrier"),
+    "c10d::allreduce_": ("all_reduce", "gloo:all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", "gloo:all_reduce", 0),
+    "c10d::broadcast_": ("broadcast", "gloo:broadcast", 0),
+    "c10d::allgather_": ("all_gather", "gloo:all_gather", 1),
+    "c10d::_allgather_base_": ("all_gather", "gloo:all_gather", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "gloo:all_reduce", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", "gloo:all_reduce", 1),
+    "c10d::alltoall_base_": ("all_to_all", "gloo:all_to_all", 1),
+    "c10d::alltoall_": ("all_to_all", "gloo:all_to_all", 1),
+    "c10d::reduce_": ("reduce", "gloo:reduce", 0),
+    "c10d::gather_": ("gather", "gloo:gather", 1),
+    "c10d::scatter_": ("scatter", "gloo:scatter", 1),
+    "c10d::barrier": ("barrier", "gloo:barrier", None),
 }
-"""Operator on the calling thread: what it is, and the name of its span on a Gloo thread (where reduce-scatter is an
-all-reduce inside)."""
+"""Operator on the calling thread: what it is, the name of its span on a Gloo thread (where reduce-scatter is an
+all-reduce inside), and which of its arguments the span shows the shape of."""
 
 NCCL_KINDS = (
     ("allreduce", "all_reduce"), ("reducescatter", "reduce_scatter"), ("allgather", "all_gather"),
@@ -41,8 +41,9 @@ NCCL_KINDS = (
 def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
     """Columns kind, start, end, bytes, group_size, dtype, stream, issued; a row for each `c10d::` call.
 
-    A call is matched with the first span of the right name and size that no earlier call has taken: Gloo's threads
-    take work in the order in which it is issued. Calls whose span was not recorded are left out.
+    A call is matched with the first span of its name and size that no earlier call has taken: Gloo's threads take work
+    in the order in which it is issued, but two of them may start theirs in either order. Calls whose span was not
+    recorded are left out.
     """
     calls = events[events["name"].isin(ISSUING_OPERATORS)].sort_values("start")
     spans = events[events["name"].str.startswith("gloo:")].sort_values("start")
@@ -51,13 +52,11 @@ def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
         waiting.setdefault((str(span.name), _elements(span.args, 0)), []).append(span)
     rows = []
     for call in calls.itertuples():
-        kind, span_name = ISSUING_OPERATORS[str(call.name)]
-        # The last of the tensors that an operator takes is its input; `allreduce_` has no other.
-        candidates = [key for key in waiting if key[0] == span_name and waiting[key]
-                      and (key[1] in _call_elements(call.args) or kind == "barrier")]  # fmt: skip
-        if not candidates:
+        kind, span_name, position = ISSUING_OPERATORS[str(call.name)]
+        queue = waiting.get((span_name, 0 if position is None else _elements(call.args, position)))
+        if not queue:
             continue
-        span = waiting[min(candidates, key=lambda key: waiting[key][0].start)].pop(0)
+        span = queue.pop(0)
         dtype = _dtype(span.args)
         size = float(_elements(span.args, 0) * ITEM_BYTES.get(dtype, np.nan))
         payload = size * world_size if kind == "all_gather" else size
@@ -91,11 +90,6 @@ def _elements(args: Any, position: int) -> int:
     if not dims or len(dims) <= position:
         return 0
     return sum(int(np.prod(shape)) for shape in _shapes(dims[position]))
-
-
-def _call_elements(args: Any) -> set[int]:
-    dims = args.get("Input Dims") if isinstance(args, dict) else None
-    return {_elements(args, position) for position in range(len(dims or []))} or {0}
 
 
 def _shapes(entry: Any) -> list[list[int]]:
