@@ -12,7 +12,8 @@ from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, all_choices, assert_close, assert_parity, load, oracle, train_on_rank
 from tests.ranks import RankFailed, RankPool
 from training.config import StrategyOptions
-from training.strategy import NonFiniteError, Strategy
+from training.agreement import NonFiniteError
+from training.strategy import Strategy
 
 for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
 Choice = tuple[str, str]
@@ -179,9 +180,10 @@ def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: i
         if where == "loss":
             step[bad_micro_batch]["y"][0] = float("inf")
         else:
-            calls = iter(range(100))
-            weight = module.net[2].weight
-            weight.register_hook(lambda g: g * float("nan") if next(calls) == bad_micro_batch else g)
+            marked = step[bad_micro_batch]["x"]
+            seen: list[bool] = []
+            module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is marked), with_kwargs=True)
+            module.net[2].weight.register_hook(lambda g: g * float("nan") if seen[-1] else g)
     with pytest.raises(NonFiniteError) as caught:
         strategy.forward_backward(step)
     return str(caught.value), all(torch.equal(before[name], t) for name, t in module.state_dict().items())

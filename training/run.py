@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from training.agreement import NonFiniteError
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
@@ -16,7 +17,7 @@ from training.loop import evaluate, train
 from training.profiling import WindowProfiler, require_window_fits
 from training.progress import training_progress
 from training.record import choice_folder, gather_memory, make_run_id, make_trace_folder, run_record, write_json
-from training.strategy import MicroBatch, NonFiniteError, Strategy
+from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload, build_workload
 
 

@@ -3,10 +3,11 @@
 A step has three parts. First the ranks tell each other how many samples and micro-batches each of them holds, so that
 every loss can be weighted by its share of the global batch. Then come forward and backward of each micro-batch, with
 whatever communication the strategy adds to them. Last, the ranks exchange a few numbers each: their part of the loss,
-a checksum that shows a gradient that is not finite, and which parameters got a gradient at all. The two exchanges are
-all-gathers of a few bytes, the same for every strategy.
+whether a gradient is not finite, and which parameters got one at all. The two exchanges are all-gathers of a few bytes,
+the same for every strategy; the first runs behind the first forward pass where there are several micro-batches.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from training.agreement import COUNTS_ROW_BYTES, RECEIVED_BYTES, RESULTS_ROW_BYTES, GlobalBatch, StepAgreement
 from training.config import StrategyOptions
 from training.consistency import require_same_parameters, require_supported_parameters
 from training.gradient_watch import GradientWatch
@@ -25,10 +27,6 @@ from training.traffic import Collective
 
 MicroBatch = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite; raised on every rank, before the optimizer step."""
 
 
 class Strategy(ABC):
@@ -66,8 +64,8 @@ class Strategy(ABC):
         self.synchronizes_gradients = True
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         require_supported_parameters(module)
-        self._exchange_device = _exchange_device(group, module)
-        require_same_parameters(module, group, self._exchange_device)
+        self._agreement = StepAgreement(group, next(module.parameters()).device)
+        require_same_parameters(module, group, self._agreement.device)
         self._latest: MicroBatch | None = None
         self.watch = GradientWatch(self.trainable.values())
         self.prepare()
@@ -153,28 +151,41 @@ class Strategy(ABC):
         """
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
         self._latest = micro_batches[-1] if micro_batches else self._latest
-        total_samples, rounds = self._agree_on_counts(micro_batches)
-        self.watch.reset()
+        counts = self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), self._latest is None)
+        self.watch.begin_step()
         self.before_step()
-        losses = []
-        for index in range(rounds):
-            is_last = index == rounds - 1
-            has_samples = index < len(micro_batches)
-            batch = micro_batches[index] if has_samples else self._latest
-            weight = sample_count(batch) / total_samples if has_samples else 0.0
+        global_batch: GlobalBatch | None = None
+        losses: list[Tensor] = []
+        for index in itertools.count():
+            if index + 1 >= len(micro_batches):  # perhaps the last one of all ranks: now this rank must know
+                global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
+            is_last = global_batch is not None and index + 1 == global_batch.rounds
+            batch = micro_batches[index] if index < len(micro_batches) else self._latest
+            assert batch is not None
             with nullcontext() if is_last else self.no_sync():
                 with record_function("forward"), self.autocast():
                     loss = self.forward(batch).loss
-                scale = weight * self.data_parallel_size if self.averages_over_ranks else weight
+                global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
+                weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
                 with record_function("backward"):
-                    self.watch.begin_round(self.synchronizes_gradients)
-                    (loss * scale).backward()
+                    self.watch.begin_round(inspect=self.synchronizes_gradients)
+                    (loss * (weight * self.data_parallel_size if self.averages_over_ranks else weight)).backward()
+                if is_last:
+                    self.watch.inspect_leftovers()
                 self.after_backward()
-            if has_samples:
+            if weight:
                 losses.append(loss.detach().double() * weight)
+            if is_last:
+                break
         with record_function("gradient_sync"):
             self.finish_gradient_synchronization()
-        return self._agree_on_result(losses)
+        local_loss = torch.stack(losses).sum().item() if losses else 0.0
+        bad_round = self.watch.first_nonfinite_round()
+        mean_loss, used = self._agreement.results(local_loss, bad_round, self.watch.received(), self.optimizer_steps)
+        for parameter, is_used in zip(self.trainable.values(), used, strict=True):
+            if not is_used:
+                parameter.grad = None
+        return torch.tensor(mean_loss, dtype=torch.float32, device=loss.device)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -208,56 +219,11 @@ class Strategy(ABC):
     def expected_traffic(self, micro_batches: int = 1) -> list[Collective]:
         """The collectives that one rank issues in one optimizer step of `micro_batches` micro-batches a rank."""
         size = self.data_parallel_size
-        row_bytes = 8 * (3 + 2 + len(self.trainable))  # the rows of the two exchanges below, in fp64
+        row_bytes = COUNTS_ROW_BYTES + RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
         exchanges = Collective("all_gather", 2, row_bytes * size, size, "bookkeeping")
         return [*self.expected_gradient_traffic(micro_batches), exchanges]
-
-    # The two exchanges -------------------------------------------------------------------------------------------
-
-    def _exchange(self, row: Sequence[float]) -> Tensor:
-        """Every rank's `row`, as a CPU tensor (ranks, len(row)) in fp64. All-gather, since MAX can lose a NaN."""
-        mine = torch.tensor(row, dtype=torch.float64, device=self._exchange_device)
-        table = mine.new_empty(self.data_parallel_size * len(row))
-        dist.all_gather_into_tensor(table, mine, group=self.process_group)
-        return table.view(self.data_parallel_size, len(row)).cpu()
-
-    def _agree_on_counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        samples = sum(map(sample_count, micro_batches))
-        table = self._exchange([samples, len(micro_batches), self._latest is None])
-        if table[:, 2].any() or not table[:, 0].any():
-            ranks = table[:, 1].eq(0).nonzero().flatten().tolist()
-            raise ValueError(f"step {self.optimizer_steps}: no samples on ranks {ranks}; give each rank at least one "
-                             "in the first step, and at least one rank in every later step")  # fmt: skip
-        return int(table[:, 0].sum()), int(table[:, 1].max())
-
-    def _agree_on_result(self, losses: Sequence[Tensor]) -> Tensor:
-        local_loss = torch.stack(losses).sum().item() if losses else 0.0
-        table = self._exchange([local_loss, self.watch.first_nonfinite_round(), *self.watch.received()])
-        self._require_finite(table[:, 0], table[:, 1])
-        for parameter, users in zip(self.trainable.values(), table[:, 2:].sum(0).tolist(), strict=True):
-            if not users:
-                parameter.grad = None
-        return table[:, 0].sum().to(next(iter(self.trainable.values())).device, torch.float32)
-
-    def _require_finite(self, losses: Tensor, rounds: Tensor) -> None:
-        """Raise where a rank's loss, or a gradient of its own, is not finite. Both arguments: (ranks,)."""
-        culprits, what = losses.isfinite().logical_not(), "the loss"
-        if not culprits.any():
-            # A strategy may reduce every micro-batch, which spreads a NaN: the ranks that had it first are to blame.
-            first = rounds[rounds >= 0].min() if (rounds >= 0).any() else -2
-            culprits, what = rounds == first, "a gradient"
-        if culprits.any():
-            ranks = ", ".join(map(str, culprits.nonzero().flatten().tolist()))
-            raise NonFiniteError(f"step {self.optimizer_steps}: {what} is not finite on rank {ranks}; no rank has "
-                                 "updated its parameters; a lower --lr or --clip-grad-norm may help")  # fmt: skip
 
 
 def sample_count(micro_batch: MicroBatch) -> int:
     """Samples in a micro-batch: dimension 0 of its first tensor."""
     return next(iter(micro_batch.values())).shape[0]
-
-
-def _exchange_device(group: dist.ProcessGroup, module: nn.Module) -> torch.device:
-    """Where the exchanges run: on CPU where the group can, since that does not make the host wait for the device."""
-    has_cpu = "cpu:" in dist.get_backend_config(group)
-    return torch.device("cpu") if has_cpu else next(module.parameters()).device
