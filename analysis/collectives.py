@@ -8,10 +8,26 @@ import pandas as pd
 
 COLUMNS = ["kind", "start", "end", "bytes", "group_size", "dtype", "stream", "issued"]
 ITEM_BYTES = {
-    "float": 4, "double": 8, "half": 2, "c10::half": 2, "bfloat16": 2, "c10::bfloat16": 2, "int": 4, "long int": 8,
-    "long": 8, "unsigned char": 1, "signed char": 1, "byte": 1, "bool": 1, "short": 2, "float32": 4, "int64": 8, "int32": 4,
-    "uint8": 1, "float16": 2,
-}  # fmt: skip
+    "float": 4,
+    "double": 8,
+    "half": 2,
+    "c10::half": 2,
+    "bfloat16": 2,
+    "c10::bfloat16": 2,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "unsigned char": 1,
+    "signed char": 1,
+    "byte": 1,
+    "bool": 1,
+    "short": 2,
+    "float32": 4,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "float16": 2,
+}
 """Bytes an element, by the names that the profiler gives to dtypes."""
 
 ISSUING_OPERATORS = {
@@ -33,9 +49,14 @@ ISSUING_OPERATORS = {
 all-reduce inside), and which of its arguments the span shows the shape of."""
 
 NCCL_KINDS = (
-    ("allreduce", "all_reduce"), ("reducescatter", "reduce_scatter"), ("allgather", "all_gather"),
-    ("broadcast", "broadcast"), ("alltoall", "all_to_all"), ("sendrecv", "send_recv"), ("reduce", "reduce"),
-)  # fmt: skip
+    ("allreduce", "all_reduce"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("broadcast", "broadcast"),
+    ("alltoall", "all_to_all"),
+    ("sendrecv", "send_recv"),
+    ("reduce", "reduce"),
+)
 
 
 def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
@@ -68,7 +89,7 @@ def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
     """The same, from NCCL kernels. `bytes` is NaN where the trace does not carry message sizes."""
     rows = []
     for kernel in kernels[kernels["name"].str.match(r"(?i)^nccl.*kernel")].itertuples():
-        args = kernel.args if isinstance(kernel.args, dict) else {}
+        args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
         plain = re.sub(r"[^a-z]", "", str(args.get("Collective name", kernel.name)).lower())
         kind = next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
         dtype = str(args.get("dtype", "")).lower()

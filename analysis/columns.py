@@ -40,7 +40,9 @@ SUMMARY_COLUMNS = {
     "idle_pct": Column("idle", "%", "idle_ms as share of the same"),
     "overlap_pct": Column("overlap", "%", "share of communication time in which compute ran as well (HTA)"),
     "collective_calls_per_step": Column("collectives", "calls/step", "collectives that the rank took part in"),
-    "collective_bytes_per_step": Column("payload", "MiB/step", "their payload in bytes, by nccl-tests' definition", MIB, 3),
+    "collective_bytes_per_step": Column(
+        "payload", "MiB/step", "their payload in bytes, by nccl-tests' definition", MIB, 3
+    ),
     "all_reduce_calls_per_step": Column("all-reduces", "calls/step", "all-reduces alone"),
     "all_reduce_bytes_per_step": Column("all-reduce payload", "MiB/step", "their payload in bytes", MIB, 3),
     "all_reduce_ms_per_step": Column("all-reduce time", "ms/step", "sum of their durations, hidden or not"),
@@ -62,7 +64,9 @@ COMPARISON_COLUMNS = {
     "idle_pct": Column("idle", "%", "mean over ranks of summary.csv's column"),
     "overlap_pct": Column("overlap", "%", "mean over ranks of summary.csv's column"),
     "collective_calls_per_step": Column("collectives", "calls/step", "mean over ranks of summary.csv's column"),
-    "collective_bytes_per_step": Column("payload", "MiB/step", "mean over ranks of summary.csv's column, in bytes", MIB),
+    "collective_bytes_per_step": Column(
+        "payload", "MiB/step", "mean over ranks of summary.csv's column, in bytes", MIB
+    ),
     "peak_bytes": Column("peak memory", "MiB", "most bytes of tensors on the rank that held most", MIB),
     "peak_rss_bytes": Column("peak RSS", "MiB", "largest resident set of the rank that had most, in bytes", MIB),
     "final_train_loss": Column("train loss", "nats", "loss of the last optimizer step", 1, 3),

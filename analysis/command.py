@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
@@ -22,13 +22,23 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace-dir", type=Path, help="folder with the traces of one choice, e.g. profile/simple_ddp")
     source.add_argument("--trace-files", type=Path, nargs="+", metavar="FILE", help="trace files, one of each rank")
-    parser.add_argument("--select", choices=("latest", "all"), default="latest",
-                        help="analyse the newest profile window, or all of them, a folder each (default: latest)")  # fmt: skip
-    parser.add_argument("--include-last-step", action="store_true",
-                        help="analyse the last profiled step too, whose end a GPU trace may have cut off")  # fmt: skip
+    parser.add_argument(
+        "--select",
+        choices=("latest", "all"),
+        default="latest",
+        help="analyse the newest profile window, or all of them, a folder each (default: latest)",
+    )
+    parser.add_argument(
+        "--include-last-step",
+        action="store_true",
+        help="analyse the last profiled step too, whose end a GPU trace may have cut off",
+    )
     parser.add_argument("--enable-multiprocessing", action="store_true", help="let HTA read ranks in parallel")
-    parser.add_argument("--output-dir", type=Path,
-                        help="where the report goes (default: the trace folder with profile* replaced by reports*)")  # fmt: skip
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        help="where the report goes (default: the trace folder with profile* replaced by reports*)",
+    )
     return parser
 
 
@@ -84,9 +94,11 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"reading {choice}", total=len(window.files))
         analysis = analyse_window(
-            window, options.include_last_step, options.enable_multiprocessing,
+            window,
+            options.include_last_step,
+            options.enable_multiprocessing,
             on_rank=lambda rank: progress.advance(task),
-        )  # fmt: skip
+        )
     write_summary(analysis, choice, folder)
     return analysis.summary
 
@@ -105,4 +117,4 @@ def window_time(window: Window) -> str:
     if match := RUN_ID_TIME.match(window.run_id):
         return match[1]
     written = next(iter(window.files.values())).stat().st_mtime
-    return datetime.fromtimestamp(written, timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return datetime.fromtimestamp(written, UTC).strftime("%Y%m%d-%H%M%S")

@@ -41,7 +41,7 @@ def comparison(records: dict[str, dict[str, Any]], summaries: dict[str, pd.DataF
     table = pd.DataFrame(rows)
     base = table.loc[table["choice"] == reference, "step_time_ms_median"]
     ratio = table["step_time_ms_median"] / base.iloc[0] if len(base) else float("nan")
-    table.insert(table.columns.get_loc("step_time_ms_p75") + 1, "step_time_ratio", ratio)
+    table.insert(table.columns.tolist().index("step_time_ms_p75") + 1, "step_time_ratio", ratio)
     return table.round(4)
 
 
@@ -71,5 +71,10 @@ def comparison_row(record: dict[str, Any], summary: pd.DataFrame | None) -> dict
 
 
 TRACE_COLUMNS = (
-    "compute_pct", "non_compute_pct", "idle_pct", "overlap_pct", "collective_calls_per_step", "collective_bytes_per_step",
-)  # fmt: skip
+    "compute_pct",
+    "non_compute_pct",
+    "idle_pct",
+    "overlap_pct",
+    "collective_calls_per_step",
+    "collective_bytes_per_step",
+)

@@ -63,13 +63,21 @@ def write_for_hta(path: Path, rank: int, steps: pd.DataFrame, kernels: pd.DataFr
             name = "ncclDevKernel_" + name.removeprefix(GLOO_PREFIX)  # what HTA takes for communication
         link = {"correlation": index + 1, "stream": streams[kernel.stream]}
         events.append(_event("kernel", name, kernel.start, kernel.end, tid=link["stream"], args=link))
-        launch = min(float(kernel.launch), end - 1)
+        launch = min(kernels["launch"].iloc[index], end - 1)
         events.append(
             _event("cuda_runtime", "cudaLaunchKernel", launch, launch + 1, tid=1, args={"correlation": index + 1})
         )
     path.write_text(json.dumps({"distributedInfo": {"rank": rank}, "traceEvents": events}))
 
 
-def _event(category: str, name: str, start: float, end: float, tid: int, args: dict[str, Any] | None = None) -> Any:
-    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": tid, "ts": float(start),
-            "dur": float(end - start), "args": args or {}}  # fmt: skip
+def _event(category: str, name: str, start: Any, end: Any, tid: int, args: dict[str, Any] | None = None) -> Any:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 0,
+        "tid": tid,
+        "ts": float(start),
+        "dur": float(end - start),
+        "args": args or {},
+    }

@@ -1,7 +1,6 @@
 """The summary of one window of one choice: a row a rank. `docs/summary-csv.md` explains each column."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +42,11 @@ class WindowAnalysis:
 
 
 def analyse_window(
-    window: Window, include_last_step: bool = False, multiprocessing: bool = False,
+    window: Window,
+    include_last_step: bool = False,
+    multiprocessing: bool = False,
     on_rank: Callable[[int], None] = lambda rank: None,
-) -> WindowAnalysis:  # fmt: skip
+) -> WindowAnalysis:
     """Read and analyse all ranks of a window.
 
     Args:
@@ -76,8 +77,10 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
     first = timelines[0]
     for other in timelines[1:]:
         if other.steps["number"].tolist() != first.steps["number"].tolist():
-            raise TraceError(f"{other.path}: has steps {other.steps['number'].tolist()}, but {first.path} has "
-                             f"{first.steps['number'].tolist()}; these are not of the same run or window")  # fmt: skip
+            raise TraceError(
+                f"{other.path}: has steps {other.steps['number'].tolist()}, but {first.path} has "
+                f"{first.steps['number'].tolist()}; these are not of the same run or window"
+            )
         if other.kind != first.kind:
             raise TraceError(f"{other.path} is a {other.kind} trace, but {first.path} is a {first.kind} trace")
 
@@ -158,7 +161,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise TraceError(f"cannot write {path}: {error.strerror}") from None

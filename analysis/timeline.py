@@ -75,10 +75,16 @@ def build_timeline(trace: dict[str, Any], rank: int, path: Path, include_last_st
     collectives = collectives[collectives["issued"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(
-        rank=rank, world_size=world_size, backend=str(info.get("backend", "unknown")), kind=kind, path=path,
-        steps=steps.reset_index(drop=True), phases=phases[["name", "start", "end"]].reset_index(drop=True),
-        kernels=kernels.reset_index(drop=True), collectives=collectives.reset_index(drop=True),
-    )  # fmt: skip
+        rank=rank,
+        world_size=world_size,
+        backend=str(info.get("backend", "unknown")),
+        kind=kind,
+        path=path,
+        steps=steps.reset_index(drop=True),
+        phases=phases[["name", "start", "end"]].reset_index(drop=True),
+        kernels=kernels.reset_index(drop=True),
+        collectives=collectives.reset_index(drop=True),
+    )
 
 
 def complete_events(trace: dict[str, Any], path: Path) -> pd.DataFrame:
@@ -119,8 +125,11 @@ def _device_kernels(events: pd.DataFrame, on_device: pd.Series) -> pd.DataFrame:
     kernels["stream"] = arguments.map(lambda args: str(args.get("stream", "?")))
     kernels["correlation"] = arguments.map(lambda args: args.get("correlation", -1))
     runtime = events[events["cat"].isin(("cuda_runtime", "cuda_driver"))]
-    launched = {args["correlation"]: start for args, start in zip(runtime["args"], runtime["start"], strict=True)
-                if isinstance(args, dict) and "correlation" in args}  # fmt: skip
+    launched = {
+        args["correlation"]: start
+        for args, start in zip(runtime["args"], runtime["start"], strict=True)
+        if isinstance(args, dict) and "correlation" in args
+    }
     kernels["launch"] = kernels["correlation"].map(launched).astype(float)
     is_nccl = kernels["name"].str.match(r"(?i)^nccl.*kernel")
     is_copy = kernels["cat"].isin(DEVICE_CATEGORIES) & kernels["name"].str.match(r"^(Memcpy|Memset|dma)")

@@ -39,8 +39,11 @@ def find_windows(trace_dir: Path) -> list[Window]:
     """
     if not trace_dir.is_dir():
         raise TraceError(f"{trace_dir}: no such folder; train first, then give profile/<choice> as --trace-dir")
-    paths = [path for path in sorted(trace_dir.rglob("*")) if path.name.endswith(SUFFIXES)
-             and not path.name.startswith(".") and not path.name.endswith(".run.json")]  # fmt: skip
+    paths = [
+        path
+        for path in sorted(trace_dir.rglob("*"))
+        if path.name.endswith(SUFFIXES) and not path.name.startswith(".") and not path.name.endswith(".run.json")
+    ]
     if not paths:
         raise TraceError(f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile")
     return group_by_window(paths, trace_dir.resolve().name)
@@ -59,7 +62,9 @@ def group_by_window(paths: list[Path], foreign_name: str) -> list[Window]:
         rank = rank_of(path)
         ranks = groups.setdefault(key, {})
         if rank in ranks:
-            raise TraceError(f"{ranks[rank]} and {path} are both of rank {rank}; give one of each rank in --trace-files")
+            raise TraceError(
+                f"{ranks[rank]} and {path} are both of rank {rank}; give one of each rank in --trace-files"
+            )
         ranks[rank] = path
     return [Window(run_id, step, dict(sorted(files.items()))) for (run_id, step), files in sorted(groups.items())]
 
@@ -75,7 +80,9 @@ def rank_of(path: Path) -> int:
             return int(match[1])
     if match := RANK_IN_TEXT.search(_read_text(path)):
         return int(match[1])
-    raise TraceError(f"{path}: neither its name nor its distributedInfo says which rank it is of; name it rank_<n>.json")
+    raise TraceError(
+        f"{path}: neither its name nor its distributedInfo says which rank it is of; name it rank_<n>.json"
+    )
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -90,7 +97,9 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         trace = json.loads(text)
     except json.JSONDecodeError as error:
-        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or no trace; profile again") from None
+        raise TraceError(
+            f"{path}: not valid JSON ({error}); the file is cut short or no trace; profile again"
+        ) from None
     except RecursionError:
         raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):

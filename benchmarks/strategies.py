@@ -35,8 +35,17 @@ SPECIAL = {
     LOCAL: "forward, backward and optimizer, without communication",
     BARE: "a plain training loop around PyTorch DDP, without this project's runtime",
 }
-COLUMNS = ("choice", "against", "rounds", "step_ms_median", "ratio_median", "ratio_p25", "ratio_p75",
-           "exposed_ms_median", "peak_bytes")  # fmt: skip
+COLUMNS = (
+    "choice",
+    "against",
+    "rounds",
+    "step_ms_median",
+    "ratio_median",
+    "ratio_p25",
+    "ratio_p75",
+    "exposed_ms_median",
+    "peak_bytes",
+)
 WARMUP_ROUNDS = 3
 
 
@@ -72,10 +81,15 @@ def main() -> int:
 
     silence_libraries()
     config = RunConfig(
-        workload=options.workload, global_batch_size=options.global_batch_size, device=options.device,
-        grad_accum_steps=options.grad_accum_steps, backend=options.backend, bucket_cap_mb=options.bucket_cap_mb,
-        train_samples=64, eval_samples=1,
-    )  # fmt: skip
+        workload=options.workload,
+        global_batch_size=options.global_batch_size,
+        device=options.device,
+        grad_accum_steps=options.grad_accum_steps,
+        backend=options.backend,
+        bucket_cap_mb=options.bucket_cap_mb,
+        train_samples=64,
+        eval_samples=1,
+    )
     try:
         with joined_ranks(config) as ranks:
             table = measure(options, config, ranks)
@@ -89,7 +103,6 @@ def main() -> int:
 def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     """Time all choices; the table of `COLUMNS` (the same on every rank)."""
     import pandas as pd
-    import torch
 
     from training.data import to_device
     from training.run import seed_everything
@@ -103,7 +116,9 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
         seed_everything(0, rank=0)
         workload = build_workload(config)
         samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
-        batches = [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
+        batches = [
+            to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)
+        ]
         runners[name] = make_runner(name, replace(config, choice=name), workload, batches, ranks)
         peaks[name] = peak_of_one_step(runners[name], ranks.device)
     times = pd.DataFrame(index=range(options.rounds), columns=names, dtype=float)
@@ -117,9 +132,18 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     for name in names:
         ratios = times[name] / times[options.against]
         rows.append(
-            (name, options.against, options.rounds, times[name].median(), ratios.median(), ratios.quantile(0.25),
-             ratios.quantile(0.75), (times[name] - times[LOCAL]).median(), peaks[name])
-        )  # fmt: skip
+            (
+                name,
+                options.against,
+                options.rounds,
+                times[name].median(),
+                ratios.median(),
+                ratios.quantile(0.25),
+                ratios.quantile(0.75),
+                (times[name] - times[LOCAL]).median(),
+                peaks[name],
+            )
+        )
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -207,8 +231,15 @@ def show(table: Any, options: argparse.Namespace) -> None:
     for heading in ("choice", "step, ms", "ratio", "p25", "p75", "exposed, ms", "peak of a step, MiB"):
         shown.add_column(heading, justify="left" if heading == "choice" else "right", no_wrap=True)
     for row in table.itertuples():
-        shown.add_row(row.choice, f"{row.step_ms_median:.1f}", f"{row.ratio_median:.3f}", f"{row.ratio_p25:.3f}",
-                      f"{row.ratio_p75:.3f}", f"{row.exposed_ms_median:.1f}", f"{row.peak_bytes / 2**20:.1f}")  # fmt: skip
+        shown.add_row(
+            row.choice,
+            f"{row.step_ms_median:.1f}",
+            f"{row.ratio_median:.3f}",
+            f"{row.ratio_p25:.3f}",
+            f"{row.ratio_p75:.3f}",
+            f"{row.exposed_ms_median:.1f}",
+            f"{row.peak_bytes / 2**20:.1f}",
+        )
     Console(width=110).print(shown)
     if options.csv:
         table.to_csv(options.csv, index=False)

@@ -20,13 +20,13 @@ class FlatDDP(ReplicatedStrategy):
         if not self.synchronizes_gradients:
             return
         for parameters in by_dtype(self.trainable.values()).values():
-            for parameter in parameters:
-                if parameter.grad is None:  # not used here in this step, but perhaps on another rank
-                    parameter.grad = torch.zeros_like(parameter)
-            flat = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+            # A parameter without gradient is not used here in this step, but perhaps on another rank.
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self.process_group)
-            for parameter, reduced in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad.copy_(reduced.view_as(parameter))
+            reduced = flat.split([gradient.numel() for gradient in gradients])
+            for parameter, gradient, values in zip(parameters, gradients, reduced, strict=True):
+                parameter.grad = gradient.copy_(values.view_as(gradient))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces([bytes_of(same) for same in by_dtype(self.trainable.values()).values()])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.strategy import MicroBatch
 from training.traffic import Collective
 
@@ -63,8 +63,10 @@ class PyTorchDDP(ReplicatedStrategy):
         received = self.watch.received_in_last_round()
         unused = [name for name, got in zip(self.trainable, received, strict=True) if not got]
         if unused:
-            raise RuntimeError(f"pytorch_ddp: no gradient for {', '.join(unused)} in this step, so DDP's buckets never "
-                               "fill; pass --find-unused-parameters")  # fmt: skip
+            raise RuntimeError(
+                f"pytorch_ddp: no gradient for {', '.join(unused)} in this step, so DDP's buckets never "
+                "fill; pass --find-unused-parameters"
+            )
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         traffic = self.gradient_all_reduces(self._bucket_bytes())

@@ -1,4 +1,4 @@
-"""Train with every choice, one after the other, report on each, and compare them. The run_experiment_*.sh start it."""
+"""Train with every choice, one after the other, report on each, and compare them. run_experiment_ddp.sh starts it."""
 
 import argparse
 import logging
@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 import ddp
-import sharding
 from analysis.columns import COMPARISON_COLUMNS
 from analysis.command import build_parser, report_folder, report_on_window
 from analysis.compare import REFERENCE, comparison, latest_record
@@ -33,8 +32,19 @@ from training.registry import Registry
 SWEEP_STEPS = 40
 """Optimizer steps a choice where the command line does not say: enough to see the loss fall and times settle."""
 
-SHOWN = ("choice", "step_time_ms_median", "step_time_ratio", "compute_pct", "non_compute_pct", "idle_pct", "overlap_pct",
-         "collective_calls_per_step", "peak_bytes", "eval_loss", "eval_accuracy")  # fmt: skip
+SHOWN = (
+    "choice",
+    "step_time_ms_median",
+    "step_time_ratio",
+    "compute_pct",
+    "non_compute_pct",
+    "idle_pct",
+    "overlap_pct",
+    "collective_calls_per_step",
+    "peak_bytes",
+    "eval_loss",
+    "eval_accuracy",
+)
 
 
 @dataclass(frozen=True)
@@ -48,23 +58,26 @@ class Family:
 
 FAMILIES = {
     "ddp": Family("main_ddp.py", ddp.REGISTRY, "reports"),
-    "shard": Family("main_shard.py", sharding.REGISTRY, "reports_sharding"),
 }
 
 
 def main() -> int:
-    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py or main_shard.py]"
+    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py]"
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, usage=usage)
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs")
-    parser.add_argument("--output-dir", type=Path, default=Path("."), help="root of profile/ and of the reports")
+    parser.add_argument(
+        "ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs"
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
     options, flags = parser.parse_known_args()
     if options.ranks < 1:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
     if not any(flag.split("=")[0] in ("--max-steps", "--epochs") for flag in flags):
         flags += ["--max-steps", str(SWEEP_STEPS)]
     family = FAMILIES[options.family]
-    config = parse_config("", family.registry.sentences, ("--ddp-choice",), ["--ddp-choice", family.registry.names[0], *flags])
+    config = parse_config(
+        "", family.registry.sentences, ("--ddp-choice",), ["--ddp-choice", family.registry.names[0], *flags]
+    )
     try:
         config.micro_batch_size(options.ranks)
     except UserError as error:
@@ -84,7 +97,9 @@ def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str]) -> int
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"\n{len(succeeded)} of {len(family.registry.names)} choices in {time.monotonic() - started:.0f} s; open {page}")
+    print(
+        f"\n{len(succeeded)} of {len(family.registry.names)} choices in {time.monotonic() - started:.0f} s; open {page}"
+    )
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -98,7 +113,9 @@ def train(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bo
     logging.disable(logging.ERROR)  # torchrun reports a failed rank at length; the choice's own line says enough
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir:
         try:
-            torchrun(["--standalone", f"--nproc_per_node={ranks}", "--log-dir", log_dir, "--redirects", "2", *arguments])
+            torchrun(
+                ["--standalone", f"--nproc_per_node={ranks}", "--log-dir", log_dir, "--redirects", "2", *arguments]
+            )
         except ChildFailedError:
             logs = [path.read_text(errors="replace") for path in sorted(Path(log_dir).rglob("stderr.log"))]
             print(failure_line(choice, logs, output_dir), file=sys.stderr)
@@ -149,7 +166,9 @@ def print_table(table: pd.DataFrame, console: Console) -> None:
     shown = Table(box=None, pad_edge=False)
     for name in SHOWN:
         column = COMPARISON_COLUMNS[name]
-        shown.add_column(f"{column.label}\n{column.unit}", justify="left" if name == "choice" else "right", no_wrap=True)
+        shown.add_column(
+            f"{column.label}\n{column.unit}", justify="left" if name == "choice" else "right", no_wrap=True
+        )
     for row in table.to_dict("records"):
         shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]) for name in SHOWN))
     console.print()

@@ -112,9 +112,18 @@ def llama_classifier(seed: int = 0) -> nn.Module:
 
     torch.manual_seed(seed)
     return LlamaForSequenceClassification(
-        LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=40,
-                    num_key_value_heads=1, num_labels=5, pad_token_id=0, use_cache=False)
-    )  # fmt: skip
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=40,
+            num_key_value_heads=1,
+            num_labels=5,
+            pad_token_id=0,
+            use_cache=False,
+        )
+    )
 
 
 def token_batch(samples: int, seed: int) -> dict[str, Tensor]:

@@ -48,8 +48,10 @@ def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 def global_batch(model: str, split: Split, step: int) -> list[list[dict[str, Tensor]]]:
     """The micro-batches of every rank in a step; sample values depend on step, rank and position alone."""
-    return [[make_batch(model, size, 1000 * step + 100 * rank + index) for index, size in enumerate(sizes)]
-            for rank, sizes in enumerate(split)]  # fmt: skip
+    return [
+        [make_batch(model, size, 1000 * step + 100 * rank + index) for index, size in enumerate(sizes)]
+        for rank, sizes in enumerate(split)
+    ]
 
 
 def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
@@ -59,10 +61,16 @@ def joined(batches: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def oracle(
-    model: str, steps: Sequence[Split], optimizer: str, clip: float | None = None, groups: bool = False,
-    precision: str = "fp32", state: dict[str, Tensor] | None = None, first_step: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """Single-process training: `loss` by step, `norm` by step, `gradients` of the first step, `state` after the last."""
+    model: str,
+    steps: Sequence[Split],
+    optimizer: str,
+    clip: float | None = None,
+    groups: bool = False,
+    precision: str = "fp32",
+    state: dict[str, Tensor] | None = None,
+    first_step: int = 0,
+) -> dict[str, Any]:
+    """Single-process training: `loss` and `norm` by step, `gradients` of the first step, `state` after the last."""
     module = build(model)
     if state:
         module.load_state_dict(state)
@@ -86,10 +94,16 @@ def oracle(
 
 
 def train_on_rank(
-    choice: tuple[str, str], model: str, steps: Sequence[Split], optimizer: str, clip: float | None = None,
-    groups: bool = False, options: dict[str, Any] | None = None, state: dict[str, Tensor] | None = None,
+    choice: tuple[str, str],
+    model: str,
+    steps: Sequence[Split],
+    optimizer: str,
+    clip: float | None = None,
+    groups: bool = False,
+    options: dict[str, Any] | None = None,
+    state: dict[str, Tensor] | None = None,
     first_step: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The same through a strategy; every rank starts from other weights unless the strategy makes them equal."""
     rank = dist.get_rank()
     module = build(model, seed=rank)

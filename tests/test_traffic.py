@@ -52,8 +52,15 @@ def profiled_step(
 @pytest.mark.parametrize("choice", all_choices(), ids="-".join)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str], world_size: int) -> None:
-    cases = [("plain", 1, {}), ("odd", 2, {"bucket_cap_mb": 0.001}), ("normed", 2, {}), ("frozen", 3, {}),
-             ("branching", 2, {"find_unused_parameters": True}), ("tied", 1, {}), ("llama", 2, {"precision": "bf16"})]  # fmt: skip
+    cases = [
+        ("plain", 1, {}),
+        ("odd", 2, {"bucket_cap_mb": 0.001}),
+        ("normed", 2, {}),
+        ("frozen", 3, {}),
+        ("branching", 2, {"find_unused_parameters": True}),
+        ("tied", 1, {}),
+        ("llama", 2, {"precision": "bf16"}),
+    ]
     for model, micro_batches, options in cases:
         for announced, seen, sizes in ranks.run(world_size, profiled_step, choice, model, micro_batches, options):
             assert announced == seen, f"{model}, {micro_batches} micro-batches"

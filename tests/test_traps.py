@@ -11,8 +11,8 @@ from torch import nn
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, all_choices, assert_close, assert_parity, load, oracle, train_on_rank
 from tests.ranks import RankFailed, RankPool
-from training.config import StrategyOptions
 from training.agreement import NonFiniteError
+from training.config import StrategyOptions
 from training.strategy import Strategy
 
 for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
@@ -43,7 +43,9 @@ def use_branches(choice: Choice, signs: list[int], caps: list[float | None]) -> 
 
 
 def signed_batches(signs: list[int], step: int) -> list[list[dict[str, torch.Tensor]]]:
-    batches = [[make_batch("branching", 2, 100 * step + 10 * rank + index) for index in range(2)] for rank in range(len(signs))]
+    batches = [
+        [make_batch("branching", 2, 100 * step + 10 * rank + index) for index in range(2)] for rank in range(len(signs))
+    ]
     for sign, of_rank in zip(signs, batches, strict=True):
         for micro in of_rank:
             micro["x"][:, 0] = micro["x"][:, 0].abs() * sign
@@ -246,7 +248,9 @@ def unused_without_search() -> str:
 
 
 def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool) -> None:
-    assert "spare.weight" in (message := ranks.run(2, unused_without_search)[0]) and "--find-unused-parameters" in message
+    assert (
+        "spare.weight" in (message := ranks.run(2, unused_without_search)[0]) and "--find-unused-parameters" in message
+    )
 
 
 def second_gradient(choice: Choice) -> str:

@@ -52,8 +52,10 @@ class StepAgreement:
         samples, micro_batches, lacks_any = table.cpu().unbind(1)
         if lacks_any.any() or not samples.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
-            raise ValueError(f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
-                             "and at least one rank in every later step")  # fmt: skip
+            raise ValueError(
+                f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
+                "and at least one rank in every later step"
+            )
         return GlobalBatch(samples=int(samples.sum()), rounds=int(micro_batches.max()))
 
     def results(self, loss: float, bad_round: int, received: Sequence[bool], step: int) -> tuple[float, list[bool]]:
@@ -77,12 +79,15 @@ class StepAgreement:
             culprits, what = bad_rounds.eq(bad_rounds[bad_rounds >= 0].min()), "a gradient"
         if culprits.any():
             ranks = ", ".join(map(str, culprits.nonzero().flatten().tolist()))
-            raise NonFiniteError(f"step {step}: {what} is not finite on rank {ranks}; no rank has updated its parameters; "
-                                 "a lower --lr or --clip-grad-norm may help")  # fmt: skip
+            raise NonFiniteError(
+                f"step {step}: {what} is not finite on rank {ranks}; no rank has updated its parameters; "
+                "a lower --lr or --clip-grad-norm may help"
+            )
         return losses.sum().item(), (table[:, 2:].sum(0) > 0).tolist()
 
     def _begin(self, row: Sequence[float]) -> tuple[Tensor, dist.Work]:
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         table = mine.new_empty(self._size * len(row))
         work = dist.all_gather_into_tensor(table, mine, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous collective gives a handle"
         return table.view(self._size, len(row)), work

@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from training.config import RunConfig, flag_name
@@ -19,7 +20,7 @@ class _OneLineParser(argparse.ArgumentParser):
     """Answers a mistake with one line (from rank 0 alone under `torchrun`) and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        exit_with_error(message + f" (see {os.path.basename(sys.argv[0])} --help)")
+        exit_with_error(message + f" (see {Path(sys.argv[0]).name} --help)")
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -37,7 +38,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} '{name}'; {hint}"
 
 
-def build_parser(description: str, choices: Mapping[str, str], choice_flags: tuple[str, ...]) -> argparse.ArgumentParser:
+def build_parser(
+    description: str, choices: Mapping[str, str], choice_flags: tuple[str, ...]
+) -> argparse.ArgumentParser:
     """A parser with one flag for each field of `RunConfig`.
 
     Args:
@@ -62,9 +65,12 @@ def build_parser(description: str, choices: Mapping[str, str], choice_flags: tup
             shown = "" if default is None else f" (default: {default})"
             value_type = _plain_type(types_of[field.name])
             parser.add_argument(
-                flag_name(field.name), type=value_type, default=default, metavar=value_type.__name__.upper(),
+                flag_name(field.name),
+                type=value_type,
+                default=default,
+                metavar=value_type.__name__.upper(),
                 help=help_text + shown,
-            )  # fmt: skip
+            )
     return parser
 
 

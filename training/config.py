@@ -34,7 +34,12 @@ class StrategyOptions:
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
 
     def __post_init__(self) -> None:
-        _require(self.bucket_cap_mb is None or self.bucket_cap_mb > 0, "--bucket-cap-mb", self.bucket_cap_mb, "a size above 0 MiB")
+        _require(
+            self.bucket_cap_mb is None or self.bucket_cap_mb > 0,
+            "--bucket-cap-mb",
+            self.bucket_cap_mb,
+            "a size above 0 MiB",
+        )
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
 
 
@@ -77,8 +82,15 @@ class RunConfig:
     profile_repeat: int = _flag(1, "number of profile windows")
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "grad_accum_steps", "epochs", "depth", "width", "profile_active",
-                     "profile_repeat"):  # fmt: skip
+        for name in (
+            "global_batch_size",
+            "grad_accum_steps",
+            "epochs",
+            "depth",
+            "width",
+            "profile_active",
+            "profile_repeat",
+        ):
             _require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "a whole number of at least 1")
         for name in ("train_samples", "eval_samples", "max_steps"):
             value = getattr(self, name)
@@ -89,8 +101,9 @@ class RunConfig:
             value = getattr(self, name)
             _require(value is None or 0 < value < float("inf"), flag_name(name), value, "a number above 0")
         for name, allowed in (("device", DEVICES), ("backend", BACKENDS)):
-            _require(getattr(self, name) in allowed, flag_name(name), getattr(self, name),
-                     f"one of {', '.join(allowed)}")  # fmt: skip
+            _require(
+                getattr(self, name) in allowed, flag_name(name), getattr(self, name), f"one of {', '.join(allowed)}"
+            )
         self.strategy_options()
 
     def strategy_options(self) -> StrategyOptions:

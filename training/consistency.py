@@ -38,5 +38,7 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
     dist.all_gather_into_tensor(all_digests, mine, group=group)
     differing = (all_digests != all_digests[0]).nonzero().flatten().tolist()
     if differing:
-        raise ValueError(f"parameters or buffers differ in name, shape, dtype or requires_grad between rank 0 and "
-                         f"rank {', '.join(map(str, differing))}; build the same module on every rank")  # fmt: skip
+        raise ValueError(
+            f"parameters or buffers differ in name, shape, dtype or requires_grad between rank 0 and "
+            f"rank {', '.join(map(str, differing))}; build the same module on every rank"
+        )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -41,7 +42,7 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        script = os.path.basename(sys.argv[0])
+        script = Path(sys.argv[0]).name
         raise UserError(
             f"{', '.join(missing)} not set, so this was not started by torchrun; run: "
             f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()

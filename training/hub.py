@@ -1,6 +1,5 @@
 """Models and data sets by hub id or local path, through `transformers` and `datasets`."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,8 +34,13 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
     _require_model_folder(name)
-    model = _load("model", name, lambda: AutoModelForSequenceClassification.from_pretrained(
-        name, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True))  # fmt: skip
+    model = _load(
+        "model",
+        name,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True
+        ),
+    )
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
     return model
@@ -74,8 +78,9 @@ def tokenize(data: Any, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
     columns = [column for column in data.column_names if column != "label"]
     return data.map(
         lambda batch: {"input_ids": tokenizer(batch["text"], truncation=True, max_length=max_tokens)["input_ids"]},
-        batched=True, remove_columns=columns,
-    )  # fmt: skip
+        batched=True,
+        remove_columns=columns,
+    )
 
 
 def _read_splits(name: str) -> Any:
@@ -103,7 +108,7 @@ def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
         raise
     except Exception as error:  # the libraries raise anything from OSError to pyarrow's own
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        if os.path.exists(os.path.expanduser(name)):
+        if Path(name).expanduser().exists():
             raise UserError(f"{what} {name}: cannot be read: {reason}") from error
         raise UserError(
             f"{what} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
@@ -126,8 +131,10 @@ def _require_model_folder(name: str) -> None:
 def _require_review_columns(name: str, data: Any) -> None:
     missing = [column for column in ("text", "label") if column not in data.column_names]
     if missing:
-        raise UserError(f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); "
-                        "needs text, and label from 0 to 4")  # fmt: skip
+        raise UserError(
+            f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); "
+            "needs text, and label from 0 to 4"
+        )
 
 
 def _require_labels_in_range(name: str, labels: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
 """`torch.profiler` on every rank, one gzip Chrome trace a window, and the peak of memory in it."""
 
 import gzip
-import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
@@ -29,9 +29,11 @@ class WindowProfiler:
     def __init__(self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks, strategy: Strategy) -> None:
         self._folder, self._run_id, self._device, self._strategy = trace_folder, run_id, ranks.device, strategy
         self._schedule = schedule(
-            wait=config.profile_wait, warmup=config.profile_warmup, active=config.profile_active,
+            wait=config.profile_wait,
+            warmup=config.profile_warmup,
+            active=config.profile_active,
             repeat=config.profile_repeat,
-        )  # fmt: skip
+        )
         self._enabled = not config.no_profile
         self._step = 0
         self._resting_bytes = 0
@@ -39,9 +41,12 @@ class WindowProfiler:
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = profile(
-            activities=activities, schedule=self._schedule, on_trace_ready=self._on_window_end, record_shapes=True,
+            activities=activities,
+            schedule=self._schedule,
+            on_trace_ready=self._on_window_end,
+            record_shapes=True,
             profile_memory=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "WindowProfiler":
         if self._enabled:
@@ -66,11 +71,12 @@ class WindowProfiler:
             self._note_resting_bytes()
 
     def _note_resting_bytes(self) -> None:
-        if self._schedule(self._step) in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
-            if self._step == 0 or self._schedule(self._step - 1) in (ProfilerAction.NONE, ProfilerAction.WARMUP):
-                # Freeing what was allocated before the window makes no event, so let the last gradients go first.
-                self._strategy.zero_grad()
-                self._resting_bytes = sum(self._strategy.memory_breakdown().values())
+        recording = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        begins = self._step == 0 or self._schedule(self._step - 1) != ProfilerAction.RECORD
+        if self._schedule(self._step) in recording and begins:
+            # Freeing what was allocated before the window makes no event, so let the last gradients go first.
+            self._strategy.zero_grad()
+            self._resting_bytes = sum(self._strategy.memory_breakdown().values())
 
     def _on_window_end(self, profiler: profile) -> None:
         if self._device.type == "cpu":
@@ -85,9 +91,12 @@ class WindowProfiler:
 
 def peak_of_allocations(profiler: profile) -> int:
     """Most CPU bytes that were allocated at one moment of the window, beyond those allocated at its start."""
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events
-                     if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU)  # fmt: skip
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes: list[tuple[int, int]] = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    )
     held = peak = 0
     for _, change in changes:
         held += change
@@ -108,20 +117,18 @@ def write_trace(profiler: profile, path: Path) -> None:
         profiler.export_chrome_trace(str(plain))
         if not ends_with_brace(plain):
             raise EOFError("the trace was cut short; is the disk full?")
-        with open(plain, "rb") as source, gzip.open(zipped, "wb", compresslevel=4) as target:
+        with plain.open("rb") as source, gzip.open(zipped, "wb", compresslevel=4) as target:
             shutil.copyfileobj(source, target)
-        os.replace(zipped, path)
+        zipped.replace(path)
     finally:
         plain.unlink(missing_ok=True)
         zipped.unlink(missing_ok=True)
 
 
 def ends_with_brace(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")
-
-
 
 
 def require_window_fits(config: RunConfig, steps: int) -> None:

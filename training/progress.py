@@ -26,8 +26,13 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
     if not is_main:
         yield lambda result: None
     elif console.is_terminal:
-        columns = (TextColumn("{task.description:<17}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                   TextColumn("{task.fields[state]}"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description:<17}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(choice, total=steps, state="starting")
             yield lambda result: progress.update(task, advance=1, state=describe(result))

@@ -1,5 +1,6 @@
 """The files of a run: where they lie, and the run record that is written beside the traces."""
 
+import contextlib
 import json
 import os
 import platform
@@ -49,10 +50,8 @@ def make_trace_folder(config: RunConfig, rank: int) -> Path:
     except OSError as error:
         raise UserError(f"--output-dir {config.output_dir}: cannot write to {folder}: {error.strerror}") from error
     finally:
-        try:
+        with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-        except OSError:
-            pass
     return folder
 
 
@@ -65,7 +64,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     finally:
@@ -89,8 +88,11 @@ def gather_memory(strategy: Strategy, profiler: WindowProfiler, device: torch.de
 
 def step_statistics(result: TrainingResult) -> dict[str, float | None]:
     """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up."""
-    timed = [(samples, seconds) for samples, seconds in zip(result.samples[1:], result.step_time_s[1:], strict=True)
-             if seconds is not None]  # fmt: skip
+    timed = [
+        (samples, seconds)
+        for samples, seconds in zip(result.samples[1:], result.step_time_s[1:], strict=True)
+        if seconds is not None
+    ]
     if not timed:
         return {"samples_per_second": None, "step_time_median_s": None}
     return {
@@ -100,9 +102,14 @@ def step_statistics(result: TrainingResult) -> dict[str, float | None]:
 
 
 def run_record(
-    config: RunConfig, ranks: Ranks, run_id: str, strategy: Strategy, result: TrainingResult,
-    evaluation: dict[str, Any], memory: list[dict[str, Any]],
-) -> dict[str, Any]:  # fmt: skip
+    config: RunConfig,
+    ranks: Ranks,
+    run_id: str,
+    strategy: Strategy,
+    result: TrainingResult,
+    evaluation: dict[str, Any],
+    memory: list[dict[str, Any]],
+) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
     return {
         "schema_version": SCHEMA_VERSION,

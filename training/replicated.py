@@ -37,7 +37,7 @@ class ReplicatedStrategy(Strategy):
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        problem = [None]
+        problem: list[str | None] = [None]
         if self.data_parallel_rank == 0:
             try:
                 self.module.load_state_dict(state)

@@ -19,13 +19,51 @@ class Review(TypedDict):
 
 
 PLACES = (
-    "diner", "bakery", "hotel", "garage", "salon", "clinic", "bookshop", "taqueria", "brewery", "gym", "florist",
-    "pharmacy", "noodle bar", "steakhouse", "cafe", "pet store", "hardware store", "spa", "cinema", "car wash",
-)  # fmt: skip
+    "diner",
+    "bakery",
+    "hotel",
+    "garage",
+    "salon",
+    "clinic",
+    "bookshop",
+    "taqueria",
+    "brewery",
+    "gym",
+    "florist",
+    "pharmacy",
+    "noodle bar",
+    "steakhouse",
+    "cafe",
+    "pet store",
+    "hardware store",
+    "spa",
+    "cinema",
+    "car wash",
+)
 ASPECTS = (
-    "service", "staff", "owner", "food", "coffee", "room", "parking", "price", "waiting time", "atmosphere", "music",
-    "menu", "location", "manager", "cashier", "dessert", "lunch", "bathroom", "bill", "portion", "patio", "front desk",
-)  # fmt: skip
+    "service",
+    "staff",
+    "owner",
+    "food",
+    "coffee",
+    "room",
+    "parking",
+    "price",
+    "waiting time",
+    "atmosphere",
+    "music",
+    "menu",
+    "location",
+    "manager",
+    "cashier",
+    "dessert",
+    "lunch",
+    "bathroom",
+    "bill",
+    "portion",
+    "patio",
+    "front desk",
+)
 MOODS = (
     ("terrible", "rude", "filthy", "disgusting", "awful", "a disaster", "insulting", "the worst ever", "a rip-off"),
     ("disappointing", "slow", "bland", "careless", "overpriced", "below par", "sloppy", "tired", "forgettable"),
@@ -41,18 +79,35 @@ CLOSINGS = (
     ("I cannot recommend it enough!", "Five stars, no question.", "We will be back every week!"),
 )
 OPENINGS = (
-    "Went to this {place} on a {day}.", "Second visit to the {place} with my {person}.", "My {person} picked this {place}.",
-    "Found this {place} by accident.", "Stopped at the {place} after work.", "Been coming to this {place} since {month}.",
-)  # fmt: skip
+    "Went to this {place} on a {day}.",
+    "Second visit to the {place} with my {person}.",
+    "My {person} picked this {place}.",
+    "Found this {place} by accident.",
+    "Stopped at the {place} after work.",
+    "Been coming to this {place} since {month}.",
+)
 NEUTRAL = (
-    "We were a party of {number}.", "It was a {day} evening.", "They open at {number}.", "It sits next to a {place}.",
-    "I ordered for {number}.", "My {person} came along.", "We paid by card.",
-)  # fmt: skip
+    "We were a party of {number}.",
+    "It was a {day} evening.",
+    "They open at {number}.",
+    "It sits next to a {place}.",
+    "I ordered for {number}.",
+    "My {person} came along.",
+    "We paid by card.",
+)
 CLAUSES = (
-    "The {aspect} was {mood}.", "I found the {aspect} {mood}.", "Sadly or not, the {aspect} is {mood}.",
-    "The {aspect}? {mood}.", "My {person} called the {aspect} {mood}.", "Again the {aspect} was {mood}.",
-)  # fmt: skip
-NEGATED = ("The {aspect} was not {mood}.", "I would not call the {aspect} {mood}.", "Nobody can say the {aspect} is {mood}.")
+    "The {aspect} was {mood}.",
+    "I found the {aspect} {mood}.",
+    "Sadly or not, the {aspect} is {mood}.",
+    "The {aspect}? {mood}.",
+    "My {person} called the {aspect} {mood}.",
+    "Again the {aspect} was {mood}.",
+)
+NEGATED = (
+    "The {aspect} was not {mood}.",
+    "I would not call the {aspect} {mood}.",
+    "Nobody can say the {aspect} is {mood}.",
+)
 FILLERS = {
     "place": PLACES,
     "aspect": ASPECTS,
@@ -95,5 +150,7 @@ def _clause(label: int, source: random.Random) -> str:
 
 def _fill(template: str, source: random.Random) -> str:
     for name, words in FILLERS.items():
-        template = template.replace("{" + name + "}", source.choice(words)) if "{" + name + "}" in template else template
+        template = (
+            template.replace("{" + name + "}", source.choice(words)) if "{" + name + "}" in template else template
+        )
     return template

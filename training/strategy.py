@@ -151,7 +151,9 @@ class Strategy(ABC):
         """
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
         self._latest = micro_batches[-1] if micro_batches else self._latest
-        counts = self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), self._latest is None)
+        counts = self._agreement.begin_counts(
+            sum(map(sample_count, micro_batches)), len(micro_batches), self._latest is None
+        )
         self.watch.begin_step()
         self.before_step()
         global_batch: GlobalBatch | None = None

@@ -77,7 +77,12 @@ def _transformer(name: str) -> nn.Module:
     d_model, d_ff, layers, heads = TRANSFORMER_SHAPES[name]
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers, num_attention_heads=heads,
-            vocab_size=VOCABULARY, max_position_embeddings=CONTEXT_LENGTH, use_cache=False,
+            hidden_size=d_model,
+            intermediate_size=d_ff,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT_LENGTH,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )

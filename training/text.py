@@ -44,9 +44,13 @@ def build(config: RunConfig) -> Workload:
         model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
     pretrained = config.workload == "yelp"
     return Workload(
-        model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5 if pretrained else 3e-4,
+        model,
+        train,
+        evaluation,
+        padding_collate(tokenizer),
+        learning_rate=5e-5 if pretrained else 3e-4,
         classifies=True,
-    )  # fmt: skip
+    )
 
 
 def train_tokenizer(texts: list[str]) -> str:
@@ -56,8 +60,12 @@ def train_tokenizer(texts: list[str]) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=SAMPLE_VOCABULARY, special_tokens=["<pad>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=SAMPLE_VOCABULARY,
+        special_tokens=["<pad>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str()
 
@@ -73,15 +81,36 @@ def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
     """SmolLM2's architecture with a head for five stars: whole (362 M parameters), or shrunk to 13 M."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    whole = workload == "smollm2-360m"
-    shape = dict(hidden_size=960, intermediate_size=2560, num_hidden_layers=32, num_attention_heads=15,
-                 num_key_value_heads=5, vocab_size=49152)  # fmt: skip
-    shrunk = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
-                  num_key_value_heads=2, vocab_size=SAMPLE_VOCABULARY)  # fmt: skip
-    settings = dict(max_position_embeddings=8192, rope_theta=100_000.0, tie_word_embeddings=True, use_cache=False)
-    model = LlamaForSequenceClassification(
-        LlamaConfig(**(shape if whole else shrunk), **settings, num_labels=STARS, pad_token_id=pad_token_id)
+    if workload == "smollm2-360m":
+        shape = {
+            "hidden_size": 960,
+            "intermediate_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 15,
+            "num_key_value_heads": 5,
+            "vocab_size": 49152,
+        }
+    else:
+        shape = {
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "vocab_size": SAMPLE_VOCABULARY,
+        }
+    config = LlamaConfig.from_dict(
+        {
+            **shape,
+            "num_labels": STARS,
+            "pad_token_id": pad_token_id,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+            "tie_word_embeddings": True,
+            "use_cache": False,
+        }
     )
+    model = LlamaForSequenceClassification(config)
     nn.init.normal_(model.model.embed_tokens.weight)  # torch's default, not 0.02: it learns within tens of steps
     return model
 

@@ -36,8 +36,8 @@ def comparison_page(
     first = next(iter(records.values()))
     config = first["config"]
     lines = [
-        f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks over "
-        f"{first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
+        f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
+        f"over {first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
         f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
         "Every choice trains the same model on the same samples: equal loss curves are part of the result.",
     ]
@@ -45,8 +45,11 @@ def comparison_page(
         lines.append(f"No result from: {', '.join(failed)}.")
     sections = [
         Section("Step time", figure=drawing(step_time_figure(comparison))),
-        Section("All figures", f"Ratios are to {reference}. Hover over a heading for its meaning.",
-                table=table("compare", comparison, COMPARISON_COLUMNS)),  # fmt: skip
+        Section(
+            "All figures",
+            f"Ratios are to {reference}. Hover over a heading for its meaning.",
+            table=table("compare", comparison, COMPARISON_COLUMNS),
+        ),
     ]
     traced = comparison.dropna(subset=["compute_pct"])
     if len(traced):

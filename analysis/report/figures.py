@@ -1,4 +1,4 @@
-"""The pictures, as Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere."""
+"""Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,8 +35,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
     segments: dict[str, list[tuple[str, float, float]]] = {name: [] for name in COLOURS}
     lanes: list[str] = []
     for timeline in timelines:
-        bounds = timeline.steps.set_index("number").loc[step]
-        start, end = float(bounds["start"]), float(bounds["end"])
+        bounds = timeline.steps[timeline.steps["number"] == step]
+        start, end = float(bounds["start"].iloc[0]), float(bounds["end"].iloc[0])
         main_lane = f"rank {timeline.rank}  compute"
         lanes.append(main_lane)
         for name, intervals in compute_lane(timeline, start, end).items():
@@ -52,10 +52,14 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
         if drawn_segments:
             frame = pd.DataFrame(drawn_segments, columns=["lane", "start", "end"])
             figure.add_bar(
-                y=frame["lane"], base=(frame["start"] / 1000).round(3), name=LANE_NAMES.get(name, name), orientation="h",
-                x=((frame["end"] - frame["start"]) / 1000).round(3), marker={"color": COLOURS[name], "line": {"width": 0}},
+                y=frame["lane"],
+                base=(frame["start"] / 1000).round(3),
+                name=LANE_NAMES.get(name, name),
+                orientation="h",
+                x=((frame["end"] - frame["start"]) / 1000).round(3),
+                marker={"color": COLOURS[name], "line": {"width": 0}},
                 hovertemplate="%{fullData.name}: %{x:.2f} ms, from %{base:.2f} ms<extra></extra>",
-            )  # fmt: skip
+            )
     figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes))
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], title=None)
     figure.update_xaxes(title="ms since the step began")
@@ -100,10 +104,19 @@ def minus(first: Intervals, second: Intervals) -> Intervals:
 def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
     """Stacked shares of compute, exposed communication and idle time, a bar a row of `table`."""
     figure = go.Figure()
-    for column, name, colour in (("compute_pct", "compute", "compute"), ("non_compute_pct", "exposed communication",
-                                 "exposed"), ("idle_pct", "idle", "idle")):  # fmt: skip
-        figure.add_bar(y=list(labels), x=table[column], name=name, orientation="h", marker={"color": COLOURS[colour]},
-                       hovertemplate="%{y}: %{x:.1f} % " + name + "<extra></extra>")  # fmt: skip
+    for column, name, colour in (
+        ("compute_pct", "compute", "compute"),
+        ("non_compute_pct", "exposed communication", "exposed"),
+        ("idle_pct", "idle", "idle"),
+    ):
+        figure.add_bar(
+            y=list(labels),
+            x=table[column],
+            name=name,
+            orientation="h",
+            marker={"color": COLOURS[colour]},
+            hovertemplate="%{y}: %{x:.1f} % " + name + "<extra></extra>",
+        )
     figure.update_layout(barmode="stack", height=130 + 28 * len(labels))
     figure.update_xaxes(title="% of the profiled steps", range=[0, 100])
     figure.update_yaxes(autorange="reversed")
@@ -113,12 +126,22 @@ def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
 def step_time_figure(table: pd.DataFrame) -> go.Figure:
     """Median step time a choice, with the middle half of the steps as whisker."""
     median = table["step_time_ms_median"]
-    whisker = {"type": "data", "symmetric": False, "array": table["step_time_ms_p75"] - median,
-               "arrayminus": median - table["step_time_ms_p25"]}  # fmt: skip
+    whisker = {
+        "type": "data",
+        "symmetric": False,
+        "array": table["step_time_ms_p75"] - median,
+        "arrayminus": median - table["step_time_ms_p25"],
+    }
     figure = go.Figure(
-        go.Bar(y=table["choice"], x=median, error_x=whisker, orientation="h", marker={"color": COLOURS["compute"]},
-               hovertemplate="%{y}: %{x:.1f} ms<extra></extra>")
-    )  # fmt: skip
+        go.Bar(
+            y=table["choice"],
+            x=median,
+            error_x=whisker,
+            orientation="h",
+            marker={"color": COLOURS["compute"]},
+            hovertemplate="%{y}: %{x:.1f} ms<extra></extra>",
+        )
+    )
     figure.update_layout(height=130 + 28 * len(table), showlegend=False)
     figure.update_xaxes(title="step time, ms (whiskers: p25 to p75)", rangemode="tozero")
     figure.update_yaxes(autorange="reversed")
@@ -130,8 +153,13 @@ def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
     figure = go.Figure()
     dashes = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
     for index, (choice, record) in enumerate(records.items()):
-        figure.add_scatter(y=record["train_loss"], name=choice, mode="lines", line={"dash": dashes[index % len(dashes)]},
-                           hovertemplate=choice + ", step %{x}: %{y:.4f}<extra></extra>")  # fmt: skip
+        figure.add_scatter(
+            y=record["train_loss"],
+            name=choice,
+            mode="lines",
+            line={"dash": dashes[index % len(dashes)]},
+            hovertemplate=choice + ", step %{x}: %{y:.4f}<extra></extra>",
+        )
     figure.update_xaxes(title="optimizer step")
     figure.update_yaxes(title="training loss, nats")
     figure.update_layout(height=360)
@@ -140,9 +168,10 @@ def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
 
 def styled(figure: go.Figure) -> go.Figure:
     figure.update_layout(
-        template="plotly_white", margin={"l": 10, "r": 20, "t": 20, "b": 40},
+        template="plotly_white",
+        margin={"l": 10, "r": 20, "t": 20, "b": 40},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "traceorder": "normal"},
         font={"family": "system-ui, sans-serif", "size": 13},
-    )  # fmt: skip
+    )
     figure.update_yaxes(automargin=True)
     return figure

@@ -28,10 +28,12 @@ def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> 
     """What the template needs to show `frame`: its columns that `columns` knows, raw values beside shown ones."""
     names = [name for name in frame.columns if name in columns]
     rows = [
-        [{"name": name, "value": "" if pd.isna(row[name]) else row[name], "shown": columns[name].show(row[name])}
-         for name in names]
+        [
+            {"name": name, "value": "" if pd.isna(row[name]) else row[name], "shown": columns[name].show(row[name])}
+            for name in names
+        ]
         for row in frame.to_dict("records")
-    ]  # fmt: skip
+    ]
     return {"id": table_id, "columns": [columns[name] for name in names], "rows": rows}
 
 

@@ -44,7 +44,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     if analysis.timelines[0].kind == "cpu":  # undo the names that HTA needs to recognise communication
         kernels["name"] = kernels["name"].str.replace("ncclDevKernel_", "gloo:", regex=False)
     lines = [
-        f"Run {analysis.window.run_id}, profiled optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
+        f"Run {analysis.window.run_id}, optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
         "Times are of profiled steps, which take longer than others; compare step times in the run record instead.",
     ]
     sections = [
