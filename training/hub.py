@@ -32,7 +32,9 @@ def load_tokenizer(name: str) -> Any:
 def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
     """A pretrained model with a sequence-classification head (a new one where it has none for `labels`), in fp32."""
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     _require_model_folder(name)
     model = _load(
         "model",

@@ -1,5 +1,7 @@
 """One run from the first line to the last: join the ranks, build, train, evaluate, write down."""
 
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -113,11 +115,11 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def silence_libraries() -> None:
-    """The terminal is for this project's own words: errors are raised, and warnings help no user here."""
-    import logging
-
+    """The terminal is for this project's own words: errors are raised, and warnings and bars help no user here."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def require_written(profiler: WindowProfiler) -> None:
