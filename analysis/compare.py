@@ -25,7 +25,7 @@ def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
 
 
 def comparison(records: dict[str, dict[str, Any]], summaries: dict[str, pd.DataFrame], reference: str) -> pd.DataFrame:
-    """One row a choice; `docs/summary-csv.md` explains each column.
+    """One row a choice; `docs/csv-columns.md` explains each column.
 
     Args:
         records: Run record by choice, in display order.

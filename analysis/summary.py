@@ -1,4 +1,4 @@
-"""The summary of one window of one choice: a row a rank. `docs/summary-csv.md` explains each column."""
+"""The summary of one window of one choice: a row a rank. `docs/csv-columns.md` explains each column."""
 
 import json
 from collections.abc import Callable

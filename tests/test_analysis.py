@@ -1,0 +1,290 @@
+"""Figures of reports, against traces that can be worked out by hand, brute force, and HTA itself."""
+
+import csv
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis import intervals
+from analysis.collectives import gloo_collectives
+from analysis.columns import COMPARISON_COLUMNS, SUMMARY_COLUMNS
+from analysis.command import main, report_folder
+from analysis.compare import comparison
+from analysis.errors import TraceError
+from analysis.report.compare_page import write_comparison
+from analysis.report.figures import minus
+from analysis.report.summary_page import write_summary
+from analysis.summary import analyse_window
+from analysis.timeline import complete_events
+from analysis.traces import find_windows, read_trace
+from tests.traces import cpu_trace, cuda_trace, event, write, write_run
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+# Intervals -----------------------------------------------------------------------------------------------------------
+
+grid = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=8).map(
+    lambda pairs: np.array(pairs, dtype=float).reshape(-1, 2)
+)
+
+
+def moments(pairs: Any) -> set[int]:
+    """The unit cells that intervals with whole ends cover."""
+    return {cell for start, end in pairs for cell in range(int(start), int(end))}
+
+
+@given(grid, grid)
+def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
+    merged = intervals.union(first)
+    assert moments(merged) == moments(first)
+    assert (merged[1:, 0] > merged[:-1, 1]).all()
+    assert intervals.length(first) == len(moments(first))
+    assert intervals.overlap(first, second) == len(moments(first) & moments(second))
+    assert moments(minus(merged, intervals.union(second))) == moments(first) - moments(second)
+    assert moments(intervals.clip(first, 5, 20)) == moments(first) & set(range(5, 20))
+
+
+# Figures worked out by hand ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> None:
+    """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
+
+    HTA reckons from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
+    idle (two gaps of 100 in the steps, and 200 between them).
+    """
+    (window,) = find_windows(write_run(tmp_path / "profile" / "x", make))
+    analysis = analyse_window(window)
+    for row in analysis.summary.to_dict("records"):
+        assert row["steps"] == 2 and row["trace_kind"] == ("cpu" if make is cpu_trace else "cuda")
+        assert (row["compute_ms"], row["non_compute_ms"], row["idle_ms"]) == (0.5, 0.2, 0.2)
+        assert row["compute_pct"] == pytest.approx(100 * 1000 / 1800, abs=0.01)
+        assert row["overlap_pct"] == pytest.approx(33.33, abs=0.01)
+        assert row["all_reduce_calls_per_step"] == 1 and row["all_reduce_ms_per_step"] == 0.3
+    if make is cpu_trace:
+        assert analysis.summary["all_reduce_bytes_per_step"].tolist() == [4000, 4000]
+    kernels = analysis.figures.kernels.set_index(["rank", "name"])
+    compute = kernels.loc[(0, "aten::mm" if make is cpu_trace else "gemm")]
+    assert (compute["total_us"], compute["mean_us"], compute["max_us"]) == (600, 300, 300)
+
+
+def test_the_last_step_counts_where_asked_for(tmp_path: Path) -> None:
+    for make in (cpu_trace, cuda_trace):
+        (window,) = find_windows(write_run(tmp_path / make.__name__, make))
+        summary = analyse_window(window, include_last_step=True).summary
+        assert summary["steps"].tolist() == [3, 3] and summary["compute_ms"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "name", ["ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclDevKernel_AllReduce_Sum"]
+)
+def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
+    sizes = {"Collective name": "allreduce", "In msg nelems": 500, "Out msg nelems": 500, "dtype": "BFloat16"}
+    trace_dir = write_run(tmp_path, lambda rank: cuda_trace(rank, name, **sizes))
+    summary = analyse_window(find_windows(trace_dir)[0]).summary
+    assert summary["all_reduce_bytes_per_step"].tolist() == [1000, 1000]
+    assert summary["overlap_pct"].tolist() == pytest.approx([33.33, 33.33], abs=0.01)
+
+
+def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
+    """Two Gloo threads may start two broadcasts in either order; a call that matches any span would take the wrong."""
+    calls = [event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
+             event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]})]  # fmt: skip
+    spans = [event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),
+             event("user_annotation", "gloo:broadcast", 4, 5, 3, **{"Input Dims": [[16]], "Input type": ["float"]})]  # fmt: skip
+    found = gloo_collectives(complete_events({"traceEvents": calls + spans}, Path("x")), world_size=2)
+    assert found["bytes"].tolist() == [64, 8] and found["start"].tolist() == [4, 3]
+
+
+# Finding and reading -------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_grouped_by_run_and_step(tmp_path: Path) -> None:
+    write_run(tmp_path, run_id="20261121-090000-aaaa")
+    write_run(tmp_path, run_id="20261121-100000-bbbb")
+    windows = find_windows(tmp_path)
+    assert [window.run_id for window in windows] == ["20261121-090000-aaaa", "20261121-100000-bbbb"]
+    assert [list(window.files) for window in windows] == [[0, 1], [0, 1]]
+
+
+def test_foreign_files_are_read_by_the_rank_that_they_name(tmp_path: Path) -> None:
+    write(tmp_path / "first.json", cuda_trace(1))
+    write(tmp_path / "second.json.gz", cuda_trace(0))
+    (window,) = find_windows(tmp_path)
+    assert {rank: path.name for rank, path in window.files.items()} == {0: "second.json.gz", 1: "first.json"}
+    assert analyse_window(window).summary["trace_kind"].tolist() == ["cuda", "cuda"]
+
+
+def test_report_folders() -> None:
+    assert report_folder(Path("profile_runpod/pytorch_zero3"), "reports_sharding") == Path(
+        "reports_sharding/pytorch_zero3"
+    )
+    assert report_folder(Path("/a/profile/x"), "reports") == Path("/a/reports/x")
+    assert report_folder(Path("elsewhere"), "reports") == Path("reports/elsewhere")
+
+
+GOOD = "rank_0/20261121-093000-0001.step7.pt.trace.json.gz"
+
+
+def spoil(folder: Path, case: str) -> None:
+    path = folder / GOOD
+    data = path.read_bytes()
+    changes: dict[str, Any] = {
+        "empty": lambda: path.write_bytes(b""),
+        "cut short": lambda: path.write_bytes(data[: len(data) // 2]),
+        "cut short, not zipped": lambda: path.write_text('{"traceEvents": [{"ph": "X"'),
+        "nested deeply": lambda: path.write_text("[" * 100_000),
+        "not a trace": lambda: path.write_text('{"traceEvents": 3}'),
+        "a list": lambda: path.write_text("[1, 2]"),
+        "no steps": lambda: write(path, {"traceEvents": [event("cpu_op", "aten::mm", 0, 1)]}),
+        "no durations": lambda: write(path, {"traceEvents": [{"ph": "X", "name": "x", "ts": 1}]}),
+        "nothing ran": lambda: write(path, {"traceEvents": [event("user_annotation", "ProfilerStep#1", 0, 9)]}),
+        "missing rank": lambda: path.unlink(),
+        "other steps": lambda: write(path, {**cpu_trace(), "traceEvents": cpu_trace()["traceEvents"][8:]}),
+        "other device": lambda: write(path, cuda_trace(0)),
+    }
+    changes[case]()
+
+
+BROKEN = {
+    "empty": "is empty",
+    "cut short": "cut short",
+    "cut short, not zipped": "not valid JSON",
+    "nested deeply": "nested too deeply|not valid JSON",
+    "not a trace": "no list traceEvents",
+    "a list": "no list traceEvents",
+    "no steps": "no ProfilerStep#",
+    "no durations": "no event with a duration",
+    "nothing ran": "nothing ran",
+    "missing rank": "no trace of rank 0 of 2",
+    "other steps": "not of the same run",
+    "other device": "is a cpu trace, but",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_traces_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    report = tmp_path / "reports" / "x" / "summary.csv"
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    before = report.read_bytes()
+    capsys.readouterr()
+    spoil(trace_dir, case)
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(BROKEN[case], error), error
+    assert report.read_bytes() == before
+
+
+def test_missing_empty_and_doubled_folders(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such folder"):
+        find_windows(tmp_path / "nowhere")
+    with pytest.raises(TraceError, match="no trace"):
+        find_windows(tmp_path)
+    write(tmp_path / "a.json", cuda_trace(0))
+    write(tmp_path / "b.json", cuda_trace(0))
+    with pytest.raises(TraceError, match="both of rank 0"):
+        find_windows(tmp_path)
+
+
+@given(data=st.data())
+def test_mutated_traces_give_figures_or_a_clear_error(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Events lost, reordered, or with a field replaced by nonsense: never a traceback."""
+    trace = cpu_trace(world_size=1)
+    events = data.draw(st.permutations(trace["traceEvents"]))[: data.draw(st.integers(0, len(trace["traceEvents"])))]
+    for index in data.draw(st.lists(st.integers(0, max(len(events) - 1, 0)), max_size=4)):
+        if events:
+            field = data.draw(st.sampled_from(["ts", "dur", "name", "cat", "args", "ph", "tid"]))
+            nonsense = st.sampled_from([None, -1e18, "x", [], {}, 0, 1e300, "ProfilerStep#x"])
+            events[index] = {**events[index], field: data.draw(nonsense)}
+    path = write(tmp_path_factory.mktemp("mutated") / "rank_0.json", {**trace, "traceEvents": events})
+    try:
+        summary = analyse_window(find_windows(path.parent)[0]).summary
+    except TraceError as error:
+        assert str(path.parent) in str(error) or "rank" in str(error)
+    else:
+        assert len(summary) == 1
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+class Cells(HTMLParser):
+    """Collects the raw values behind the shown ones, by table and column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[tuple[str, str]]] = {}
+        self._table = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "table":
+            self._table = values["id"] or ""
+        if tag == "td":
+            self.tables.setdefault(self._table, []).append((values["data-column"] or "", values["data-value"] or ""))
+
+
+def page_equals_csv(page: Path, table: str) -> None:
+    parser = Cells()
+    parser.feed(page.read_text())
+    with page.with_suffix(".csv").open() as file:
+        written = [(name, value) for row in csv.DictReader(file) for name, value in row.items()]
+    assert parser.tables[table] == written
+
+
+def record(choice: str, step: float) -> dict[str, Any]:
+    return {
+        "choice": choice, "run_id": "r<script>", "world_size": 2, "backend": "gloo", "device_name": "cpu",
+        "parameters": 1000, "samples_per_second": 8 / step, "train_loss": [2.0, 1.0], "step_time_s": [9.0, None, step, step],
+        "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8}, "memory": [{"peak_bytes": 100, "peak_rss_bytes": 200}],
+        "config": {"workload": "mlp", "global_batch_size": 8, "grad_accum_steps": 2, "precision": "fp32"},
+    }  # fmt: skip
+
+
+def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
+    (window,) = find_windows(write_run(tmp_path / "profile" / "x"))
+    analysis = analyse_window(window)
+    summary_html = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
+    records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
+    table = comparison(records, {"other": analysis.summary}, "pytorch_ddp")
+    assert table["step_time_ratio"].tolist() == [1.0, 0.5]
+    assert table["step_time_ms_median"].tolist() == [200.0, 100.0]
+    compare_html = write_comparison(table, records, "pytorch_ddp", ["failed<b>"], tmp_path / "reports")
+    page_equals_csv(summary_html, "summary")
+    page_equals_csv(compare_html, "compare")
+    for page in (summary_html, compare_html):
+        text = page.read_text()
+        assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", text), (
+            "something is loaded from elsewhere"
+        )
+        assert "<script>alert" not in text and "failed<b>" not in text and "r<script>" not in text
+
+
+def test_every_column_is_documented(tmp_path: Path) -> None:
+    documented = re.findall(r"^\| `([^`]+)` \|", (DOCS / "csv-columns.md").read_text(), re.MULTILINE)
+    assert documented == list(SUMMARY_COLUMNS) + list(COMPARISON_COLUMNS)
+    (window,) = find_windows(write_run(tmp_path))
+    summary = analyse_window(window).summary
+    assert summary.columns.tolist() == list(SUMMARY_COLUMNS)
+    table = comparison({"x": record("x", 1.0)}, {"x": summary}, "x")
+    assert table.columns.tolist() == list(COMPARISON_COLUMNS)
+
+
+def test_hostile_rank_numbers_do_not_leave_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such trace file"):
+        main_error(tmp_path / "nowhere.json")
+    assert read_trace(write(tmp_path / "rank_0.json", cpu_trace()))["traceEvents"]
+
+
+def main_error(path: Path) -> None:
+    from analysis.command import analyse, build_parser
+
+    analyse(build_parser("").parse_args(["--trace-files", str(path)]), "reports")

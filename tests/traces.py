@@ -1,0 +1,68 @@
+"""Small hand-made traces, whose figures can be worked out in one's head. Times are in microseconds."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+
+def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": start, "dur": duration, "args": args}
+
+
+def cpu_trace(rank: int = 0, world_size: int = 2) -> dict[str, Any]:
+    """Two steps of 1000 us and a third, which is left out. In each step, t being its start:
+
+    compute        t+100 .. t+400 (an `aten::mm` with another operator inside) and t+500 .. t+700
+    all-reduce     t+600 .. t+900 (1000 floats), issued at t+590
+    so: compute 500, communication 300, of it 100 under compute; exposed 200; kernels span t+100 .. t+900.
+    """
+    events = []
+    for number in range(3):
+        t = 1000.0 * number
+        events += [
+            event("user_annotation", f"ProfilerStep#{number + 5}", t, 999),
+            event("user_annotation", "backward", t + 90, 700),
+            event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", t + 95, 620),
+            event("cpu_op", "aten::mm", t + 100, 300),
+            event("cpu_op", "aten::resize_", t + 150, 20),
+            event("cpu_op", "aten::add_", t + 500, 200),
+            event("cpu_op", "c10d::allreduce_", t + 590, 5, **{"Input Dims": [[[1000]], [], []]}),
+            event("user_annotation", "gloo:all_reduce", t + 600, 300, tid=2,
+                  **{"Input Dims": [[1000]], "Input type": ["float"]}),
+        ]  # fmt: skip
+    return {"distributedInfo": {"rank": rank, "world_size": world_size, "backend": "gloo"}, "traceEvents": events}
+
+
+def cuda_trace(
+    rank: int = 0, comm_name: str = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", **args: Any
+) -> dict[str, Any]:
+    """The same times on a device: compute on stream 7, NCCL on stream 20, launched where a host would launch them."""
+    events = []
+    for number in range(3):
+        t = 1000.0 * number
+        kernels = [("gemm", 7, 100, 300, {}), ("add", 7, 500, 200, {}), (comm_name, 20, 600, 300, args)]
+        events.append(event("user_annotation", f"ProfilerStep#{number + 5}", t, 999))
+        for index, (name, stream, start, duration, more) in enumerate(kernels):
+            correlation = 10 * number + index + 1
+            events.append(event("cuda_runtime", "cudaLaunchKernel", t + start - 50, 4, correlation=correlation))
+            events.append(event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation,
+                                **more))  # fmt: skip
+    return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
+
+
+def write(path: Path, trace: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(trace)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def write_run(folder: Path, make: Any = cpu_trace, run_id: str = "20261121-093000-0001") -> Path:
+    """Traces of both ranks under this project's names; answers with the trace folder."""
+    for rank in range(2):
+        write(folder / f"rank_{rank}" / f"{run_id}.step7.pt.trace.json.gz", make(rank))
+    return folder
