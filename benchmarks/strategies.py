@@ -59,6 +59,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
     parser.add_argument("--bucket-cap-mb", type=float, default=None)
+    parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
+    parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--csv", type=Path, help="also write the table here")
@@ -87,6 +89,8 @@ def main() -> int:
         grad_accum_steps=options.grad_accum_steps,
         backend=options.backend,
         bucket_cap_mb=options.bucket_cap_mb,
+        depth=options.depth,
+        width=options.width,
         train_samples=64,
         eval_samples=1,
     )

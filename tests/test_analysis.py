@@ -94,7 +94,7 @@ def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
 
 
 def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
-    """Two Gloo threads may start two broadcasts in either order; a call that matches any span would take the wrong."""
+    """Two Gloo threads may start two broadcasts in either order."""
     calls = [event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
              event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]})]  # fmt: skip
     spans = [event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),

@@ -1,0 +1,213 @@
+"""The command lines as a user runs them: real processes, exit codes, and what they say."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddp
+from tests.traces import write_run
+from training.workloads import WORKLOADS
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "80", "--eval-samples", "4"]
+TIMEOUT_S = 240
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def command(*arguments: str, under: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [*(under or [sys.executable]), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_help_lists_everything_and_loads_no_torch() -> None:
+    script = "import runpy, sys; sys.argv = ['main_ddp.py', '--help']\n"
+    script += "try: runpy.run_path('main_ddp.py', run_name='__main__')\n"
+    script += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    answer = command("-c", script)
+    assert answer.stdout.endswith("False False\n")
+    for name, sentence in {**ddp.REGISTRY.sentences, **WORKLOADS}.items():
+        assert name in answer.stdout and sentence in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--ddp-choice", "bucket_dpp"], "unknown strategy 'bucket_dpp'; did you mean bucket_ddp_async"),
+        (["--ddp-choice", "flat_ddp", "--workload", "sampel"], "unknown workload 'sampel'; did you mean sample"),
+        (["--ddp-choice", "flat_ddp", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
+        (["--ddp-choice", "flat_ddp", "--max-steps", "many"], "invalid int value: 'many'"),
+        (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
+        (["--ddp-choice", "flat_ddp"], "not started by torchrun; run: torchrun --standalone --nproc_per_node=2"),
+        ([], "--ddp-choice"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = command("main_ddp.py", *arguments)
+    assert answer.returncode != 0 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_one_rank_says_it_once_under_torchrun(tmp_path: Path) -> None:
+    """torchrun itself says more about a rank that failed; this project says one line."""
+    answer = command(
+        "--nproc_per_node=2",
+        "main_ddp.py",
+        "--ddp-choice",
+        "flat_ddp",
+        *TINY,
+        "--global-batch-size",
+        "6",
+        "--output-dir",
+        str(tmp_path),
+        under=TORCHRUN,
+    )
+    assert answer.returncode != 0
+    assert answer.stderr.count("error: flat_ddp: --global-batch-size 6 does not divide") == 1
+
+
+def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
+    trained = command(
+        "--nproc_per_node=2",
+        "main_ddp.py",
+        "--ddp-choice",
+        "bucket_ddp_async",
+        *TINY,
+        "--output-dir",
+        str(tmp_path),
+        under=TORCHRUN,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout.count("bucket_ddp_async: done, median step") == 1 and trained.stderr == ""
+    trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
+    reported = command(
+        "scripts/analyze_traces_ddp.py",
+        "--trace-dir",
+        trace_dir,
+        "--select",
+        "all",
+        "--enable-multiprocessing",
+        "--include-last-step",
+    )
+    assert reported.returncode == 0 and reported.stderr == "", reported.stderr
+    (page,) = (tmp_path / "reports" / "bucket_ddp_async").glob("run_0_*/summary.html")
+    assert reported.stdout == f"report: {page}\n"
+
+
+@pytest.mark.slow
+def test_sweep(tmp_path: Path) -> None:
+    """All choices, one of which cannot: it is named, the others are compared, and the exit code says so."""
+    answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_ddp.sh"])
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    with (tmp_path / "reports" / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["choice"] for row in rows] == list(ddp.CHOICES)
+    assert len({row["final_train_loss"] for row in rows}) == 1
+    assert all((tmp_path / "reports" / name / "summary.html").exists() for name in ddp.CHOICES)
+    assert "open " + str(tmp_path / "reports" / "compare.html") in answer.stdout
+    (tmp_path / "profile" / "flat_ddp" / "rank_1").rename(tmp_path / "moved")
+    (tmp_path / "profile" / "flat_ddp" / "rank_1").write_text("in the way")
+    answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_ddp.sh"])
+    assert answer.returncode == 1
+    assert "error: flat_ddp: rank 1: --output-dir" in answer.stderr and "error: failed: flat_ddp" in answer.stderr
+    assert "6 of 7 choices" in answer.stdout and "Traceback" not in answer.stderr
+
+
+@pytest.mark.slow
+def test_thirty_runs_end_well(tmp_path: Path) -> None:
+    """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
+    for attempt in range(30):
+        answer = command(
+            "--nproc_per_node=2",
+            "main_ddp.py",
+            "--ddp-choice",
+            "simple_ddp_async",
+            *TINY,
+            "--max-steps",
+            "2",
+            "--no-profile",
+            "--output-dir",
+            str(tmp_path),
+            under=TORCHRUN,
+        )
+        assert answer.returncode == 0, f"run {attempt}: {answer.stderr}"
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert left.stdout == ""
+
+
+@pytest.mark.slow
+def test_thin_benchmark(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    answer = command(
+        "--nproc_per_node=2",
+        "benchmarks/strategies.py",
+        "--choices",
+        "bucket_ddp_async,bare_loop",
+        "--workload",
+        "mlp",
+        "--depth",
+        "2",
+        "--width",
+        "8",
+        "--rounds",
+        "3",
+        "--csv",
+        str(table),
+        under=TORCHRUN,
+    )
+    assert answer.returncode == 0, answer.stderr
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["choice"] for row in rows] == ["pytorch_ddp", "bucket_ddp_async", "bare_loop", "local"]
+    assert list(rows[0]) == [
+        "choice",
+        "against",
+        "rounds",
+        "step_ms_median",
+        "ratio_median",
+        "ratio_p25",
+        "ratio_p75",
+        "exposed_ms_median",
+        "peak_bytes",
+    ]
+    assert float(rows[0]["ratio_median"]) == 1.0 and int(rows[1]["peak_bytes"]) > 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
+def test_pages_open_in_a_browser_without_errors(tmp_path: Path) -> None:
+    from analysis.report.summary_page import write_summary
+    from analysis.summary import analyse_window
+    from analysis.traces import find_windows
+
+    (window,) = find_windows(write_run(tmp_path / "profile" / "x"))
+    page = write_summary(analyse_window(window), "x", tmp_path / "reports" / "x")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'browser'}",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
+    answer = command(*flags, "--dump-dom", page.as_uri(), under=[str(BROWSER)])
+    assert "CONSOLE" not in answer.stderr, answer.stderr
+    assert answer.stdout.count('class="main-svg"') >= 2, "the figures were not drawn"
