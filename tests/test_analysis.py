@@ -95,10 +95,14 @@ def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
 
 def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
     """Two Gloo threads may start two broadcasts in either order."""
-    calls = [event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
-             event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]})]  # fmt: skip
-    spans = [event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),
-             event("user_annotation", "gloo:broadcast", 4, 5, 3, **{"Input Dims": [[16]], "Input type": ["float"]})]  # fmt: skip
+    calls = [
+        event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
+        event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]}),
+    ]
+    spans = [
+        event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),
+        event("user_annotation", "gloo:broadcast", 4, 5, 3, **{"Input Dims": [[16]], "Input type": ["float"]}),
+    ]
     found = gloo_collectives(complete_events({"traceEvents": calls + spans}, Path("x")), world_size=2)
     assert found["bytes"].tolist() == [64, 8] and found["start"].tolist() == [4, 3]
 
@@ -242,11 +246,19 @@ def page_equals_csv(page: Path, table: str) -> None:
 
 def record(choice: str, step: float) -> dict[str, Any]:
     return {
-        "choice": choice, "run_id": "r<script>", "world_size": 2, "backend": "gloo", "device_name": "cpu",
-        "parameters": 1000, "samples_per_second": 8 / step, "train_loss": [2.0, 1.0], "step_time_s": [9.0, None, step, step],
-        "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8}, "memory": [{"peak_bytes": 100, "peak_rss_bytes": 200}],
+        "choice": choice,
+        "run_id": "r<script>",
+        "world_size": 2,
+        "backend": "gloo",
+        "device_name": "cpu",
+        "parameters": 1000,
+        "samples_per_second": 8 / step,
+        "train_loss": [2.0, 1.0],
+        "step_time_s": [9.0, None, step, step],
+        "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8},
+        "memory": [{"peak_bytes": 100, "peak_rss_bytes": 200}],
         "config": {"workload": "mlp", "global_batch_size": 8, "grad_accum_steps": 2, "precision": "fp32"},
-    }  # fmt: skip
+    }
 
 
 def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:

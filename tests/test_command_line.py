@@ -1,7 +1,9 @@
 """The command lines as a user runs them: real processes, exit codes, and what they say."""
 
 import csv
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +44,17 @@ def test_help_lists_everything_and_loads_no_torch() -> None:
     assert answer.stdout.endswith("False False\n")
     for name, sentence in {**ddp.REGISTRY.sentences, **WORKLOADS}.items():
         assert name in answer.stdout and sentence in answer.stdout
+
+
+def test_every_flag_is_documented() -> None:
+    from analysis.command import build_parser
+    from training.config import RunConfig, flag_name
+
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
+    flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
+    reports = [action.option_strings[-1] for action in build_parser("")._actions if action.dest != "help"]
+    assert documented == ["--ddp-choice", *flags[1:], *reports]
 
 
 @pytest.mark.parametrize(

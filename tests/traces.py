@@ -28,9 +28,15 @@ def cpu_trace(rank: int = 0, world_size: int = 2) -> dict[str, Any]:
             event("cpu_op", "aten::resize_", t + 150, 20),
             event("cpu_op", "aten::add_", t + 500, 200),
             event("cpu_op", "c10d::allreduce_", t + 590, 5, **{"Input Dims": [[[1000]], [], []]}),
-            event("user_annotation", "gloo:all_reduce", t + 600, 300, tid=2,
-                  **{"Input Dims": [[1000]], "Input type": ["float"]}),
-        ]  # fmt: skip
+            event(
+                "user_annotation",
+                "gloo:all_reduce",
+                t + 600,
+                300,
+                tid=2,
+                **{"Input Dims": [[1000]], "Input type": ["float"]},
+            ),
+        ]
     return {"distributedInfo": {"rank": rank, "world_size": world_size, "backend": "gloo"}, "traceEvents": events}
 
 
@@ -46,8 +52,9 @@ def cuda_trace(
         for index, (name, stream, start, duration, more) in enumerate(kernels):
             correlation = 10 * number + index + 1
             events.append(event("cuda_runtime", "cudaLaunchKernel", t + start - 50, 4, correlation=correlation))
-            events.append(event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation,
-                                **more))  # fmt: skip
+            events.append(
+                event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation, **more)
+            )
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
 
 
