@@ -141,6 +141,7 @@ def test_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_thirty_runs_end_well(tmp_path: Path) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
     for attempt in range(30):
