@@ -16,7 +16,7 @@ from analysis.summary import analyse_window
 from analysis.traces import find_windows
 from tests.ranks import RankPool
 from training.config import RunConfig
-from training.distributed import Ranks
+from training.distributed import Ranks, choose_device_and_backend
 from training.errors import UserError
 from training.reviews import make_reviews
 from training.run import seed_everything, train_and_record
@@ -273,6 +273,41 @@ def test_settings_are_checked_when_built(field: str, value: Any) -> None:
     with pytest.raises(UserError, match="--" + field.replace("_", "-")):
         RunConfig(**{field: value})
     assert dataclasses.is_dataclass(RunConfig())
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> None:
+    """Pretend to be rank 1 of `local_ranks` under torchrun on a machine with `gpus` GPUs."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", str(local_ranks)), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "x")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "expected"),
+    [
+        (0, {}, ("cpu", "gloo")),
+        (2, {}, ("cuda:1", "nccl")),
+        (2, {"device": "cpu"}, ("cpu", "gloo")),
+        (2, {"backend": "gloo"}, ("cuda:1", "gloo")),
+        (1, {"backend": "gloo"}, ("cuda:0", "gloo")),
+        (1, {}, "2 ranks on this node but only 1 GPU"),
+        (1, {"backend": "nccl"}, "2 ranks on this node but only 1 GPU"),
+        (0, {"device": "cuda"}, "torch sees no CUDA device"),
+        (0, {"backend": "nccl"}, "--backend nccl needs CUDA"),
+    ],
+)
+def test_device_and_backend(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, flags: dict[str, str], expected: tuple[str, str] | str
+) -> None:
+    on_machine(monkeypatch, gpus, local_ranks=2)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            choose_device_and_backend(RunConfig(**flags))
+    else:
+        device, backend = choose_device_and_backend(RunConfig(**flags))
+        assert (str(device), backend) == expected
 
 
 def test_dropout_differs_between_ranks_and_is_repeatable() -> None:
