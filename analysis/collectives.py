@@ -86,7 +86,9 @@ def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
 
 
 def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
-    """The same, from NCCL kernels. `bytes` is NaN where the trace does not carry message sizes."""
+    """The same, from NCCL kernels, which have a column `launch` beside their own times.
+
+    `bytes` is NaN where the trace does not carry message sizes."""
     rows = []
     for kernel in kernels[kernels["name"].str.match(r"(?i)^nccl.*kernel")].itertuples():
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
@@ -96,7 +98,7 @@ def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
         elements = max(args.get("In msg nelems", -1), args.get("Out msg nelems", -1))
         payload = elements * ITEM_BYTES[dtype] if elements >= 0 and dtype in ITEM_BYTES else np.nan
         stream = f"stream {args.get('stream', '?')}"
-        rows.append([kind, kernel.start, kernel.end, payload, args.get("Group size"), dtype, stream, kernel.start])
+        rows.append([kind, kernel.start, kernel.end, payload, args.get("Group size"), dtype, stream, kernel.launch])
     return pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float})
 
 

@@ -16,6 +16,8 @@ from analysis.traces import Window, read_trace, require_all_ranks
 KIND_SENTENCES = {
     "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
     "cuda": "GPU trace: device kernels as recorded.",
+    "cuda over gloo": "GPU trace, collectives on Gloo's CPU threads: the device shows only compute and copies, "
+    "so exposed communication, idle time and overlap are unknown.",
 }
 
 
@@ -38,7 +40,8 @@ class WindowAnalysis:
 
     @property
     def kind_sentence(self) -> str:
-        return KIND_SENTENCES[self.timelines[0].kind]
+        first = self.timelines[0]
+        return KIND_SENTENCES["cuda over gloo" if hides_communication(first) else first.kind]
 
 
 def analyse_window(
@@ -85,13 +88,20 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
             raise TraceError(f"{other.path} is a {other.kind} trace, but {first.path} is a {first.kind} trace")
 
 
+def hides_communication(timeline: RankTimeline) -> bool:
+    """Whether collectives ran, but none of them on the device that HTA looks at."""
+    no_kernels = not (timeline.kernels["lane"] == "communication").any()
+    return timeline.kind == "cuda" and no_kernels and len(timeline.collectives) > 0
+
+
 def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, Any]:
     """The row of `summary.csv` for one rank. Times are of the profiled steps."""
     breakdown = figures.breakdown.set_index("rank").loc[timeline.rank]
     steps = len(timeline.steps)
     reductions = timeline.collectives[timeline.collectives["kind"] == "all_reduce"]
     step_ms = (timeline.steps["end"] - timeline.steps["start"]).mean() / 1000
-    return {
+    unknown = (*PARTS[1:], "overlap") if hides_communication(timeline) else ()
+    row = {
         "rank": timeline.rank,
         "world_size": timeline.world_size,
         "trace_kind": timeline.kind,
@@ -106,6 +116,10 @@ def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, A
         "all_reduce_bytes_per_step": reductions["bytes"].sum(skipna=False) / steps,
         "all_reduce_ms_per_step": round((reductions["end"] - reductions["start"]).sum() / steps / 1000, 3),
     }
+    return {
+        name: float("nan") if name.removesuffix("_ms").removesuffix("_pct") in unknown else value
+        for name, value in row.items()
+    }
 
 
 PARTS = ("compute", "non_compute", "idle")
@@ -119,7 +133,7 @@ def collective_table(timeline: RankTimeline) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "calls_per_step": grouped.size() / steps,
-            "bytes_per_step": grouped["bytes"].sum(min_count=1) / steps,
+            "bytes_per_step": grouped["bytes"].sum(skipna=False) / steps,
             "mean_ms": grouped["ms"].mean().round(3),
             "ms_per_step": (grouped["ms"].sum() / steps).round(3),
         }

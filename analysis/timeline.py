@@ -71,7 +71,8 @@ def build_timeline(trace: dict[str, Any], rank: int, path: Path, include_last_st
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     collectives = gloo_collectives(events, world_size or 1)
     if kind == "cuda":
-        collectives = pd.concat([collectives, device_collectives(events[on_device])], ignore_index=True)
+        on_streams = events[on_device].assign(launch=_device_kernels(events, on_device)["launch"])
+        collectives = pd.concat([collectives, device_collectives(on_streams)], ignore_index=True)
     collectives = collectives[collectives["issued"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(

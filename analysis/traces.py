@@ -46,7 +46,8 @@ def find_windows(trace_dir: Path) -> list[Window]:
     ]
     if not paths:
         raise TraceError(f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile")
-    return group_by_window(paths, trace_dir.resolve().name)
+    own = [path for path in paths if OWN_NAME.match(path.name)]  # other files beside them are not traces of a run
+    return group_by_window(own or paths, trace_dir.resolve().name)
 
 
 def group_by_window(paths: list[Path], foreign_name: str) -> list[Window]:

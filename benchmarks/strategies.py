@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     if options.rounds < 1:
         exit_with_error(f"--rounds {options.rounds}: must be at least 1")
+    if options.csv and not (options.csv.parent.is_dir() and os.access(options.csv.parent, os.W_OK)):
+        exit_with_error(f"--csv {options.csv}: its folder does not exist or cannot be written to")
     return options
 
 
@@ -82,19 +84,19 @@ def main() -> int:
     from training.run import silence_libraries
 
     silence_libraries()
-    config = RunConfig(
-        workload=options.workload,
-        global_batch_size=options.global_batch_size,
-        device=options.device,
-        grad_accum_steps=options.grad_accum_steps,
-        backend=options.backend,
-        bucket_cap_mb=options.bucket_cap_mb,
-        depth=options.depth,
-        width=options.width,
-        train_samples=64,
-        eval_samples=1,
-    )
     try:
+        config = RunConfig(
+            workload=options.workload,
+            global_batch_size=options.global_batch_size,
+            device=options.device,
+            grad_accum_steps=options.grad_accum_steps,
+            backend=options.backend,
+            bucket_cap_mb=options.bucket_cap_mb,
+            depth=options.depth,
+            width=options.width,
+            train_samples=options.global_batch_size,
+            eval_samples=1,
+        )
         with joined_ranks(config) as ranks:
             table = measure(options, config, ranks)
             if ranks.is_main:
@@ -113,7 +115,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     from training.workloads import build_workload
 
     names = list(dict.fromkeys([options.against, *options.choices, LOCAL]))
-    runners: dict[str, Callable[[], float]] = {}
+    runners: dict[str, Runner] = {}
     peaks = {}
     size = config.micro_batch_size(ranks.world_size)
     for name in names:
@@ -129,7 +131,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     for round_number in range(-WARMUP_ROUNDS, options.rounds):
         turn = round_number % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds = timed(runners[name], ranks.device)
+            seconds = timed(runners[name].step, ranks.device)
             if round_number >= 0:
                 times.loc[round_number, name] = 1000 * slowest(seconds, ranks.device)
     rows = []
@@ -151,36 +153,61 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def make_runner(name: str, config: RunConfig, workload: Any, batches: list[Any], ranks: Any) -> Callable[[], Any]:
-    """A function that runs one optimizer step of `name` on `batches`."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
+@dataclass(frozen=True)
+class Runner:
+    """One choice, ready to run. `step`: an optimizer step. `rest`: drop gradients, then bytes that are still held."""
 
+    step: Callable[[], Any]
+    rest: Callable[[], int]
+
+
+def make_runner(name: str, config: RunConfig, workload: Any, batches: list[Any], ranks: Any) -> Runner:
+    """One optimizer step of `name` on `batches`: through the project's own training loop, or a plain one."""
+    from training.loop import train
+    from training.profiling import WindowProfiler
     from training.run import build_strategy
 
     if name in SPECIAL:
-        module = workload.model.to(ranks.device)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
-        model = DistributedDataParallel(module) if name == BARE else module
-
-        def plain_step() -> None:
-            optimizer.zero_grad()
-            for index, batch in enumerate(batches):
-                if name == BARE:
-                    model.require_backward_grad_sync = index == len(batches) - 1
-                (model(**batch).loss / len(batches)).backward()
-            optimizer.step()
-
-        return plain_step
+        return plain_runner(name, workload, batches, ranks.device)
     registry = next(registry for registry in REGISTRIES if name in registry.names)
     strategy = build_strategy(config, workload, ranks, registry.load(name))
+    unused = WindowProfiler(replace(config, no_profile=True), Path(), "", ranks, strategy)
+
+    def rest() -> int:
+        strategy.zero_grad()
+        return sum(strategy.memory_breakdown().values())
+
+    steps = [(config.global_batch_size, batches)]
+    return Runner(lambda: train(strategy, steps, unused, None, lambda result: None), rest)
+
+
+def plain_runner(name: str, workload: Any, batches: list[Any], device: Any) -> Runner:
+    """`local` or `bare_loop`: what a person writes by hand, without this project's runtime."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from reference.pytorch_ddp import bucket_bytes
+    from training.memory import storage_bytes
+
+    module = workload.model.to(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
+    model = DistributedDataParallel(module) if name == BARE else module
 
     def step() -> None:
-        strategy.zero_grad()
-        strategy.forward_backward(batches)
-        strategy.step()
+        optimizer.zero_grad()
+        for index, batch in enumerate(batches):
+            if name == BARE:
+                model.require_backward_grad_sync = index == len(batches) - 1
+            (model(**batch).loss / len(batches)).backward()
+        optimizer.step()
 
-    return step
+    def rest() -> int:
+        optimizer.zero_grad()
+        states = [value for entry in optimizer.state.values() for value in entry.values()]
+        buckets = sum(bucket_bytes(model)) if name == BARE else 0
+        return storage_bytes([*module.parameters(), *module.buffers(), *states]) + buckets
+
+    return Runner(step, rest)
 
 
 def timed(step: Callable[[], Any], device: Any) -> float:
@@ -206,25 +233,26 @@ def slowest(seconds: float, device: Any) -> float:
     return value.item()
 
 
-def peak_of_one_step(step: Callable[[], Any], device: Any) -> int:
-    """Most bytes that one step allocated beyond what was held before it, on the rank that allocated most.
+def peak_of_one_step(runner: Runner, device: Any) -> int:
+    """Most bytes of tensors held in a step, on the rank that held most: those at rest and what the step adds.
 
-    The first step of a choice makes gradients and optimizer states; so the second is measured, from zeroed gradients.
+    The first step of a choice makes optimizer states, so the second is measured, after gradients are dropped.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from training.profiling import peak_of_allocations
 
-    step()
+    runner.step()
+    at_rest = runner.rest()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        step()
-        return round(slowest(torch.cuda.max_memory_allocated(device) - before, device))
+        runner.step()
+        return round(slowest(at_rest + torch.cuda.max_memory_allocated(device) - before, device))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    return round(slowest(peak_of_allocations(profiler), device))
+        runner.step()
+    return round(slowest(at_rest + peak_of_allocations(profiler), device))
 
 
 def show(table: Any, options: argparse.Namespace) -> None:
@@ -232,7 +260,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
     from rich.table import Table
 
     shown = Table(title=f"{options.workload}, {options.rounds} rounds, ratios to {options.against}", box=None)
-    for heading in ("choice", "step, ms", "ratio", "p25", "p75", "exposed, ms", "peak of a step, MiB"):
+    for heading in ("choice", "step, ms", "ratio", "p25", "p75", "exposed, ms", "peak memory, MiB"):
         shown.add_column(heading, justify="left" if heading == "choice" else "right", no_wrap=True)
     for row in table.itertuples():
         shown.add_row(

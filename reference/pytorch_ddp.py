@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training.errors import UnsupportedError
 from training.replicated import ReplicatedStrategy
 from training.strategy import MicroBatch
 from training.traffic import Collective
@@ -63,13 +64,13 @@ class PyTorchDDP(ReplicatedStrategy):
         received = self.watch.received_in_last_round()
         unused = [name for name, got in zip(self.trainable, received, strict=True) if not got]
         if unused:
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"pytorch_ddp: no gradient for {', '.join(unused)} in this step, so DDP's buckets never "
                 "fill; pass --find-unused-parameters"
             )
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        traffic = self.gradient_all_reduces(self._bucket_bytes())
+        traffic = self.gradient_all_reduces(bucket_bytes(self.ddp))
         if self.options.find_unused_parameters:  # DDP also agrees on who used what: an int32 a parameter
             traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.data_parallel_size, "bookkeeping"))
         return traffic
@@ -77,11 +78,12 @@ class PyTorchDDP(ReplicatedStrategy):
     def memory_breakdown(self) -> dict[str, int]:
         """As the base class, with DDP's buckets, which Python cannot see, counted from its own record of them."""
         memory = super().memory_breakdown()
-        memory["gradients"] += sum(self._bucket_bytes())
+        memory["gradients"] += sum(bucket_bytes(self.ddp))
         return memory
 
-    def _bucket_bytes(self) -> list[int]:
-        """Bytes of each bucket: as first built, or as rebuilt after the first step."""
-        record = self.ddp._get_ddp_logging_data()
-        sizes = record["rebuilt_bucket_sizes" if record.get("has_rebuilt_buckets") else "bucket_sizes"]
-        return [int(size) for size in sizes.split(",")]
+
+def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
+    """Bytes of each of DDP's buckets: as first built, or as rebuilt after the first step."""
+    record = ddp._get_ddp_logging_data()
+    sizes = record["rebuilt_bucket_sizes" if record.get("has_rebuilt_buckets") else "bucket_sizes"]
+    return [int(size) for size in sizes.split(",")]

@@ -5,7 +5,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 script=$root/$1
 shift
-has_packages='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "transformers", "hta", "rich"))))'
+has_packages='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "transformers", "datasets", "hta", "plotly", "jinja2", "rich"))))'
 if command -v python >/dev/null && python -c "$has_packages" 2>/dev/null; then
   exec python "$script" "$@"
 elif command -v uv >/dev/null; then

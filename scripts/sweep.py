@@ -70,6 +70,8 @@ def main() -> int:
     )
     parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
     options, flags = parser.parse_known_args()
+    if any(flag.split("=")[0] == "--ddp-choice" for flag in flags):
+        parser.error("--ddp-choice: a sweep trains with every choice; for one, use torchrun main_ddp.py")
     if options.ranks < 1:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
     if not any(flag.split("=")[0] in ("--max-steps", "--epochs") for flag in flags):
@@ -154,8 +156,12 @@ def report(family: Family, output_dir: Path, choices: list[str], failed: list[st
         if record["config"]["no_profile"]:
             continue
         folder = report_folder(trace_dir, family.report_root)
-        window = [window for window in find_windows(trace_dir) if window.run_id == record["run_id"]][-1]
-        summaries[choice] = report_on_window(window, choice, folder, options)
+        try:
+            window = [window for window in find_windows(trace_dir) if window.run_id == record["run_id"]][-1]
+            summaries[choice] = report_on_window(window, choice, folder, options)
+        except TraceError as error:  # the choice's times still stand
+            print(f"error: {choice}: {error}", file=sys.stderr)
+            failed.append(choice)
     table = comparison(records, summaries, REFERENCE[family.report_root])
     print_table(table, Console())
     return write_comparison(table, records, REFERENCE[family.report_root], failed, output_dir / family.report_root)

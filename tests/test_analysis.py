@@ -126,6 +126,27 @@ def test_foreign_files_are_read_by_the_rank_that_they_name(tmp_path: Path) -> No
     assert analyse_window(window).summary["trace_kind"].tolist() == ["cuda", "cuda"]
 
 
+def test_other_files_beside_a_run_are_no_traces_of_it(tmp_path: Path) -> None:
+    write(write_run(tmp_path) / "rank_9" / "notes.json", {"a": 1})
+    (window,) = find_windows(tmp_path)
+    assert list(window.files) == [0, 1]
+
+
+def gloo_on_cuda(rank: int) -> dict[str, Any]:
+    """Compute on a device, communication on Gloo's CPU threads."""
+    device = [e for e in cuda_trace(rank)["traceEvents"] if not e["name"].startswith("nccl")]
+    gloo = [e for e in cpu_trace(rank)["traceEvents"] if "c10d" in e["name"] or "gloo" in e["name"]]
+    return {**cpu_trace(rank), "traceEvents": device + gloo}
+
+
+def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_path: Path) -> None:
+    analysis = analyse_window(find_windows(write_run(tmp_path, gloo_on_cuda))[0])
+    for row in analysis.summary.to_dict("records"):
+        assert row["compute_ms"] == 0.5 and row["all_reduce_calls_per_step"] == 1
+        assert np.isnan([row["non_compute_ms"], row["idle_pct"], row["overlap_pct"]]).all()
+    assert "Gloo's CPU threads" in analysis.kind_sentence
+
+
 def test_report_folders() -> None:
     assert report_folder(Path("profile_runpod/pytorch_zero3"), "reports_sharding") == Path(
         "reports_sharding/pytorch_zero3"

@@ -15,8 +15,9 @@ import ddp
 from analysis.summary import analyse_window
 from analysis.traces import find_windows
 from tests.ranks import RankPool
+from training.agreement import NonFiniteError
 from training.config import RunConfig
-from training.distributed import Ranks, choose_device_and_backend
+from training.distributed import Ranks, choose_device_and_backend, from_rank0, on_every_rank
 from training.errors import UserError
 from training.reviews import make_reviews
 from training.run import seed_everything, train_and_record
@@ -27,7 +28,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def run_here(settings: dict[str, Any]) -> str | None:
     """Train on this rank, a part of a whole run; the error that a user would see, if any."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"), "gloo")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     try:
         train_and_record(RunConfig(**settings), ranks, ddp.load)
     except UserError as error:
@@ -132,7 +133,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits["train"].to_csv(folder / "reviews.csv")
     splits["train"].to_json(folder / "reviews.jsonl")
     Dataset.from_list([{"text": "no label"}]).to_csv(folder / "unlabelled.csv")
-    Dataset.from_list([{"text": str(i), "label": i} for i in range(9)]).to_csv(folder / "nine.csv")
+    Dataset.from_list([{"text": f"review {i}", "label": i} for i in range(9)]).to_csv(folder / "nine.csv")
+    Dataset.from_list([{"text": None, "label": 1}, {"text": "fine", "label": 1}]).to_csv(folder / "gap.csv")
+    Dataset.from_list([{"text": 3, "label": 1}, {"text": 4, "label": 1}]).to_json(folder / "numbers.jsonl")
     (folder / "broken.parquet").write_bytes(b"PAR1 and nothing more")
     (folder / "reviews.txt").write_text("a line")
     (folder / "empty").mkdir()
@@ -165,6 +168,7 @@ BAD_SETTINGS = {
     "batch that does not divide": ({"global_batch_size": 6}, "nearest that does: 4 or 8"),
     "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
     "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
+    "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
     "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload yelp"),
 }
 
@@ -185,6 +189,8 @@ BAD_DATA = {
     "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
     "empty folder": ({"dataset": "empty"}, "cannot be read"),
     "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),
+    "a text is missing": ({"dataset": "gap.csv"}, "every text must be a string"),
+    "texts are numbers": ({"dataset": "numbers.jsonl"}, "every text must be a string"),
     "labels out of range": ({"dataset": "nine.csv"}, "labels must be 0 to 4"),
 }
 
@@ -245,6 +251,41 @@ def run_on_full_disk(settings: dict[str, Any]) -> str | None:
         gzip.open = real_open
 
 
+def diverge(settings: dict[str, Any]) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        run_here(settings)
+    return str(caught.value)
+
+
+def test_divergence_in_the_last_step_is_seen_on_held_out_samples(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {
+        **TINY,
+        "choice": "flat_ddp",
+        "output_dir": str(tmp_path),
+        "lr": 1e38,
+        "max_steps": 1,
+        "no_profile": True,
+    }
+    assert all("held-out" in message for message in ranks.run(2, diverge, settings))
+    assert not list(tmp_path.rglob("*.run.json"))
+
+
+def fail_on_one_rank(failing: int) -> str:
+    def make() -> int:
+        if dist.get_rank() == failing:
+            raise KeyError("planted")
+        return 1
+
+    with pytest.raises((UserError, KeyError), match="planted") as caught:
+        from_rank0(make) if failing == 0 else on_every_rank(make)
+    return caught.typename
+
+
+def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
+    assert ranks.run(2, fail_on_one_rank, 0) == ["KeyError", "UserError"]
+    assert ranks.run(2, fail_on_one_rank, 1) == ["UserError", "KeyError"]
+
+
 def test_an_output_folder_that_is_a_file(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     messages = ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path / "file")})
@@ -257,6 +298,8 @@ def test_an_output_folder_that_is_a_file(ranks: RankPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("seed", -1),
+        ("seed", 2**32),
         ("global_batch_size", 0),
         ("max_steps", -1),
         ("lr", 0.0),
@@ -277,7 +320,13 @@ def test_settings_are_checked_when_built(field: str, value: Any) -> None:
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> None:
     """Pretend to be rank 1 of `local_ranks` under torchrun on a machine with `gpus` GPUs."""
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", str(local_ranks)), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "x")):
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", str(local_ranks)),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -13,6 +13,7 @@ from tests.parity import OPTIMIZERS, TOLERANCE, all_choices, assert_close, asser
 from tests.ranks import RankFailed, RankPool
 from training.agreement import NonFiniteError
 from training.config import StrategyOptions
+from training.errors import UnsupportedError
 from training.strategy import Strategy
 
 for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
@@ -242,7 +243,7 @@ def test_what_is_not_supported_is_refused_when_built(ranks: RankPool, choice: Ch
 
 def unused_without_search() -> str:
     strategy = make(("ddp", "pytorch_ddp"), build("branching"))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         strategy.forward_backward(signed_batches([1, 1], 0)[dist.get_rank()])
     return str(caught.value)
 

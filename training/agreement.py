@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.errors import UnsupportedError
+
 COUNTS_ROW_BYTES = 3 * 8
 RESULTS_ROW_BYTES = 2 * 8
 RECEIVED_BYTES = 8
@@ -45,14 +47,14 @@ class StepAgreement:
         """What all ranks together hold.
 
         Raises:
-            ValueError: on every rank, if that is nothing, or a rank has nothing to run.
+            UnsupportedError: on every rank, if that is nothing, or a rank has nothing to run.
         """
         table, work = exchange
         work.wait()
         samples, micro_batches, lacks_any = table.cpu().unbind(1)
         if lacks_any.any() or not samples.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
-            raise ValueError(
+            raise UnsupportedError(
                 f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
                 "and at least one rank in every later step"
             )

@@ -43,8 +43,8 @@ class StrategyOptions:
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
 
 
-def _flag(default: Any, help: str, aliases: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "aliases": aliases})
+def _flag(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class RunConfig:
             _require(
                 getattr(self, name) in allowed, flag_name(name), getattr(self, name), f"one of {', '.join(allowed)}"
             )
+        _require(0 <= self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
         self.strategy_options()
 
     def strategy_options(self) -> StrategyOptions:

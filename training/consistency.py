@@ -6,29 +6,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.errors import UnsupportedError
+
 
 def require_supported_parameters(module: nn.Module) -> None:
     """Refuse what no strategy here can train.
 
     Raises:
-        ValueError: no parameter is trainable, or one has sparse or complex gradients.
+        UnsupportedError: no parameter is trainable, or one has sparse or complex gradients.
     """
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not names:
-        raise ValueError("the module has no trainable parameter")
+        raise UnsupportedError("the module has no trainable parameter")
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
-            raise ValueError(f"parameter {name} is complex; train its real and imaginary part as two parameters")
+            raise UnsupportedError(f"parameter {name} is complex; train its real and imaginary part as two parameters")
     for name, layer in module.named_modules():
         if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            raise ValueError(f"embedding {name} has sparse gradients; build it with sparse=False")
+            raise UnsupportedError(f"embedding {name} has sparse gradients; build it with sparse=False")
 
 
 def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Refuse modules that differ between ranks. Gloo mixes such tensors without a word.
 
     Raises:
-        ValueError: on every rank, names those whose parameters or buffers differ from rank 0's.
+        UnsupportedError: on every rank, names those whose parameters or buffers differ from rank 0's.
     """
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
     lines += [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
@@ -38,7 +40,7 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
     dist.all_gather_into_tensor(all_digests, mine, group=group)
     differing = (all_digests != all_digests[0]).nonzero().flatten().tolist()
     if differing:
-        raise ValueError(
+        raise UnsupportedError(
             f"parameters or buffers differ in name, shape, dtype or requires_grad between rank 0 and "
             f"rank {', '.join(map(str, differing))}; build the same module on every rank"
         )

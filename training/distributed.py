@@ -21,11 +21,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. `rank` counts over all nodes, `local_rank` on this one (it only picks the device)."""
+    """Where this process stands. `rank` counts over all nodes."""
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     backend: str
 
@@ -40,7 +39,9 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     Raises:
         UserError: not started by `torchrun`; no CUDA device where one is asked for; more ranks than GPUs under NCCL.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if missing:
         script = Path(sys.argv[0]).name
         raise UserError(
@@ -82,7 +83,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
         timeout=datetime.timedelta(minutes=config.timeout_minutes),
     )
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]), device, backend)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
         gc.collect()  # work and hooks that still hold the group make its end unreliable
         dist.barrier()
     finally:
@@ -94,18 +95,19 @@ def from_rank0(make: Callable[[], Result]) -> Result:
     """What `make` returns on rank 0, sent to every rank. Collective.
 
     Raises:
-        UserError: on every rank, where `make` raised it on rank 0.
+        UserError: on every rank, where `make` failed on rank 0; rank 0 itself raises what `make` raised.
     """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
+    own: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer = [(make(), None)]
-        except UserError as error:
-            answer = [(None, str(error))]
+        except Exception as error:  # whatever it is, the others must not wait for it
+            own, answer = error, [(None, str(error))]
     dist.broadcast_object_list(answer, src=0)
     result, problem = answer[0]
     if problem is not None:
-        raise UserError(problem)
+        raise own or UserError(problem)
     return result  # type: ignore[return-value]
 
 
@@ -113,15 +115,18 @@ def on_every_rank(make: Callable[[], Result]) -> Result:
     """What `make` returns here, once it has returned on every rank. Collective.
 
     Raises:
-        UserError: on every rank, where `make` raised it on any; names the first such rank if it is not rank 0.
+        UserError: on every rank, where `make` failed on any; names the first such rank if it is not rank 0. A rank on
+            which it failed with anything but a UserError raises that.
     """
-    result, problem = None, None
+    result, own = None, None
     try:
         result = make()
-    except UserError as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the others must not wait for it
+        own = error
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, None if own is None else str(own))
+    if own is not None and not isinstance(own, UserError):
+        raise own
     for rank, found in enumerate(problems):
         if found is not None:
             raise UserError(found if rank == 0 else f"rank {rank}: {found}")

@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The message says what is wrong, where, and what to do. Entrypoints print it as one line, without a traceback.
     """
+
+
+class UnsupportedError(UserError, ValueError):
+    """A module or a batch that a strategy cannot train, found before it trains anything wrong."""

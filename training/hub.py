@@ -70,8 +70,10 @@ def load_reviews(name: str, train_samples: int, eval_samples: int, seed: int) ->
     _require_review_columns(name, held_out)
     train = train.select(range(min(train_samples, len(train))))
     held_out = held_out.select(range(min(eval_samples, len(held_out))))
-    for part in (train, held_out):
-        _require_labels_in_range(name, part["label"])
+    for part, what in ((train, "training"), (held_out, "held-out")):
+        if len(part) == 0:
+            raise UserError(f"--dataset {name}: no {what} samples in it")
+        _require_texts_and_labels(name, part["text"], part["label"])
     return train, held_out
 
 
@@ -139,9 +141,11 @@ def _require_review_columns(name: str, data: Any) -> None:
         )
 
 
-def _require_labels_in_range(name: str, labels: Sequence[Any]) -> None:
+def _require_texts_and_labels(name: str, texts: Sequence[Any], labels: Sequence[Any]) -> None:
     from training.reviews import STARS
 
-    for index, label in enumerate(labels):
+    for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        if not isinstance(text, str):
+            raise UserError(f"--dataset {name}: sample {index} has text {text!r}; every text must be a string")
         if not isinstance(label, int) or not 0 <= label < STARS:
             raise UserError(f"--dataset {name}: sample {index} has label {label!r}; labels must be 0 to {STARS - 1}")

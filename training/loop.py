@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, float | None]:
+def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, Any]:
     """Loss and accuracy over every held-out sample exactly once. Collective.
 
     Returns:

@@ -1,6 +1,7 @@
 """One run from the first line to the last: join the ranks, build, train, evaluate, write down."""
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -26,13 +27,11 @@ from training.workloads import Workload, build_workload
 def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
     """Train as `config` says, and answer with the exit code. What a user can put right is one line on rank 0."""
     silence_libraries()
-    is_main = True
     try:
         with joined_ranks(config) as ranks:
-            is_main = ranks.is_main
             train_and_record(config, ranks, load_strategy)
     except (UserError, NonFiniteError) as error:
-        if is_main:
+        if os.environ.get("RANK", "0") == "0":  # every rank raises it
             print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -51,6 +50,7 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
+    require_sample_for_each_rank(len(workload.train), ranks.world_size)
     steps = planned_steps(config, len(workload.train))
     require_window_fits(config, steps)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
@@ -62,6 +62,8 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
         batches = micro_batches(config, workload, ranks, steps)
         result = train(strategy, batches, profiler, config.clip_grad_norm, on_step)
     evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
+    if not math.isfinite(evaluation["loss"]):
+        raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
     memory = gather_memory(strategy, profiler, ranks.device)
     on_every_rank(lambda: require_written(profiler))
     record = run_record(config, ranks, run_id, strategy, result, evaluation, memory)
@@ -77,6 +79,19 @@ def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
     if workload == "auto":
         workload = "yelp" if ranks.device.type == "cuda" or config.model or config.dataset else "sample"
     return replace(config, workload=workload, device=ranks.device.type, backend=ranks.backend)
+
+
+def require_sample_for_each_rank(samples: int, world_size: int) -> None:
+    """Refuse data that leaves a rank without a sample in the first step.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    if samples < world_size:
+        raise UserError(
+            f"{samples} training samples for {world_size} ranks; each rank needs one in the first step: raise "
+            "--train-samples, give more data, or use fewer ranks"
+        )
 
 
 def planned_steps(config: RunConfig, samples: int) -> int:

@@ -40,7 +40,7 @@ class Strategy(ABC):
         process_group: The ranks that share the work. Default: all.
 
     Raises:
-        ValueError: The module has no trainable parameter, has one with sparse or complex gradients, or is not the
+        UnsupportedError: The module has no trainable parameter, has one with sparse or complex gradients, or is not the
             same on every rank.
     """
 
@@ -147,7 +147,7 @@ class Strategy(ABC):
 
         Raises:
             NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite.
-            ValueError: On every rank, when the global batch is empty, or a rank without samples never had any.
+            UnsupportedError: On every rank, when the global batch is empty, or a rank without samples never had any.
         """
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
         self._latest = micro_batches[-1] if micro_batches else self._latest
