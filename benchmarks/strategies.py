@@ -3,13 +3,14 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/strategies.py --choices bucket_ddp_async,simple_ddp \\
         --against pytorch_ddp --workload sample --rounds 20 --csv FILE
 
-Machines drift: the same command can take twice as long a minute later. So each round runs one optimizer step of every
-choice, in an order that turns by one each round, and a choice is judged by the median over rounds of its ratio to the
-reference in the same round. `local` is the same step without any communication, from which exposed time is reckoned.
+Machines drift: the same command can take twice as long a minute later. So each round runs a few optimizer steps of every
+choice (several, since communication may go on into the next step), in a new random order (what runs just before leaves its traces in caches and in the allocator), and a choice is
+judged by the median over rounds of its ratio to the reference in the same round. `local` is the same step without any communication, from which exposed time is reckoned.
 """
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,8 @@ COLUMNS = (
     "exposed_ms_median",
     "peak_bytes",
 )
-WARMUP_ROUNDS = 3
+WARMUP_ROUNDS = 2
+STEPS_PER_ROUND = 3
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,10 +130,10 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
         runners[name] = make_runner(name, replace(config, choice=name), workload, batches, ranks)
         peaks[name] = peak_of_one_step(runners[name], ranks.device)
     times = pd.DataFrame(index=range(options.rounds), columns=names, dtype=float)
+    order = random.Random(0)  # the same on every rank
     for round_number in range(-WARMUP_ROUNDS, options.rounds):
-        turn = round_number % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds = timed(runners[name].step, ranks.device)
+        for name in order.sample(names, len(names)):
+            seconds = timed(runners[name], ranks.device) / STEPS_PER_ROUND
             if round_number >= 0:
                 times.loc[round_number, name] = 1000 * slowest(seconds, ranks.device)
     rows = []
@@ -155,9 +157,14 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
 
 @dataclass(frozen=True)
 class Runner:
-    """One choice, ready to run. `step`: an optimizer step. `rest`: drop gradients, then bytes that are still held."""
+    """One choice, ready to run.
 
-    step: Callable[[], Any]
+    Attributes:
+        steps: Run this many optimizer steps, to the end of all their communication.
+        rest: Drop gradients, then count the bytes that are still held.
+    """
+
+    steps: Callable[[int], Any]
     rest: Callable[[], int]
 
 
@@ -177,8 +184,10 @@ def make_runner(name: str, config: RunConfig, workload: Any, batches: list[Any],
         strategy.zero_grad()
         return sum(strategy.memory_breakdown().values())
 
-    steps = [(config.global_batch_size, batches)]
-    return Runner(lambda: train(strategy, steps, unused, None, lambda result: None), rest)
+    def steps(count: int) -> None:
+        train(strategy, [(config.global_batch_size, batches)] * count, unused, None, lambda result: None)
+
+    return Runner(steps, rest)
 
 
 def plain_runner(name: str, workload: Any, batches: list[Any], device: Any) -> Runner:
@@ -201,23 +210,27 @@ def plain_runner(name: str, workload: Any, batches: list[Any], device: Any) -> R
             (model(**batch).loss / len(batches)).backward()
         optimizer.step()
 
+    def steps(count: int) -> None:
+        for _ in range(count):
+            step()
+
     def rest() -> int:
         optimizer.zero_grad()
         states = [value for entry in optimizer.state.values() for value in entry.values()]
         buckets = sum(bucket_bytes(model)) if name == BARE else 0
         return storage_bytes([*module.parameters(), *module.buffers(), *states]) + buckets
 
-    return Runner(step, rest)
+    return Runner(steps, rest)
 
 
-def timed(step: Callable[[], Any], device: Any) -> float:
-    """Seconds from all ranks' start to this rank's end."""
+def timed(runner: Runner, device: Any) -> float:
+    """Seconds from all ranks' start of a round to this rank's end of it."""
     import torch
     import torch.distributed as dist
 
     dist.barrier()
     start = time.perf_counter()
-    step()
+    runner.steps(STEPS_PER_ROUND)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
@@ -243,15 +256,15 @@ def peak_of_one_step(runner: Runner, device: Any) -> int:
 
     from training.profiling import peak_of_allocations
 
-    runner.step()
+    runner.steps(1)
     at_rest = runner.rest()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        runner.step()
+        runner.steps(1)
         return round(slowest(at_rest + torch.cuda.max_memory_allocated(device) - before, device))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        runner.step()
+        runner.steps(1)
     return round(slowest(at_rest + peak_of_allocations(profiler), device))
 
 

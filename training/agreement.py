@@ -10,9 +10,9 @@ from torch import Tensor
 from training.errors import UnsupportedError
 
 COUNTS_ROW_BYTES = 3 * 8
-RESULTS_ROW_BYTES = 2 * 8
+RESULTS_ROW_BYTES = 3 * 8
 RECEIVED_BYTES = 8
-"""What a rank sends, in fp64: three counts; two results, and a flag for each trainable parameter."""
+"""What a rank sends, in fp64: three counts; three results, and a flag for each trainable parameter."""
 
 
 class NonFiniteError(RuntimeError):
@@ -25,6 +25,35 @@ class GlobalBatch:
 
     samples: int
     rounds: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """How forward and backward of a step went on all ranks.
+
+    Attributes:
+        loss: The mean over the global batch.
+        used: For each trainable parameter, whether any rank made a gradient for it.
+        nonfinite: `the loss` or `a gradient` if that is NaN or infinite somewhere.
+        culprits: The ranks where it was so first, as far as they are known.
+    """
+
+    loss: float
+    used: list[bool]
+    nonfinite: str | None = None
+    culprits: Sequence[int] = ()
+
+    def require_finite(self, step: int) -> None:
+        """Raise NonFiniteError, on every rank alike, if there is cause to."""
+        if self.nonfinite is None:
+            return
+        where = f"on rank {', '.join(map(str, self.culprits))}"
+        if not self.culprits:
+            where = "after the sum over ranks (each rank's own was finite when the step was run again)"
+        raise NonFiniteError(
+            f"step {step}: {self.nonfinite} is not finite {where}; no rank has updated its parameters; "
+            "a lower --lr or --clip-grad-norm may help"
+        )
 
 
 class StepAgreement:
@@ -60,32 +89,28 @@ class StepAgreement:
             )
         return GlobalBatch(samples=int(samples.sum()), rounds=int(micro_batches.max()))
 
-    def results(self, loss: float, bad_round: int, received: Sequence[bool], step: int) -> tuple[float, list[bool]]:
-        """The global mean loss, and for each trainable parameter whether any rank made a gradient for it.
+    def results(self, loss: float, share_is_finite: bool, bad_round: int, received: Sequence[bool]) -> "StepResult":
+        """Tell the others how the step went here, and learn how it went everywhere.
 
         Args:
             loss: This rank's share of the mean.
-            bad_round: The first micro-batch that left a gradient of this rank not finite, or -1.
+            share_is_finite: Whether the part of the reduced gradients that this rank looked at is finite.
+            bad_round: The first micro-batch that left a gradient of this rank not finite, or -1 (or nobody looked).
             received: Whether each trainable parameter got a gradient on this rank.
-
-        Raises:
-            NonFiniteError: on every rank, if any rank's loss or gradient is not finite; names the ranks.
         """
-        table, work = self._begin([loss, bad_round, *received])
+        table, work = self._begin([loss, share_is_finite, bad_round, *received])
         work.wait()
         table = table.cpu()
-        losses, bad_rounds = table[:, 0], table[:, 1]
-        culprits, what = losses.isfinite().logical_not(), "the loss"
-        if not culprits.any() and (bad_rounds >= 0).any():
+        losses, finite_shares, bad_rounds, flags = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
+        used = (flags.sum(0) > 0).tolist()
+        if not losses.isfinite().all():
+            return StepResult(losses.sum().item(), used, "the loss", _ranks_where(~losses.isfinite()))
+        if not finite_shares.all():
             # A strategy may reduce every micro-batch, which spreads a NaN: the ranks that had it first are to blame.
-            culprits, what = bad_rounds.eq(bad_rounds[bad_rounds >= 0].min()), "a gradient"
-        if culprits.any():
-            ranks = ", ".join(map(str, culprits.nonzero().flatten().tolist()))
-            raise NonFiniteError(
-                f"step {step}: {what} is not finite on rank {ranks}; no rank has updated its parameters; "
-                "a lower --lr or --clip-grad-norm may help"
-            )
-        return losses.sum().item(), (table[:, 2:].sum(0) > 0).tolist()
+            bad = bad_rounds[bad_rounds >= 0]
+            culprits = _ranks_where(bad_rounds == bad.min()) if len(bad) else []
+            return StepResult(losses.sum().item(), used, "a gradient", culprits)
+        return StepResult(losses.sum().item(), used)
 
     def _begin(self, row: Sequence[float]) -> tuple[Tensor, dist.Work]:
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
@@ -93,3 +118,7 @@ class StepAgreement:
         work = dist.all_gather_into_tensor(table, mine, group=self._group, async_op=True)
         assert work is not None, "an asynchronous collective gives a handle"
         return table.view(self._size, len(row)), work
+
+
+def _ranks_where(mask: Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()

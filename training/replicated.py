@@ -1,7 +1,7 @@
 """What all replicated strategies have in common: every rank holds the whole model and the whole optimizer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,15 @@ class ReplicatedStrategy(Strategy):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
+
+    def gradient_share(self) -> Iterator[Tensor]:
+        gradients = [p.grad.reshape(-1) for p in self.trainable.values() if p.grad is not None]
+        total, rank, size = sum(map(len, gradients)), self.data_parallel_rank, self.data_parallel_size
+        start, end = total * rank // size, total * (rank + 1) // size
+        for gradient in gradients:
+            if start < len(gradient) and end > 0:
+                yield gradient[max(start, 0) : end]
+            start, end = start - len(gradient), end - len(gradient)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         if self.data_parallel_rank != 0:

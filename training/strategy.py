@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from training.agreement import COUNTS_ROW_BYTES, RECEIVED_BYTES, RESULTS_ROW_BYTES, GlobalBatch, StepAgreement
+from training.agreement import (
+    COUNTS_ROW_BYTES,
+    RECEIVED_BYTES,
+    RESULTS_ROW_BYTES,
+    GlobalBatch,
+    StepAgreement,
+    StepResult,
+)
 from training.config import StrategyOptions
 from training.consistency import require_same_parameters, require_supported_parameters
 from training.gradient_watch import GradientWatch
@@ -109,6 +116,18 @@ class Strategy(ABC):
     def finish_gradient_synchronization(self) -> None:
         """Wait for the communication that is still in flight."""
 
+    @abstractmethod
+    def gradient_share(self) -> Iterable[Tensor]:
+        """This rank's part of the reduced gradients, by elements; the parts of all ranks make up the whole.
+
+        A gradient that was not finite on any rank is not finite in the sum over ranks, so ranks share the looking.
+        """
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave no gradient to `parameters`, which no rank has used in this step."""
+        for parameter in parameters:
+            parameter.grad = None
+
     def gradient_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds gradients at this moment."""
         return (p.grad for p in self.module.parameters() if p.grad is not None)
@@ -150,6 +169,19 @@ class Strategy(ABC):
             UnsupportedError: On every rank, when the global batch is empty, or a rank without samples never had any.
         """
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
+        result = self._attempt(micro_batches)
+        if result.nonfinite == "a gradient":  # of some rank, which the sum over ranks does not tell: do it again, looking
+            self.zero_grad()
+            self.watch.inspects = True
+            try:
+                result = self._attempt(micro_batches)
+            finally:
+                self.watch.inspects = False
+        result.require_finite(self.optimizer_steps)
+        return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
+
+    def _attempt(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Forward and backward of a whole step on micro-batches that hold samples, and what all ranks say of it."""
         self._latest = micro_batches[-1] if micro_batches else self._latest
         counts = self._agreement.begin_counts(
             sum(map(sample_count, micro_batches)), len(micro_batches), self._latest is None
@@ -170,10 +202,8 @@ class Strategy(ABC):
                 global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
                 weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
                 with record_function("backward"):
-                    self.watch.begin_round(inspect=self.synchronizes_gradients)
+                    self.watch.begin_round()
                     (loss * (weight * self.data_parallel_size if self.averages_over_ranks else weight)).backward()
-                if is_last:
-                    self.watch.inspect_leftovers()
                 self.after_backward()
             if weight:
                 losses.append(loss.detach().double() * weight)
@@ -182,12 +212,13 @@ class Strategy(ABC):
         with record_function("gradient_sync"):
             self.finish_gradient_synchronization()
         local_loss = torch.stack(losses).sum().item() if losses else 0.0
-        bad_round = self.watch.first_nonfinite_round()
-        mean_loss, used = self._agreement.results(local_loss, bad_round, self.watch.received(), self.optimizer_steps)
-        for parameter, is_used in zip(self.trainable.values(), used, strict=True):
-            if not is_used:
-                parameter.grad = None
-        return torch.tensor(mean_loss, dtype=torch.float32, device=loss.device)
+        sums = [gradient.sum(dtype=torch.float32) for gradient in self.gradient_share()]
+        share_is_finite = not sums or bool(torch.stack(sums).isfinite().all())
+        result = self._agreement.results(
+            local_loss, share_is_finite, self.watch.first_nonfinite_round, self.watch.received()
+        )
+        self.drop_gradients([p for p, used in zip(self.trainable.values(), result.used, strict=True) if not used])
+        return result
 
     def step(self) -> None:
         self.optimizer.step()
