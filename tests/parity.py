@@ -118,10 +118,13 @@ def train_on_rank(
         if clip is not None:
             result["norm"].append(strategy.clip_grad_norm_(clip).item())
         if index == 0:
-            result["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            result["gradients"] = strategy.full_gradients()
         strategy.step()
         result["loss"].append(loss.item())
     result["state"] = strategy.full_state_dict()
+    with torch.no_grad():
+        module.eval()
+        result["own_loss"] = strategy.forward(make_batch(model, 8, 7)).loss.item()
     result["own_state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return result
 
@@ -144,8 +147,10 @@ def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], toler
     """Ranks agree bitwise, and with the oracle within `tolerance`; losses and clipped norms too."""
     for other in results[1:]:
         assert other["loss"] == results[0]["loss"]
+        assert other["own_loss"] == results[0]["own_loss"], "ranks differ in what they make of the same samples"
         for name, tensor in results[0]["own_state"].items():
-            assert torch.equal(tensor, other["own_state"][name]), f"{name} differs between ranks"
+            own = other["own_state"][name]
+            assert torch.allclose(tensor, own, rtol=0, atol=0, equal_nan=True), f"{name} differs between ranks"
     assert_close(results[0]["gradients"], expected["gradients"], max(GRADIENT_TOLERANCE, tolerance / 10), "gradient")
     assert_close(results[0]["state"], expected["state"], tolerance, "parameter")
     for key in ("loss", "norm"):

@@ -37,7 +37,7 @@ def use_branches(choice: Choice, signs: list[int], caps: list[float | None]) -> 
         for step in range(3):
             strategy.zero_grad()
             strategy.forward_backward(signed_batches(signs, step)[dist.get_rank()])
-            unused = [name for name, p in strategy.trainable.items() if p.grad is None]
+            unused = strategy.trainable.keys() - strategy.full_gradients().keys()
             strategy.step()
         results.append({"state": strategy.full_state_dict(), "unused": unused})
     return results
@@ -66,7 +66,7 @@ def test_unused_parameters(ranks: RankPool, choice: Choice, signs: list[int]) ->
         optimizer.step()
     never = {name for name, p in module.named_parameters() if p.grad is None}
     for answer in ranks.run(2, use_branches, choice, signs, [None, 0.00005])[0]:
-        assert set(answer["unused"]) == never >= {"spare.weight", "spare.bias"}
+        assert answer["unused"] == never >= {"spare.weight", "spare.bias"}
         assert_close(answer["state"], module.state_dict(), TOLERANCE["adam"], "parameter")
 
 
@@ -118,7 +118,7 @@ def leave_no_sync(choice: Choice) -> tuple[bool, bool, bool]:
 
 @for_each_choice
 def test_no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
-    inside_expected = choice == ("ddp", "simple_ddp")  # whose point is to synchronize at every micro-batch
+    inside_expected = choice[1] in ("simple_ddp", "zero2", "zero3")  # which synchronize at every micro-batch
     assert ranks.run(2, leave_no_sync, choice) == [(True, inside_expected, True)] * 2
 
 

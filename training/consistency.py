@@ -1,10 +1,11 @@
 """Checks that stop a strategy before it trains the wrong thing."""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from training.errors import UnsupportedError
 
@@ -44,3 +45,28 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
             f"parameters or buffers differ in name, shape, dtype or requires_grad between rank 0 and "
             f"rank {', '.join(map(str, differing))}; build the same module on every rank"
         )
+
+
+def require_matching_state(module: nn.Module, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Refuse a state (rank 0's; the others' is not read) that does not fit the module.
+
+    Raises:
+        ValueError: on every rank, names the entries that are missing, unknown or of another shape.
+    """
+    problem = [_state_problem(module, state) if dist.get_rank(group) == 0 else ""]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0]:
+        raise ValueError(f"load_full_state_dict: {problem[0]}")
+
+
+def _state_problem(module: nn.Module, state: Mapping[str, Tensor]) -> str:
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    problems = [f"missing {name}" for name in wanted if name not in given]
+    problems += [f"unknown {name}" for name in given if name not in wanted]
+    problems += [
+        f"{name} has shape {given[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if given.get(name, shape) != shape
+    ]
+    return "; ".join(problems)

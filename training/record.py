@@ -124,7 +124,9 @@ def run_record(
         "config": config.as_dict(),
         "versions": {"python": platform.python_version(), **_package_versions()},
         "parameters": sum(parameter.numel() for parameter in strategy.module.parameters()),
-        "expected_traffic": [c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps)],
+        "expected_traffic": [
+            c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps, config.clip_grad_norm is not None)
+        ],
         "step_time_s": result.step_time_s,
         **step_statistics(result),
         "train_loss": result.loss,

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.consistency import require_matching_state
 from training.strategy import MakeOptimizer, Strategy
 from training.traffic import Collective
 
@@ -31,6 +32,9 @@ class ReplicatedStrategy(Strategy):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
+
     def gradient_share(self) -> Iterator[Tensor]:
         gradients = [p.grad.reshape(-1) for p in self.trainable.values() if p.grad is not None]
         total, rank, size = sum(map(len, gradients)), self.data_parallel_rank, self.data_parallel_size
@@ -46,15 +50,9 @@ class ReplicatedStrategy(Strategy):
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        problem: list[str | None] = [None]
+        require_matching_state(self.module, state, self.process_group)
         if self.data_parallel_rank == 0:
-            try:
-                self.module.load_state_dict(state)
-            except RuntimeError as error:
-                problem = [str(error)]
-        dist.broadcast_object_list(problem, group=self.process_group, group_src=0)
-        if problem[0]:
-            raise ValueError(f"load_full_state_dict: {problem[0]}")
+            self.module.load_state_dict(state)
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
     def buffer_traffic(self) -> list[Collective]:

@@ -86,7 +86,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        """What one optimizer step of `micro_batches` micro-batches sends, beside the two exchanges."""
+        """What one optimizer step of `micro_batches` micro-batches sends for gradients, parameters and buffers."""
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        """What `clip_grad_norm_` sends. Default: nothing, since the rank holds all gradients."""
+        return []
 
     @abstractmethod
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -117,6 +121,12 @@ class Strategy(ABC):
         """Wait for the communication that is still in flight."""
 
     @abstractmethod
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of the last step on CPU, by parameter name; not of parameters that no rank used.
+        Collective, for inspection: it gathers what is sharded.
+        """
+
+    @abstractmethod
     def gradient_share(self) -> Iterable[Tensor]:
         """This rank's part of the reduced gradients, by elements; the parts of all ranks make up the whole.
 
@@ -127,6 +137,17 @@ class Strategy(ABC):
         """Leave no gradient to `parameters`, which no rank has used in this step."""
         for parameter in parameters:
             parameter.grad = None
+
+    def abandon_step(self) -> None:
+        """Runs when forward or backward raises: leave parameters that can be evaluated and saved, and no gradients."""
+        self.zero_grad()
+
+    def finish_parameter_synchronization(self) -> None:
+        """Wait for updated parameters that are still on their way to this rank."""
+
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        """Tensors whose storage holds parameters at this moment."""
+        return self.module.parameters()
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds gradients at this moment."""
@@ -169,14 +190,19 @@ class Strategy(ABC):
             UnsupportedError: On every rank, when the global batch is empty, or a rank without samples never had any.
         """
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
-        result = self._attempt(micro_batches)
-        if result.nonfinite == "a gradient":  # of some rank, which the sum over ranks does not tell: do it again, looking
-            self.zero_grad()
-            self.watch.inspects = True
-            try:
+        try:
+            result = self._attempt(micro_batches)
+            if (
+                result.nonfinite == "a gradient"
+            ):  # of which rank, the sum over ranks does not tell: do it again, looking
+                self.zero_grad()
+                self.watch.inspects = True
                 result = self._attempt(micro_batches)
-            finally:
-                self.watch.inspects = False
+        except BaseException:
+            self.abandon_step()
+            raise
+        finally:
+            self.watch.inspects = False
         result.require_finite(self.optimizer_steps)
         return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
 
@@ -243,18 +269,23 @@ class Strategy(ABC):
         """Bytes of tensor storage that this rank holds now, by component."""
         state = (value for entry in self.optimizer.state.values() for value in entry.values())
         return {
-            "parameters": storage_bytes(self.module.parameters()),
+            "parameters": storage_bytes(self.parameter_tensors()),
             "gradients": storage_bytes(self.gradient_tensors()),
             "optimizer_state": storage_bytes(value for value in state if isinstance(value, Tensor)),
             "buffers": storage_bytes(self.module.buffers()),
         }
 
-    def expected_traffic(self, micro_batches: int = 1) -> list[Collective]:
-        """The collectives that one rank issues in one optimizer step of `micro_batches` micro-batches a rank."""
+    def expected_traffic(self, micro_batches: int = 1, clips: bool = False) -> list[Collective]:
+        """The collectives that one rank issues in one optimizer step of `micro_batches` micro-batches a rank.
+
+        Args:
+            clips: Whether `clip_grad_norm_` is called in the step.
+        """
         size = self.data_parallel_size
         row_bytes = COUNTS_ROW_BYTES + RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
         exchanges = Collective("all_gather", 2, row_bytes * size, size, "bookkeeping")
-        return [*self.expected_gradient_traffic(micro_batches), exchanges]
+        clipping = self.expected_clipping_traffic() if clips else []
+        return [*self.expected_gradient_traffic(micro_batches), exchanges, *clipping]
 
 
 def sample_count(micro_batch: MicroBatch) -> int:

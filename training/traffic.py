@@ -8,10 +8,10 @@ class Collective:
     """Collectives of one kind and purpose that one rank issues in one optimizer step.
 
     Attributes:
-        kind: `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter` or `all_to_all`.
+        kind: `all_reduce`, `broadcast`, `reduce`, `all_gather`, `reduce_scatter`, `scatter` or `all_to_all`.
         count: Number of calls.
         payload_bytes: Bytes of all `count` calls together, with the definition of size that nccl-tests uses: the
-            tensor for all-reduce and broadcast, the whole (gathered or scattered) tensor for the others.
+            tensor for all-reduce, broadcast and reduce, the whole (gathered or scattered) tensor for the others.
         group_size: Ranks in the process group.
         purpose: What it is for: `gradients`, `parameters`, `buffers` or `bookkeeping`.
     """
@@ -22,5 +22,12 @@ class Collective:
     group_size: int
     purpose: str
 
-    def as_dict(self) -> dict[str, str | int]:
-        return asdict(self)
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends on average, by the least that each kind needs (nccl-tests, PERFORMANCE.md)."""
+        others, size = self.group_size - 1, self.group_size
+        share = {"all_reduce": 2 * others / size, "scatter": others / size**2}.get(self.kind, others / size)
+        return self.payload_bytes * share
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        return {**asdict(self), "wire_bytes": self.wire_bytes}

@@ -1,0 +1,76 @@
+"""Reduce-scatter and all-gather, with the volume that their names promise on both backends.
+
+NCCL has both. Gloo's `reduce_scatter_tensor` is a whole all-reduce inside, and its `all_gather_into_tensor` copies
+more than it sends. There a reduce-scatter is a scatter from each rank and a local sum in rank order, and an all-gather
+is a broadcast from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two
+cores (2 ranks, 25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65
+with scatters; all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
+Ranks add up in the same order in every run, so results are bitwise repeatable.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.traffic import Collective
+
+
+class Pending:
+    """Communication under way. Holds the tensors that it reads and writes until `wait` returns."""
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] = lambda: None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._finish()
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group sends tensors of this device through Gloo."""
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start to sum `full` (a multiple of the world size long) over ranks; this rank's part of the sum goes to `shard`.
+
+    `shard` may be the part of `full` that it replaces. Neither may be touched before `wait` returns.
+    """
+    if not is_gloo(group, full.device):
+        return Pending([dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)])
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = full.new_empty(size, shard.numel())
+    parts = list(full.view(size, -1).unbind())
+    works = [
+        dist.scatter(received[root], parts if root == rank else None, group=group, group_src=root, async_op=True)
+        for root in range(size)
+    ]
+    return Pending(works, lambda: torch.sum(received, 0, out=shard))
+
+
+def all_gather(full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start to fill `full` with all ranks' shards; this rank's own must be in its place already."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = full.view(size, -1)
+    if not is_gloo(group, full.device):
+        return Pending([dist.all_gather_into_tensor(full, parts[rank], group=group, async_op=True)])
+    return Pending([dist.broadcast(parts[root], group=group, group_src=root, async_op=True) for root in range(size)])
+
+
+def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
+    """What `reduce_scatter` of flat tensors of these many bytes issues."""
+    size = dist.get_world_size(group)
+    if is_gloo(group, device):
+        return Collective("scatter", size * len(payloads), size * sum(payloads), size, "gradients")
+    return Collective("reduce_scatter", len(payloads), sum(payloads), size, "gradients")
+
+
+def expected_all_gathers(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
+    """What `all_gather` of flat tensors of these many bytes issues."""
+    size = dist.get_world_size(group)
+    if is_gloo(group, device):
+        return Collective("broadcast", size * len(payloads), sum(payloads), size, "parameters")
+    return Collective("all_gather", len(payloads), sum(payloads), size, "parameters")
