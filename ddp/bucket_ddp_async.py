@@ -65,19 +65,19 @@ class Bucket:
         self.work = None
 
 
-def assign_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[Bucket]:
+def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
     """Fill buckets with `parameters` in reversed order, a new one where dtype changes or `cap_bytes` would be passed.
 
     A parameter larger than `cap_bytes` gets a bucket of its own.
     """
-    groups: list[list[nn.Parameter]] = []
+    buckets: list[list[nn.Parameter]] = []
     for parameter in reversed(list(parameters)):
-        fits = groups and groups[-1][0].dtype == parameter.dtype and groups[-1][0].device == parameter.device
-        if fits and bytes_of(groups[-1]) + bytes_of([parameter]) <= cap_bytes:
-            groups[-1].append(parameter)
+        fits = buckets and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
+        if fits and bytes_of(buckets[-1]) + bytes_of([parameter]) <= cap_bytes:
+            buckets[-1].append(parameter)
         else:
-            groups.append([parameter])
-    return [Bucket(group) for group in groups]
+            buckets.append([parameter])
+    return buckets
 
 
 class BucketDDP(ReplicatedStrategy):
@@ -85,7 +85,8 @@ class BucketDDP(ReplicatedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        self.buckets = assign_buckets(self.trainable.values(), (self.options.bucket_cap_mb or DEFAULT_CAP_MB) * 2**20)
+        cap_bytes = (self.options.bucket_cap_mb or DEFAULT_CAP_MB) * 2**20
+        self.buckets = [Bucket(parameters) for parameters in fill_buckets(self.trainable.values(), cap_bytes)]
         self._started = 0
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.parameters):

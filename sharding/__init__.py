@@ -1,7 +1,13 @@
-"""Hand-written sharding (ZeRO), with PyTorch's own beside it. The first strategy arrives with its own file."""
+"""Hand-written sharding (ZeRO), one stage a file, with PyTorch's own beside it."""
 
 from training.registry import Registry
 
-REGISTRY = Registry({})
+REGISTRY = Registry(
+    {
+        "baseline": ("ddp.bucket_ddp_async:BucketDDP", "replicated with overlap (bucket_ddp_async): the yardstick"),
+        "zero1": ("sharding.zero1:Zero1", "optimizer states sharded; gradients reduce-scattered, parameters gathered"),
+        "zero2": ("sharding.zero2:Zero2", "gradients too: each full gradient is freed when its bucket is reduced"),
+    }
+)
 CHOICES = REGISTRY.names
 load = REGISTRY.load

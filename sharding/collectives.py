@@ -1,11 +1,11 @@
 """Reduce-scatter and all-gather, with the volume that their names promise on both backends.
 
 NCCL has both. Gloo's `reduce_scatter_tensor` is a whole all-reduce inside, and its `all_gather_into_tensor` copies
-more than it sends. There a reduce-scatter is a scatter from each rank and a local sum in rank order, and an all-gather
-is a broadcast from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two
-cores (2 ranks, 25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65
-with scatters; all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
-Ranks add up in the same order in every run, so results are bitwise repeatable.
+more than it sends. There a reduce-scatter is a scatter from each rank and a local sum, and an all-gather is a broadcast
+from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two cores (2 ranks,
+25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65 with scatters;
+all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
+A rank adds up the others' parts in rank order, in every run, so results are bitwise repeatable.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ from training.traffic import Collective
 class Pending:
     """Communication under way. Holds the tensors that it reads and writes until `wait` returns."""
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], object] = lambda: None) -> None:
         self._works, self._finish = works, finish
 
     def wait(self) -> None:
         for work in self._works:
+            assert work is not None, "an asynchronous collective gives a handle"
             work.wait()
         self._finish()
 
@@ -42,13 +43,20 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pen
     if not is_gloo(group, full.device):
         return Pending([dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)])
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    received = full.new_empty(size, shard.numel())
     parts = list(full.view(size, -1).unbind())
+    received = [part if root == rank else torch.empty_like(part) for root, part in enumerate(parts)]
     works = [
         dist.scatter(received[root], parts if root == rank else None, group=group, group_src=root, async_op=True)
         for root in range(size)
     ]
-    return Pending(works, lambda: torch.sum(received, 0, out=shard))
+
+    def add_up() -> None:
+        own = received.pop(rank)
+        total = torch.add(own, received[0], out=shard) if received else shard.copy_(own)
+        for other in received[1:]:
+            total.add_(other)
+
+    return Pending(works, add_up)
 
 
 def all_gather(full: Tensor, group: dist.ProcessGroup) -> Pending:

@@ -1,6 +1,5 @@
 """The traps that hand-written data parallelism falls into, for every registered choice that each can concern."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -177,7 +176,7 @@ def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: i
     strategy.zero_grad()
     strategy.forward_backward(step)
     strategy.step()
-    before = copy.deepcopy(module.state_dict())
+    before = strategy.full_state_dict()
     strategy.zero_grad()
     if dist.get_rank() == bad_rank:
         if where == "loss":
@@ -189,7 +188,7 @@ def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: i
             module.net[2].weight.register_hook(lambda g: g * float("nan") if seen[-1] else g)
     with pytest.raises(NonFiniteError) as caught:
         strategy.forward_backward(step)
-    return str(caught.value), all(torch.equal(before[name], t) for name, t in module.state_dict().items())
+    return str(caught.value), all(torch.equal(before[name], t) for name, t in strategy.full_state_dict().items())
 
 
 @for_each_choice

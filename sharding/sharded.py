@@ -1,0 +1,166 @@
+"""What the stages of ZeRO have in common: an optimizer that sees this rank's shard, and how a shard becomes whole."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.collectives import all_gather
+from sharding.flat import FlatParameters
+from sharding.partition import require_elementwise
+from training.consistency import require_matching_state
+from training.errors import UnsupportedError
+from training.replicated import broadcast_from_rank0, by_dtype, bytes_of
+from training.strategy import MakeOptimizer, Strategy
+from training.traffic import Collective
+
+
+class Bucket(Protocol):
+    """Gradients of some flat parameters. `shard`: this rank's part of their sum, once they are reduced."""
+
+    flat: FlatParameters
+    shard: Tensor | None
+
+    def tensors(self) -> list[Tensor]: ...
+    def forget(self) -> None: ...
+
+
+class ShardedStrategy(Strategy):
+    """Base of the stages.
+
+    Attributes:
+        flats: Flat parameters of which this rank owns a shard, frozen ones (in ZeRO-3) among them.
+        buckets: The gradients of the trainable ones.
+    """
+
+    flats: list[FlatParameters]
+    buckets: Sequence[Bucket]
+
+    def prepare(self) -> None:
+        elements = sum(p.numel() for p in self.trainable.values())
+        if elements < self.data_parallel_size:
+            raise UnsupportedError(
+                f"{elements} trainable elements cannot be sharded over {self.data_parallel_size} ranks: use fewer "
+                "ranks, or a replicated strategy"
+            )
+        self._unused: set[nn.Parameter] = set()
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        require_elementwise(make_optimizer)
+        pieces = {p: piece for flat in self.flats if flat.trainable for p, piece in flat.pieces.items()}
+        if self.options.parameter_groups:
+            groups = [
+                {**group, "params": [pieces[p] for p in group["params"] if p in pieces]}
+                for group in self.options.parameter_groups(self.module)
+            ]
+            return make_optimizer(groups)
+        return make_optimizer(list(pieces.values()) or [{"params": []}])
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+
+    def plain_tensors(self) -> list[Tensor]:
+        """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
+        sharded = {p for flat in self.flats for p in flat.parameters}
+        return [*(p for p in self.module.parameters() if p not in sharded), *self.module.buffers()]
+
+    def unsharded(self, flat: FlatParameters, gather: bool = True) -> AbstractContextManager[None]:
+        """Within this context `flat.full` is whole. `gather`: with all ranks' values; else it is there to be filled."""
+        return nullcontext()
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self) -> None:
+        """Hand the reduced shards to the optimizer."""
+        for bucket in self.buckets:
+            bucket.flat.set_gradient(bucket.shard)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter in self.trainable.values():
+            parameter.grad = None
+        if set_to_none:
+            for bucket in self.buckets:
+                bucket.forget()
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().drop_gradients(parameters)
+        self._unused = set(parameters)
+        for bucket in self.buckets:
+            for parameter in self._unused & bucket.flat.pieces.keys():
+                bucket.flat.pieces[parameter].grad = None
+
+    def gradient_share(self) -> Iterator[Tensor]:
+        return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
+
+    def gradient_tensors(self) -> Iterable[Tensor]:
+        return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        names = {parameter: name for name, parameter in self.trainable.items()}
+        result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
+        for bucket in self.buckets:
+            flat, full = bucket.flat, torch.zeros(bucket.flat.layout.padded_numel, dtype=bucket.flat.shard.dtype)
+            full = full.to(flat.shard.device)
+            if bucket.shard is not None:
+                flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
+            all_gather(full, self.process_group).wait()
+            for slot, parameter in enumerate(flat.parameters):
+                if parameter not in self._unused:
+                    result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
+        return result
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        pieces = [piece for bucket in self.buckets for piece in bucket.flat.pieces.values() if piece.grad is not None]
+        own = nn.utils.get_total_norm([piece.grad for piece in pieces if piece.grad is not None])
+        norm = self._agreement.all_gather(own.item()).square().sum().sqrt().to(own)
+        nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
+        return norm
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return [Collective("all_gather", 1, 8 * self.data_parallel_size, self.data_parallel_size, "bookkeeping")]
+
+    def buffer_traffic(self) -> list[Collective]:
+        """The broadcasts of `before_step`."""
+        sizes = [bytes_of(tensors) for tensors in by_dtype(self.module.buffers()).values()]
+        return [Collective("broadcast", len(sizes), sum(sizes), self.data_parallel_size, "buffers")] if sizes else []
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        return [*self.module.parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        self.finish_parameter_synchronization()
+        whole: dict[Any, Tensor] = {}
+        for flat in self.flats:
+            with self.unsharded(flat):
+                if self.data_parallel_rank == 0:
+                    whole |= {p: view.cpu().clone() for p, view in zip(flat.parameters, flat.views, strict=True)}
+        if self.data_parallel_rank != 0:
+            return {}
+        state = self.module.state_dict(keep_vars=True)
+        return {
+            name: whole[tensor] if tensor in whole else tensor.detach().cpu().clone() for name, tensor in state.items()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(self.module, state, self.process_group)
+        self.finish_parameter_synchronization()
+        own = self.module.state_dict(keep_vars=True)
+        given = {own[name]: tensor for name, tensor in state.items()} if self.data_parallel_rank == 0 else {}
+        with torch.no_grad():
+            for flat in self.flats:
+                with self.unsharded(flat, gather=False):
+                    for parameter, view in zip(flat.parameters, flat.views, strict=True):
+                        if parameter in given:
+                            view.copy_(given[parameter])
+                    dist.broadcast(flat.full, group=self.process_group, group_src=0)
+                    flat.shard.copy_(flat.layout.shard_of(flat.full, flat.rank))
+            for tensor in self.plain_tensors():
+                if tensor in given:
+                    tensor.copy_(given[tensor])
+        broadcast_from_rank0(self.plain_tensors(), self.process_group)
