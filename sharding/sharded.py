@@ -64,8 +64,11 @@ class ShardedStrategy(Strategy):
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
+        return [*self._plain_parameters(), *self.module.buffers()]
+
+    def _plain_parameters(self) -> list[nn.Parameter]:
         sharded = {p for flat in self.flats for p in flat.parameters}
-        return [*(p for p in self.module.parameters() if p not in sharded), *self.module.buffers()]
+        return [p for p in self.module.parameters() if p not in sharded]
 
     def unsharded(self, flat: FlatParameters, gather: bool = True) -> AbstractContextManager[None]:
         """Within this context `flat.full` is whole. `gather`: with all ranks' values; else it is there to be filled."""
@@ -131,7 +134,7 @@ class ShardedStrategy(Strategy):
     # State -------------------------------------------------------------------------------------------------------
 
     def parameter_tensors(self) -> Iterable[Tensor]:
-        return [*self.module.parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
+        return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()

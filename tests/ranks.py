@@ -58,7 +58,11 @@ class RankPool:
             if not connection.poll(timeout_s):
                 self.close()
                 raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
-            answers.append(connection.recv())
+            try:
+                answers.append(connection.recv())
+            except EOFError:
+                self.close()
+                raise RankFailed(rank, "the process died", "the process died without an exception") from None
         failures = [RankFailed(rank, *answer[1]) for rank, answer in enumerate(answers) if answer[0] == "failed"]
         if failures:
             self.close()
