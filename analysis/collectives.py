@@ -1,10 +1,22 @@
 """The collectives that really ran: kind, payload, start and end, from Gloo spans or from NCCL kernels."""
 
 import re
+from collections import deque
 from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from analysis.gloo_operators import (
+    OPERATORS,
+    Issued,
+    dtype_of,
+    payload_elements,
+    scatter_root,
+    sends_scatter,
+    sizes_of_spans,
+    span_elements,
+)
 
 COLUMNS = ["kind", "start", "end", "bytes", "group_size", "dtype", "stream", "issued"]
 ITEM_BYTES = {
@@ -30,23 +42,17 @@ ITEM_BYTES = {
 }
 """Bytes an element, by the names that the profiler gives to dtypes."""
 
-ISSUING_OPERATORS = {
-    "c10d::allreduce_": ("all_reduce", "gloo:all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", "gloo:all_reduce", 0),
-    "c10d::broadcast_": ("broadcast", "gloo:broadcast", 0),
-    "c10d::allgather_": ("all_gather", "gloo:all_gather", 1),
-    "c10d::_allgather_base_": ("all_gather", "gloo:all_gather", 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", "gloo:all_reduce", 1),
-    "c10d::reduce_scatter_": ("reduce_scatter", "gloo:all_reduce", 1),
-    "c10d::alltoall_base_": ("all_to_all", "gloo:all_to_all", 1),
-    "c10d::alltoall_": ("all_to_all", "gloo:all_to_all", 1),
-    "c10d::reduce_": ("reduce", "gloo:reduce", 0),
-    "c10d::gather_": ("gather", "gloo:gather", 1),
-    "c10d::scatter_": ("scatter", "gloo:scatter", 1),
-    "c10d::barrier": ("barrier", "gloo:barrier", None),
+KINDS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "send_recv": "send or receive",
 }
-"""Operator on the calling thread: what it is, the name of its span on a Gloo thread (where reduce-scatter is an
-all-reduce inside), and which of its arguments the span shows the shape of."""
+"""The kinds that tables show, in display order, and how people call them."""
 
 NCCL_KINDS = (
     ("allreduce", "all_reduce"),
@@ -54,35 +60,69 @@ NCCL_KINDS = (
     ("allgather", "all_gather"),
     ("broadcast", "broadcast"),
     ("alltoall", "all_to_all"),
-    ("sendrecv", "send_recv"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
     ("reduce", "reduce"),
+    ("send", "send_recv"),
+    ("recv", "send_recv"),
 )
 
 
 def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
     """Columns kind, start, end, bytes, group_size, dtype, stream, issued; a row for each `c10d::` call.
 
-    A call is matched with the first span of its name and size that no earlier call has taken: Gloo's threads take work
-    in the order in which it is issued, but two of them may start theirs in either order. Calls whose span was not
-    recorded are left out.
+    A call is matched with the first span of its name and size that began after it and that no earlier call has taken:
+    Gloo's threads take work in the order in which it is issued, but two of them may start theirs in either order. Where
+    this rank only receives from a scatter, the span shows no size: of several such under way at once, order decides.
+    Calls whose span was not recorded are left out.
     """
-    calls = events[events["name"].isin(ISSUING_OPERATORS)].sort_values("start")
-    spans = events[events["name"].str.startswith("gloo:")].sort_values("start")
-    waiting: dict[tuple[str, int], list[Any]] = {}
-    for span in spans.itertuples():
-        waiting.setdefault((str(span.name), _elements(span.args, 0)), []).append(span)
+    calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
+    waiting: dict[tuple[str, int], deque[Any]] = {}
+    for span in events[events["name"].str.startswith("gloo:")].sort_values("start", kind="stable").itertuples():
+        waiting.setdefault((str(span.name), span_elements(span.args)), deque()).append(span)
+    spans = [_take_spans(call, OPERATORS[str(call.name)], world_size, waiting) for call in calls]
+    dtypes = _dtypes(calls, spans)
     rows = []
-    for call in calls.itertuples():
-        kind, span_name, position = ISSUING_OPERATORS[str(call.name)]
-        queue = waiting.get((span_name, 0 if position is None else _elements(call.args, position)))
-        if not queue:
-            continue
-        span = queue.pop(0)
-        dtype = _dtype(span.args)
-        size = float(_elements(span.args, 0) * ITEM_BYTES.get(dtype, np.nan))
-        payload = size * world_size if kind == "all_gather" else size
-        rows.append([kind, span.start, span.end, payload, world_size, dtype, f"gloo {span.tid}", call.start])
+    for call, taken, dtype in zip(calls, spans, dtypes, strict=True):
+        if taken:
+            issued = OPERATORS[str(call.name)]
+            item_bytes = 0 if issued.position is None else ITEM_BYTES.get(dtype, np.nan)
+            payload = float(payload_elements(call.args, issued, world_size) * item_bytes)
+            start, end = min(span.start for span in taken), max(span.end for span in taken)
+            rows.append([issued.kind, start, end, payload, world_size, dtype, f"gloo {taken[0].tid}", call.start])
     return pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float})
+
+
+def _take_spans(call: Any, issued: Issued, world_size: int, waiting: dict[tuple[str, int], deque[Any]]) -> list[Any]:
+    """The spans of a call, taken out of `waiting`; none where one of them was not recorded."""
+    taken = []
+    for size in sizes_of_spans(call.args, issued, world_size) or [0]:
+        queue = waiting.get((issued.span, size), deque())
+        while queue and queue[0].start < call.start:
+            queue.popleft()  # of a call before the trace began
+        if not queue:
+            return []
+        taken.append(queue.popleft())
+    return taken
+
+
+def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
+    """The dtype of each call, from its span; empty where that cannot be known.
+
+    The span of a scatter that this rank only receives from does not say. But a reduce-scatter over Gloo is a scatter
+    from each rank, one after the other, so this rank's own lies as many calls away as its rank is from the sender's.
+    """
+    dtypes = [dtype_of(taken[0].args) if taken else "" for taken in spans]
+    scatters = [index for index, call in enumerate(calls) if call.name == "c10d::scatter_"]
+    own = next((scatter_root(calls[index].args) for index in scatters if sends_scatter(calls[index].args)), -1)
+    for place, index in enumerate(scatters):
+        partner = place + own - scatter_root(calls[index].args)
+        if not dtypes[index] and own >= 0 and 0 <= partner < len(scatters):
+            other = calls[scatters[partner]]
+            issued = OPERATORS["c10d::scatter_"]
+            if payload_elements(other.args, issued, 1) == payload_elements(calls[index].args, issued, 1):
+                dtypes[index] = dtypes[scatters[partner]]
+    return dtypes
 
 
 def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
@@ -100,25 +140,3 @@ def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
         stream = f"stream {args.get('stream', '?')}"
         rows.append([kind, kernel.start, kernel.end, payload, args.get("Group size"), dtype, stream, kernel.launch])
     return pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float})
-
-
-def _dtype(args: Any) -> str:
-    kinds = args.get("Input type") if isinstance(args, dict) else None
-    return str(kinds[0]).lower() if kinds else ""
-
-
-def _elements(args: Any, position: int) -> int:
-    """Elements of the tensor at `position` in `Input Dims`; 0 where the trace does not carry shapes."""
-    dims = args.get("Input Dims") if isinstance(args, dict) else None
-    if not dims or len(dims) <= position:
-        return 0
-    return sum(int(np.prod(shape)) for shape in _shapes(dims[position]))
-
-
-def _shapes(entry: Any) -> list[list[int]]:
-    """A shape, or a list of shapes (of a TensorList), as a list of shapes."""
-    if not isinstance(entry, list):
-        return []
-    if entry and isinstance(entry[0], list):
-        return [shape for part in entry for shape in _shapes(part)]
-    return [entry]

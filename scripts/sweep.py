@@ -1,6 +1,8 @@
-"""Train with every choice, one after the other, report on each, and compare them. run_experiment_ddp.sh starts it."""
+"""Train with every choice, one after the other, report on each, and compare them.
 
-import argparse
+run_experiment_ddp.sh and run_experiment_shard.sh start it.
+"""
+
 import logging
 import os
 import sys
@@ -19,13 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 import ddp
+import sharding
 from analysis.columns import COMPARISON_COLUMNS
 from analysis.command import build_parser, report_folder, report_on_window
 from analysis.compare import REFERENCE, comparison, latest_record
 from analysis.errors import TraceError
 from analysis.report.compare_page import write_comparison
 from analysis.traces import find_windows
-from training.cli import exit_with_error, parse_config
+from training.cli import OneLineParser, exit_with_error, parse_config
 from training.errors import UserError
 from training.registry import Registry
 
@@ -58,25 +61,27 @@ class Family:
 
 FAMILIES = {
     "ddp": Family("main_ddp.py", ddp.REGISTRY, "reports"),
+    "sharding": Family("main_shard.py", sharding.REGISTRY, "reports_sharding"),
 }
 
 
 def main() -> int:
-    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py]"
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, usage=usage)
+    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py or main_shard.py]"
+    parser = OneLineParser(description=__doc__, allow_abbrev=False, usage=usage)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument(
         "ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs"
     )
     parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
     options, flags = parser.parse_known_args()
-    if any(flag.split("=")[0] == "--ddp-choice" for flag in flags):
-        parser.error("--ddp-choice: a sweep trains with every choice; for one, use torchrun main_ddp.py")
+    family = FAMILIES[options.family]
+    for flag in ("--ddp-choice", "--shard-choice"):
+        if any(given.split("=")[0] == flag for given in flags):
+            parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
     if options.ranks < 1:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
     if not any(flag.split("=")[0] in ("--max-steps", "--epochs") for flag in flags):
         flags += ["--max-steps", str(SWEEP_STEPS)]
-    family = FAMILIES[options.family]
     config = parse_config(
         "", family.registry.sentences, ("--ddp-choice",), ["--ddp-choice", family.registry.names[0], *flags]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis import intervals
@@ -219,6 +219,7 @@ def test_missing_empty_and_doubled_folders(tmp_path: Path) -> None:
         find_windows(tmp_path)
 
 
+@settings(deadline=None)  # HTA takes its time on a busy machine
 @given(data=st.data())
 def test_mutated_traces_give_figures_or_a_clear_error(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Events lost, reordered, or with a field replaced by nonsense: never a traceback."""

@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ddp
+import sharding
 from tests.traces import write_run
 from training.workloads import WORKLOADS
 
@@ -36,14 +38,15 @@ def command(*arguments: str, under: list[str] | None = None) -> subprocess.Compl
     )
 
 
-def test_help_lists_everything_and_loads_no_torch() -> None:
-    script = "import runpy, sys; sys.argv = ['main_ddp.py', '--help']\n"
-    script += "try: runpy.run_path('main_ddp.py', run_name='__main__')\n"
+@pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
+def test_help_lists_everything_and_loads_no_torch(name: str, family: Any) -> None:
+    script = f"import runpy, sys; sys.argv = ['{name}', '--help']\n"
+    script += f"try: runpy.run_path('{name}', run_name='__main__')\n"
     script += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
     answer = command("-c", script)
     assert answer.stdout.endswith("False False\n")
-    for name, sentence in {**ddp.REGISTRY.sentences, **WORKLOADS}.items():
-        assert name in answer.stdout and sentence in answer.stdout
+    for listed, sentence in {**family.REGISTRY.sentences, **WORKLOADS}.items():
+        assert listed in answer.stdout and sentence in answer.stdout
 
 
 def test_every_flag_is_documented() -> None:
@@ -72,6 +75,28 @@ def test_every_flag_is_documented() -> None:
 def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     answer = command("main_ddp.py", *arguments)
     assert answer.returncode != 0 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_the_other_flag_of_main_shard() -> None:
+    answer = command("main_shard.py", "--shard-choice", "baselin")
+    assert answer.returncode == 2 and "unknown strategy 'baselin'; did you mean baseline" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sharding", "2", "--shard-choice", "zero1"], "for one, use torchrun main_shard.py"),
+        (["ddp", "2", "--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
+        (["sharding", "0"], "RANKS 0: must be at least 1"),
+        (["sharding", "3", "--global-batch-size", "8"], "nearest that does: 6 or 12"),
+        (["sharding", "2", "--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
+        (["shading", "2"], "invalid choice: 'shading'"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = command("scripts/sweep.py", *arguments)
+    assert answer.returncode == 2 and answer.stdout == ""
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 

@@ -13,10 +13,28 @@ from typing import NoReturn
 
 from training.config import RunConfig, flag_name
 from training.errors import UserError
+from training.registry import Registry
 from training.workloads import WORKLOADS
 
+ENVIRONMENT = {
+    "KINETO_LOG_LEVEL": "6",  # no profiler noise where there is no GPU
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What libraries read when they are imported."""
 
-class _OneLineParser(argparse.ArgumentParser):
+
+def train_from_command_line(description: str, registry: Registry, choice_flags: tuple[str, ...]) -> int:
+    """The whole of an entrypoint: train as the command line says, and answer with the exit code."""
+    config = parse_config(description, registry.sentences, choice_flags)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from training.run import run  # imports torch, which --help can do without
+
+    return run(config, registry.load)
+
+
+class OneLineParser(argparse.ArgumentParser):
     """Answers a mistake with one line (from rank 0 alone under `torchrun`) and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -48,7 +66,7 @@ def build_parser(
         choices: Strategy names in display order, each with the sentence that `--help` prints.
         choice_flags: The flag that selects the strategy, and its aliases.
     """
-    parser = _OneLineParser(
+    parser = OneLineParser(
         description=description,
         epilog="\n\n".join((_listing("strategies", choices), _listing("workloads", WORKLOADS))),
         formatter_class=argparse.RawDescriptionHelpFormatter,

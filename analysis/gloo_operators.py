@@ -1,0 +1,106 @@
+"""What each `c10d::` operator on a calling thread is, and how it looks on a Gloo thread."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+
+class Issued(NamedTuple):
+    """What an operator issues.
+
+    Attributes:
+        kind: What it is.
+        span: The name of its span on a Gloo thread, where a reduce-scatter is an all-reduce inside.
+        position: Which of the operator's arguments the span shows the shape of.
+        is_share: Whether that argument is one rank's share, so that the payload is `world_size` times as large.
+        spans: How many spans it has: one, one a tensor of the argument, or one a rank.
+    """
+
+    kind: str
+    span: str
+    position: int | None
+    is_share: bool = False
+    spans: Literal["one", "tensors", "ranks"] = "one"
+
+
+OPERATORS = {
+    "c10d::allreduce_": Issued("all_reduce", "gloo:all_reduce", 0),
+    "c10d::allreduce_coalesced_": Issued("all_reduce", "gloo:all_reduce", 0),
+    "c10d::broadcast_": Issued("broadcast", "gloo:broadcast", 0),
+    "c10d::allgather_": Issued("all_gather", "gloo:all_gather", 1, is_share=True),
+    "c10d::_allgather_base_": Issued("all_gather", "gloo:all_gather", 1, is_share=True),
+    "c10d::allgather_into_tensor_coalesced_": Issued("all_gather", "gloo:all_gather", 1, is_share=True),
+    "c10d::_reduce_scatter_base_": Issued("reduce_scatter", "gloo:all_reduce", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": Issued("reduce_scatter", "gloo:all_reduce", 1, spans="tensors"),
+    "c10d::reduce_scatter_": Issued("reduce_scatter", "gloo:all_reduce", 0, is_share=True, spans="ranks"),
+    "c10d::alltoall_base_": Issued("all_to_all", "gloo:all_to_all", 1),
+    "c10d::alltoall_": Issued("all_to_all", "gloo:all_to_all", 1),
+    "c10d::reduce_": Issued("reduce", "gloo:reduce", 0),
+    "c10d::gather_": Issued("gather", "gloo:gather", 1, is_share=True),
+    "c10d::scatter_": Issued("scatter", "gloo:scatter", 0, is_share=True),
+    "c10d::send": Issued("send_recv", "gloo:send", 0),
+    "c10d::recv_": Issued("send_recv", "gloo:recv", 0),
+    "c10d::recv_any_source_": Issued("send_recv", "gloo:recvAnySource", 0),
+    "c10d::barrier": Issued("barrier", "gloo:barrier", None),
+}
+
+
+def payload_elements(args: Any, issued: Issued, world_size: int) -> int:
+    """Elements of a call's payload, by nccl-tests' definition; 0 where the trace does not carry shapes."""
+    return sum(_sizes(args, issued.position)) * (world_size if issued.is_share else 1)
+
+
+def sizes_of_spans(args: Any, issued: Issued, world_size: int) -> list[int]:
+    """Elements that the Gloo spans of a call show, a number for each span."""
+    sizes = _sizes(args, issued.position)
+    if issued.spans == "tensors":
+        return sizes
+    if issued.spans == "ranks":
+        return [sum(sizes)] * world_size
+    if issued.kind == "scatter":  # the root's span shows all that it sends; the others' shows nothing
+        return [sum(sizes) * world_size if sends_scatter(args) else 0]
+    return [sum(sizes)]
+
+
+def span_elements(args: Any) -> int:
+    """Elements of all tensors that a Gloo span shows."""
+    dims = args.get("Input Dims") if isinstance(args, dict) else None
+    return sum(sum(_sizes(args, position)) for position in range(len(dims))) if isinstance(dims, list) else 0
+
+
+def sends_scatter(args: Any) -> bool:
+    """Whether this rank is the root of a scatter: the others give an empty list of inputs, as their trace shows."""
+    kinds = args.get("Input type") if isinstance(args, dict) else None
+    return isinstance(kinds, list) and len(kinds) > 1 and kinds[1] != "ScalarList"
+
+
+def scatter_root(args: Any) -> int:
+    """The root of a scatter; -1 where the trace does not carry it."""
+    values = args.get("Concrete Inputs") if isinstance(args, dict) else None
+    return int(values[3]) if isinstance(values, list) and len(values) > 3 and str(values[3]).isdigit() else -1
+
+
+def dtype_of(args: Any) -> str:
+    """Name of the first tensor's dtype; empty where the trace does not carry it."""
+    kinds = args.get("Input type") if isinstance(args, dict) else None
+    return str(kinds[0]).lower() if isinstance(kinds, list) and kinds else ""
+
+
+def _sizes(args: Any, position: int | None) -> list[int]:
+    """Elements of each tensor in the argument at `position`: of a tensor, or of a list of them."""
+    dims = args.get("Input Dims") if isinstance(args, dict) else None
+    if position is None or not isinstance(dims, list) or len(dims) <= position:
+        return []
+    return [int(np.prod(shape)) for shape in _shapes(dims[position])]
+
+
+def _shapes(entry: Any) -> Iterator[list[int]]:
+    """A shape, or the shapes in a list; nothing for an empty entry, which an argument without a tensor leaves."""
+    if not isinstance(entry, list) or not entry:
+        return
+    if isinstance(entry[0], list):
+        for part in entry:
+            yield from _shapes(part)
+    else:
+        yield entry

@@ -1,0 +1,15 @@
+"""Train with one sharded strategy: torchrun --standalone --nproc_per_node=2 main_shard.py --ddp-choice zero3"""
+
+import sys
+
+from sharding import REGISTRY
+from training.cli import train_from_command_line
+
+if __name__ == "__main__":
+    sys.exit(
+        train_from_command_line(
+            "Train a model with one sharded (ZeRO) strategy, under torchrun.",
+            REGISTRY,
+            ("--ddp-choice", "--shard-choice"),
+        )
+    )

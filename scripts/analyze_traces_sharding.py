@@ -1,0 +1,13 @@
+"""Report on the traces of a sharded choice: python scripts/analyze_traces_sharding.py --trace-dir profile/zero3"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from analysis.command import main
+
+if __name__ == "__main__":
+    sys.exit(
+        main("Turn the per-rank traces of one sharded choice into summary.html and summary.csv.", "reports_sharding")
+    )
