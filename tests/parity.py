@@ -32,6 +32,7 @@ TOLERANCE = {"sgd": 1e-6, "adam": 1e-5}
 GRADIENT_TOLERANCE = 1e-6
 
 REFUSALS = {
+    ("pytorch_zero1", "odd"): "ZeroRedundancyOptimizer only supports using the same dense type for all parameters",
     ("pytorch_zero2", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
     ("pytorch_zero3", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
 }
