@@ -23,7 +23,7 @@ from sharding.collectives import Pending, all_gather, expected_all_gathers, expe
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy
 from sharding.units import around_units, find_blocks, plan_units
-from training.replicated import broadcast_from_rank0
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.traffic import Collective
 
 
@@ -172,5 +172,5 @@ class Zero1(ShardedStrategy):
         return [
             expected_reduce_scatters(reductions, self.process_group, device),
             expected_all_gathers(payloads, self.process_group, device),
-            *self.buffer_traffic(),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
         ]

@@ -32,7 +32,7 @@ from sharding.sharded import ShardedStrategy
 from sharding.unit import ReleasedParameters, Unit
 from sharding.units import around_units, plan_units
 from sharding.zero2 import FreedGradientBucket
-from training.replicated import broadcast_from_rank0
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.traffic import Collective
 
 
@@ -46,6 +46,8 @@ class Act(NamedTuple):
 
 class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
+
+    communicates_in_forward = True
 
     def prepare(self) -> None:
         super().prepare()
@@ -293,7 +295,7 @@ class Zero3(ShardedStrategy):
         return [
             expected_reduce_scatters(reductions, self.process_group, device),
             expected_all_gathers(gathers, self.process_group, device),
-            *self.buffer_traffic(),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 
 
