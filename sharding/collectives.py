@@ -30,6 +30,12 @@ class Pending:
         self._finish()
 
 
+def free(tensor: Tensor | None) -> None:
+    """Give a tensor's memory back at once, though a backend's thread may hold on to the tensor for a while."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group sends tensors of this device through Gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
@@ -55,6 +61,8 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pen
         total = torch.add(own, received[0], out=shard) if received else shard.copy_(own)
         for other in received[1:]:
             total.add_(other)
+        for other in received:
+            free(other)
 
     return Pending(works, add_up)
 

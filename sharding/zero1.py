@@ -92,7 +92,7 @@ class Zero1(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        cap_bytes = (self.options.bucket_cap_mb or DEFAULT_CAP_MB) * 2**20
+        cap_bytes = (self.options.bucket_cap_mb or self.default_cap_mb()) * 2**20
         self.flats = [
             FlatParameters(parameters, self.process_group)
             for segment in self._segments()
@@ -110,6 +110,10 @@ class Zero1(ShardedStrategy):
         self._wait_before(self.module, {p for p in self.module.parameters() if p not in inside})
         for block in blocks:
             self._wait_before(block, set(block.parameters()))
+
+    def default_cap_mb(self) -> float:
+        """MiB in a bucket, where `--bucket-cap-mb` does not say."""
+        return DEFAULT_CAP_MB
 
     def _segments(self) -> Iterator[list[nn.Parameter]]:
         """Trainable parameters in the order in which backward makes gradients: heads, blocks, embeddings. They share

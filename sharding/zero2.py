@@ -15,8 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sharding.collectives import reduce_scatter
+from ddp.bucket_ddp_async import DEFAULT_CAP_MB
+from sharding.collectives import free, reduce_scatter
 from sharding.zero1 import GradientBucket, Zero1
+from training.replicated import bytes_of
 
 
 class FreedGradientBucket(GradientBucket):
@@ -59,6 +61,7 @@ class FreedGradientBucket(GradientBucket):
         if self.in_flight and self._sum is not None:
             self.in_flight.wait()
             self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
+            free(self.full)
             self.in_flight = self.full = self._sum = None
             self._placed = set()
 
@@ -71,6 +74,10 @@ class Zero2(Zero1):
 
     make_bucket = FreedGradientBucket
     reduces_every_micro_batch = True
+
+    def default_cap_mb(self) -> float:
+        """At most a tenth of the gradients, so that the buckets in flight stay small beside what sharding saves."""
+        return min(DEFAULT_CAP_MB, bytes_of(self.trainable.values()) / 10 / 2**20)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -238,10 +238,12 @@ class Zero3(ShardedStrategy):
             )
         if all(other.full is None for other in act.buckets):
             self._finish_reductions()
-            if unit is not self.root:
+            if unit not in (self.root, self._sequence[-1]):
                 self._prefetch_backward()
         bucket.place(slot)
         bucket.missing -= 1
+        if unit is self._sequence[-1] and not any(other.missing for other in act.buckets):
+            self._prefetch_backward()  # not earlier: at the start of backward, activations take the most memory
         self._do_what_is_ready()
 
     @contextmanager
