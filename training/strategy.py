@@ -54,6 +54,9 @@ class Strategy(ABC):
     averages_over_ranks = False
     """Whether gradients are averaged over ranks (as PyTorch's own do) rather than summed, which saves a division."""
 
+    shards: frozenset[str] = frozenset()
+    """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
+
     def __init__(
         self,
         module: nn.Module,
