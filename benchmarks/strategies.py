@@ -3,9 +3,11 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/strategies.py --choices bucket_ddp_async,simple_ddp \\
         --against pytorch_ddp --workload sample --rounds 20 --csv FILE
 
-Machines drift: the same command can take twice as long a minute later. So each round runs a few optimizer steps of every
-choice (several, since communication may go on into the next step), in a new random order (what runs just before leaves its traces in caches and in the allocator), and a choice is
-judged by the median over rounds of its ratio to the reference in the same round. `local` is the same step without any communication, from which exposed time is reckoned.
+Machines drift: the same command can take twice as long a minute later. So each round runs three optimizer steps of
+every choice (communication may go on into the next step, and is waited for at the end of the round), in a new random
+order (what runs just before leaves its traces in caches and in the allocator), and a choice is judged by the median
+over rounds of its ratio to the reference in the same round. `local` is the same step without any communication, from
+which exposed time is reckoned.
 """
 
 import argparse
@@ -186,6 +188,7 @@ def make_runner(name: str, config: RunConfig, workload: Any, batches: list[Any],
 
     def steps(count: int) -> None:
         train(strategy, [(config.global_batch_size, batches)] * count, unused, None, lambda result: None)
+        strategy.finish_parameter_synchronization()
 
     return Runner(steps, rest)
 

@@ -65,8 +65,8 @@ class PyTorchDDP(ReplicatedStrategy):
         unused = [name for name, got in zip(self.trainable, received, strict=True) if not got]
         if unused:
             raise UnsupportedError(
-                f"pytorch_ddp: no gradient for {', '.join(unused)} in this step, so DDP's buckets never "
-                "fill; pass --find-unused-parameters"
+                f"no gradient for {', '.join(unused)} in this step, so DDP's buckets never fill; "
+                "pass --find-unused-parameters"
             )
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:

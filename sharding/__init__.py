@@ -8,6 +8,9 @@ REGISTRY = Registry(
         "zero1": ("sharding.zero1:Zero1", "optimizer states sharded; gradients reduce-scattered, parameters gathered"),
         "zero2": ("sharding.zero2:Zero2", "gradients too: each full gradient is freed when its bucket is reduced"),
         "zero3": ("sharding.zero3:Zero3", "parameters too: each block is gathered just before it runs, then freed"),
+        "pytorch_zero1": ("reference.pytorch_zero1:PyTorchZero1", "DDP with ZeroRedundancyOptimizer"),
+        "pytorch_zero2": ("reference.fsdp2:PyTorchZero2", "fully_shard, which keeps blocks whole until backward"),
+        "pytorch_zero3": ("reference.fsdp2:PyTorchZero3", "fully_shard, which frees each block after forward"),
     }
 )
 CHOICES = REGISTRY.names

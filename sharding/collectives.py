@@ -2,9 +2,9 @@
 
 NCCL has both. Gloo's `reduce_scatter_tensor` is a whole all-reduce inside, and its `all_gather_into_tensor` copies
 more than it sends. There a reduce-scatter is a scatter from each rank and a local sum, and an all-gather is a broadcast
-from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two cores (2 ranks,
-25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65 with scatters;
-all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
+from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two cores (2
+ranks, 25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65 with
+scatters; all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
 A rank adds up the others' parts in rank order, in every run, so results are bitwise repeatable.
 """
 

@@ -13,7 +13,7 @@ from sharding.flat import FlatParameters
 from sharding.partition import require_elementwise
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
-from training.replicated import broadcast_from_rank0, by_dtype, bytes_of
+from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
 from training.traffic import Collective
 
@@ -125,11 +125,6 @@ class ShardedStrategy(Strategy):
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return [Collective("all_gather", 1, 8 * self.data_parallel_size, self.data_parallel_size, "bookkeeping")]
-
-    def buffer_traffic(self) -> list[Collective]:
-        """The broadcasts of `before_step`."""
-        sizes = [bytes_of(tensors) for tensors in by_dtype(self.module.buffers()).values()]
-        return [Collective("broadcast", len(sizes), sum(sizes), self.data_parallel_size, "buffers")] if sizes else []
 
     # State -------------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ each rank updates 1/N of the elements and nothing else. It needs the summed grad
 reduce-scatter and an all-gather, and the optimizer fits between the two. So gradients are reduce-scattered, the shards
 are updated, and the updated parameters are all-gathered: 2(N-1)/N * P elements on the wire, as much as DDP.
 
-What hides the communication: gradients lie in buckets, and a bucket's reduce-scatter starts as soon as its last gradient
-is ready, while backward goes on. Parameters are gathered bucket by bucket, and each block of the next forward pass waits
-only for those that it needs.
+What hides the communication: gradients lie in buckets, and a bucket's reduce-scatter starts as soon as its last
+gradient is ready, while backward goes on. Parameters are gathered bucket by bucket, and each block of the next forward
+pass waits only for those that it needs.
 
 Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N optimizer states (Rajbhandari et al.,
 2020, "ZeRO", section 5.1).
@@ -23,7 +23,7 @@ from sharding.collectives import Pending, all_gather, expected_all_gathers, expe
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy
 from sharding.units import around_units, find_blocks, plan_units
-from training.replicated import broadcast_from_rank0
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.traffic import Collective
 
 
@@ -172,5 +172,5 @@ class Zero1(ShardedStrategy):
         return [
             expected_reduce_scatters(reductions, self.process_group, device),
             expected_all_gathers(payloads, self.process_group, device),
-            *self.buffer_traffic(),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
         ]

@@ -2,9 +2,9 @@
 
 After the reduce-scatter a rank needs nothing but its shard of the sum, so the full bucket is freed. Gradient memory at
 rest is then P / N elements, and its peak that shard plus the buckets in flight: one that fills while the one before
-it is being reduced. With several micro-batches a step, each is reduced into the shard as it comes, since to wait for the
-last would mean to hold full gradients again: K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on the
-wire for K micro-batches, 2(N-1)/N * P as in DDP for one.
+it is being reduced. With several micro-batches a step, each is reduced into the shard as it comes, since to wait for
+the last would mean to hold full gradients again: K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on
+the wire for K micro-batches, 2(N-1)/N * P as in DDP for one.
 
 Fp32 bytes a rank, beside activations: 4 P parameters, 4 P / N gradients, 8 P / N optimizer states.
 """

@@ -32,19 +32,22 @@ from sharding.sharded import ShardedStrategy
 from sharding.unit import ReleasedParameters, Unit
 from sharding.units import around_units, plan_units
 from sharding.zero2 import FreedGradientBucket
-from training.replicated import broadcast_from_rank0
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.traffic import Collective
 
 
 class Act(NamedTuple):
-    """An entry of the script: gather a unit's parameters, or reduce some buckets and reshard their unit."""
+    """An entry of the script: gather a unit's parameters, or reshard them and reduce these gradients of theirs."""
 
     unit: Unit
+    is_gather: bool = True
     buckets: tuple[FreedGradientBucket, ...] = ()
 
 
 class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
+
+    communicates_in_forward = True
 
     def prepare(self) -> None:
         super().prepare()
@@ -55,8 +58,8 @@ class Zero3(ShardedStrategy):
         self.flats = [flat for unit in (self.root, *self.units) for flat in unit.flats]
         self.buckets: list[FreedGradientBucket] = [b for unit in (self.root, *self.units) for b in unit.buckets]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
+        self._sequence = list(self.units)
         self._order_is_agreed = False
-        self._ran: list[nn.Module] = []
         self._early: tuple[FreedGradientBucket, ...] = ()
         self._more_follow = False
         self._reset()
@@ -91,17 +94,18 @@ class Zero3(ShardedStrategy):
         return [Act(self.root), *map(Act, self.units)]
 
     def _backward_script(self) -> list[Act]:
+        """Units in the reverse of the order in which they ran: each is gathered before the one that runs before it in
+        backward is reduced, which is when all its uses are through backward."""
+        uses = list(reversed(self._sequence))
         late = tuple(bucket for bucket in self.root.buckets if bucket not in self._early)
-        script = [Act(self.root, self._early)] if self._early else []
-        after = None
-        for unit in reversed(self.units[:-1]):
-            script.append(Act(unit))
-            after = self.units[self.units.index(unit) + 1]
-            if after.buckets:
-                script.append(Act(after, tuple(after.buckets)))
-        if self.units and self.units[0].buckets:
-            script.append(Act(self.units[0], tuple(self.units[0].buckets)))
-        return [*script, Act(self.root, late)] if late else script
+        script = [Act(self.root, False, self._early)] if self._early else []
+        for index, unit in enumerate(uses):
+            following = uses[index + 1] if index + 1 < len(uses) else unit
+            if following not in uses[: index + 1]:
+                script.append(Act(following))
+            if unit not in uses[index + 1 :]:
+                script.append(Act(unit, False, tuple(unit.buckets)))
+        return [*script, Act(self.root, False, late)] if late else script
 
     def _read(self, script: list[Act]) -> None:
         self._script, self._next = script, 0
@@ -114,7 +118,7 @@ class Zero3(ShardedStrategy):
     def _do_next(self) -> None:
         act = self._script[self._next]
         self._next += 1
-        if not act.buckets:
+        if act.is_gather:
             act.unit.unshard()
             return
         self._finish_reductions()
@@ -138,6 +142,7 @@ class Zero3(ShardedStrategy):
 
     def _before_forward(self) -> None:
         self._in_backward = False
+        self._ran: list[nn.Module] = []
         for unit in self.units:
             unit.running = 0
             unit.reshard()
@@ -173,72 +178,71 @@ class Zero3(ShardedStrategy):
     def _after_forward(self) -> None:
         while self._next < len(self._script):  # units that this rank has skipped
             self._do_next()
-        trains = torch.is_grad_enabled()
-        for unit in self.units[:-1] if trains else (*self.units, self.root):
-            unit.reshard()
-        if trains:
+        if torch.is_grad_enabled():
             self._agree_on_order()
             self._in_backward = True
             self._read(self._backward_script())
+        for unit in self.units if self._in_backward else (*self.units, self.root):
+            if self._in_backward and unit is self._sequence[-1]:  # backward begins with it
+                unit.unshard()
+            else:
+                unit.reshard()
 
     def _agree_on_order(self) -> None:
-        """Once: put units in the order in which ranks ran them; find out what of the root runs only after them."""
+        """Once: learn in which order units run, and what of the root runs only after them."""
         if self._order_is_agreed:
             return
         for handle in self._temporary:
             handle.remove()
-        first = {module: time for time, module in reversed(list(enumerate(self._ran)))}
-        times = {
-            index: min(first[m] for m in unit.modules if m in first)
-            for index, unit in enumerate(self.units)
-            if any(m in first for m in unit.modules)
-        }
-        owners = {p: first.get(m, -1) for m in self.module.modules() for p in m.parameters(recurse=False)}
-        end = max(times.values(), default=len(self._ran))
+        index_of = {module: index for index, unit in enumerate(self.units) for module in unit.modules}
+        runs = [index_of[module] for module in self._ran if module in index_of]
+        end = max((time for time, module in enumerate(self._ran) if module in index_of), default=len(self._ran))
+        owners = {p: m for m in self.module.modules() for p in m.parameters(recurse=False)}
         early = [
             index
             for index, bucket in enumerate(self.root.buckets)
-            if all(owners[p] > end for p in bucket.flat.parameters)
+            if all(owners[p] in self._ran and self._ran.index(owners[p]) > end for p in bucket.flat.parameters)
         ]
         seen: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(seen, (sorted(times, key=lambda index: times[index]), early), self.process_group)
-        agreed = merge_orders([order for order, _ in seen], len(self.units)), seen[0][1]
-        last = self.units[-1] if self.units else None
-        self.units = [self.units[index] for index in agreed[0]]
-        self._early = tuple(self.root.buckets[index] for index in agreed[1])
-        if last is not None and last is not self.units[-1]:  # which stays whole
-            last.reshard()
-            self.units[-1].unshard()
+        dist.all_gather_object(seen, (runs, early), self.process_group)
+        self._sequence = [self.units[index] for index in merge_orders([order for order, _ in seen], len(self.units))]
+        self.units = list(dict.fromkeys(self._sequence))
+        self._early = tuple(self.root.buckets[index] for index in seen[0][1])
         self._order_is_agreed = True
 
     # Backward ----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, unit: Unit) -> None:
-        index = self.units.index(unit)
-        for done in self.units[index + 2 :]:  # frozen ones, and those with a parameter that got no gradient
-            done.reshard()
         self._make_whole(unit)
-        if not unit.buckets and index:
-            self._follow_to(Act(self.units[index - 1]))
+        self._do_what_is_ready()
+        if not unit.buckets:
+            self._prefetch_backward()
+
+    def _prefetch_backward(self) -> None:
+        if self._next < len(self._script) and self._script[self._next].is_gather:
+            self._do_next()
+
+    def _do_what_is_ready(self) -> None:
+        while self._next < len(self._script):
+            act = self._script[self._next]
+            if act.is_gather or any(bucket.missing for bucket in act.buckets):
+                break
+            self._do_next()
 
     def _on_gradient(self, unit: Unit, bucket: FreedGradientBucket, slot: int, _: Tensor) -> None:
         act = next((act for act in self._script[self._next :] if bucket in act.buckets), None)
         if act is None:
             raise RuntimeError(
-                f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[slot].shape)} came after its unit was "
-                "reduced: the order in which modules run has changed since the first step; use zero2 for such a model"
+                f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[slot].shape)} came after its unit "
+                "was reduced: modules run in another order than in the first step; use zero2 for such a model"
             )
         if all(other.full is None for other in act.buckets):
             self._finish_reductions()
-            if unit is not self.root and (index := self.units.index(unit)):
-                self._follow_to(Act(self.units[index - 1]))
+            if unit is not self.root:
+                self._prefetch_backward()
         bucket.place(slot)
         bucket.missing -= 1
-        while self._next < len(self._script) and self._is_ready(self._script[self._next]):
-            self._do_next()
-
-    def _is_ready(self, act: Act) -> bool:
-        return bool(act.buckets) and all(bucket.missing == 0 for bucket in act.buckets)
+        self._do_what_is_ready()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,7 +286,7 @@ class Zero3(ShardedStrategy):
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         root = [flat.full_bytes for flat in self.root.flats]
         blocks = [flat.full_bytes for unit in self.units for flat in unit.flats]
-        kept = [flat.full_bytes for flat in self.units[-1].flats] if self.units else []
+        kept = [flat.full_bytes for flat in self._sequence[-1].flats] if self.units else []
         gathers = root + micro_batches * (2 * blocks)
         for payload in micro_batches * kept:
             gathers.remove(payload)
@@ -291,15 +295,15 @@ class Zero3(ShardedStrategy):
         return [
             expected_reduce_scatters(reductions, self.process_group, device),
             expected_all_gathers(gathers, self.process_group, device),
-            *self.buffer_traffic(),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 
 
 def merge_orders(orders: Sequence[Sequence[int]], count: int) -> list[int]:
-    """One order of `count` units from those that ranks saw: the first rank's, and each unit that it lacks behind the
-    unit that came before it on the rank that has it; units that no rank ran, behind the one registered before them."""
-    merged: list[int] = []
-    for order in (*orders, range(count)):
+    """The order in which the first rank ran `count` units, with those that it did not run put behind the unit that came
+    before them on a rank that did, or else behind the one registered before them."""
+    merged = list(orders[0])
+    for order in (*orders[1:], range(count)):
         position = 0
         for index in order:
             if index not in merged:

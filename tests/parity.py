@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,9 @@ from torch import Tensor
 import ddp
 import sharding
 from tests.models import build, make_batch
+from tests.ranks import RankPool
 from training.config import StrategyOptions
+from training.errors import UnsupportedError
 from training.registry import Registry
 from training.strategy import Strategy
 
@@ -28,6 +31,13 @@ TOLERANCE = {"sgd": 1e-6, "adam": 1e-5}
 """Relative, of parameters after three steps (TRAPS: Adam magnifies rounding)."""
 GRADIENT_TOLERANCE = 1e-6
 
+REFUSALS = {
+    ("pytorch_zero1", "odd"): "ZeroRedundancyOptimizer only supports using the same dense type for all parameters",
+    ("pytorch_zero2", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
+    ("pytorch_zero3", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
+}
+"""(choice, model) that the choice cannot train, and what it says to that when it is built."""
+
 
 def all_choices() -> list[tuple[str, str]]:
     """(family, name) of every registered strategy; pytest's parameters."""
@@ -37,6 +47,21 @@ def all_choices() -> list[tuple[str, str]]:
 def load(choice: tuple[str, str]) -> type[Strategy]:
     registries: dict[str, Registry] = {"ddp": ddp.REGISTRY, "sharding": sharding.REGISTRY}
     return registries[choice[0]].load(choice[1])
+
+
+def is_refused(ranks: RankPool, choice: tuple[str, str], model: str) -> bool:
+    """Whether `choice` is listed as not supporting `model`; then it must say so on every rank, or the test fails."""
+    wanted = REFUSALS.get((choice[1], model))
+    if wanted is not None:
+        for message in ranks.run(2, refusal_on_rank, choice, model):
+            assert wanted in message
+    return wanted is not None
+
+
+def refusal_on_rank(choice: tuple[str, str], model: str) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        load(choice)(build(model), OPTIMIZERS["sgd"], StrategyOptions())
+    return str(caught.value)
 
 
 def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -122,11 +147,23 @@ def train_on_rank(
         strategy.step()
         result["loss"].append(loss.item())
     result["state"] = strategy.full_state_dict()
+    module.eval()
+    result["own_state"] = watch_parameters(module)
     with torch.no_grad():
-        module.eval()
         result["own_loss"] = strategy.forward(make_batch(model, 8, 7)).loss.item()
-    result["own_state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return result
+
+
+def watch_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Filled by the next forward pass: whole parameters as this rank computes with them, sharded at rest or not."""
+    seen: dict[str, Tensor] = dict(module.named_buffers())
+    for path, part in module.named_modules():
+
+        def remember(part: torch.nn.Module, args: Any, path: str = path) -> None:
+            seen.update({f"{path}.{name}": p.detach().clone() for name, p in part.named_parameters(recurse=False)})
+
+        part.register_forward_pre_hook(remember)
+    return seen
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str) -> None:
@@ -148,6 +185,7 @@ def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], toler
     for other in results[1:]:
         assert other["loss"] == results[0]["loss"]
         assert other["own_loss"] == results[0]["own_loss"], "ranks differ in what they make of the same samples"
+        assert other["own_state"].keys() == results[0]["own_state"].keys()
         for name, tensor in results[0]["own_state"].items():
             own = other["own_state"][name]
             assert torch.allclose(tensor, own, rtol=0, atol=0, equal_nan=True), f"{name} differs between ranks"

@@ -10,3 +10,7 @@ class UserError(Exception):
 
 class UnsupportedError(UserError, ValueError):
     """A module or a batch that a strategy cannot train, found before it trains anything wrong."""
+
+
+class OneRankError(UserError):
+    """Raised on one rank, for which the others wait: so that rank prints it, whichever it is, and takes them down."""

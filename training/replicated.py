@@ -57,8 +57,7 @@ class ReplicatedStrategy(Strategy):
 
     def buffer_traffic(self) -> list[Collective]:
         """The broadcasts of `before_step`."""
-        sizes = [bytes_of(tensors) for tensors in by_dtype(self.module.buffers()).values()]
-        return [Collective("broadcast", len(sizes), sum(sizes), self.data_parallel_size, "buffers")] if sizes else []
+        return buffer_broadcasts(self.module, self.data_parallel_size)
 
     def gradient_all_reduces(self, payloads: Sequence[int]) -> list[Collective]:
         """All-reduces of these many bytes each, and the broadcast of buffers: what a replicated step sends."""
@@ -78,6 +77,12 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements of `tensors`, padding and sharing left aside."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def buffer_broadcasts(module: nn.Module, group_size: int) -> list[Collective]:
+    """What `broadcast_from_rank0` sends of a module's buffers."""
+    sizes = [bytes_of(tensors) for tensors in by_dtype(module.buffers()).values()]
+    return [Collective("broadcast", len(sizes), sum(sizes), group_size, "buffers")] if sizes else []
 
 
 @torch.no_grad()

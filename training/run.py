@@ -15,7 +15,7 @@ from training.agreement import NonFiniteError
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
-from training.errors import UserError
+from training.errors import OneRankError, UserError
 from training.loop import evaluate, train
 from training.memory import ModelSize
 from training.memory_timeline import record_step_memory
@@ -35,7 +35,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
         with joined_ranks(config) as ranks:
             train_and_record(config, ranks, load_strategy)
     except (UserError, NonFiniteError) as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank raises it
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, OneRankError):  # any other, every rank raises
             print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

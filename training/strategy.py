@@ -53,6 +53,8 @@ class Strategy(ABC):
 
     averages_over_ranks = False
     """Whether gradients are averaged over ranks (as PyTorch's own do) rather than summed, which saves a division."""
+    communicates_in_forward = False
+    """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
     shards: frozenset[str] = frozenset()
     """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
@@ -72,12 +74,13 @@ class Strategy(ABC):
         self.process_group = group
         self.optimizer_steps = 0
         self.synchronizes_gradients = True
-        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         self._latest: MicroBatch | None = None
-        self.watch = GradientWatch(self.trainable.values())
+        self.replace_parameters()
+        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.watch = GradientWatch(self.gradient_leaves())
         self.prepare()
         self.optimizer = self.build_optimizer(make_optimizer)
 
@@ -110,6 +113,13 @@ class Strategy(ABC):
     @abstractmethod
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `full_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective."""
+
+    def replace_parameters(self) -> None:
+        """Runs once, first: put others in the place of the module's parameters, among which `trainable` are found."""
+
+    def gradient_leaves(self) -> Iterable[Tensor]:
+        """The tensors that autograd gives this rank's own gradients to, in the order of `trainable`."""
+        return self.trainable.values()
 
     def prepare(self) -> None:
         """Runs once, before the optimizer is built: make buffers, add hooks."""
@@ -155,6 +165,11 @@ class Strategy(ABC):
     def gradient_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds gradients at this moment."""
         return (p.grad for p in self.module.parameters() if p.grad is not None)
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        """Tensors whose storage holds optimizer states at this moment."""
+        values = (value for entry in self.optimizer.state.values() for value in entry.values())
+        return (value for value in values if isinstance(value, Tensor))
 
     # The step ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +235,8 @@ class Strategy(ABC):
         global_batch: GlobalBatch | None = None
         losses: list[Tensor] = []
         for index in itertools.count():
-            if index + 1 >= len(micro_batches):  # perhaps the last one of all ranks: now this rank must know
+            if index + 1 >= len(micro_batches) or self.communicates_in_forward:
+                # Perhaps the last one of all ranks, or the first of more than this rank has: now it must know.
                 global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
             is_last = global_batch is not None and index + 1 == global_batch.rounds
             batch = micro_batches[index] if index < len(micro_batches) else self._latest
@@ -270,11 +286,10 @@ class Strategy(ABC):
 
     def memory_breakdown(self) -> dict[str, int]:
         """Bytes of tensor storage that this rank holds now, by component."""
-        state = (value for entry in self.optimizer.state.values() for value in entry.values())
         return {
             "parameters": storage_bytes(self.parameter_tensors()),
             "gradients": storage_bytes(self.gradient_tensors()),
-            "optimizer_state": storage_bytes(value for value in state if isinstance(value, Tensor)),
+            "optimizer_state": storage_bytes(self.optimizer_tensors()),
             "buffers": storage_bytes(self.module.buffers()),
         }
 

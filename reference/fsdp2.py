@@ -1,0 +1,189 @@
+"""PyTorch's own sharding: `torch.distributed.fsdp.fully_shard` (FSDP2), a unit a block and one for the rest.
+
+At rest each rank holds 1/N of every parameter, gradient and optimizer state, cut along dimension 0. A unit's parameters
+are all-gathered before it runs and its gradients reduce-scattered after its backward pass, at every micro-batch: to put
+that off would mean to hold whole gradients. `pytorch_zero3` frees a block after forward and gathers it again for
+backward, 3(N-1)/N * P elements on the wire a micro-batch; `pytorch_zero2` keeps it until its backward pass is done,
+which saves a third of that. Despite its name it is no ZeRO-2 at rest: there it is as small as `pytorch_zero3`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from reference.pytorch_ddp import LossOf
+from sharding.order import UnitOrder
+from sharding.units import find_blocks
+from training.consistency import require_matching_state
+from training.errors import UnsupportedError
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
+from training.strategy import MakeOptimizer, MicroBatch, Strategy
+from training.traffic import Collective
+
+
+class Root(LossOf):
+    """Answers with the loss alone where a backward pass will follow: FSDP2 looks for it in no object but a dict."""
+
+    def forward(self, **micro_batch: Tensor) -> Any:
+        return super().forward(**micro_batch) if torch.is_grad_enabled() else self.module(**micro_batch)
+
+
+class FSDP2(Strategy):
+    """What `pytorch_zero2` and `pytorch_zero3` share."""
+
+    averages_over_ranks = True
+    communicates_in_forward = True
+    frees_blocks_after_forward: ClassVar[bool]
+
+    def replace_parameters(self) -> None:
+        """Make rank 0's parameters everyone's, then put shards (`DTensor`) in their place."""
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        mesh = DeviceMesh.from_group(self.process_group, next(self.module.parameters()).device.type)
+        self.root = Root(self.module)
+        try:
+            for block in find_blocks(self.module):
+                fully_shard(block, mesh=mesh, reshard_after_forward=self.frees_blocks_after_forward)
+            self.fsdp = fully_shard(self.root, mesh=mesh, reshard_after_forward=False)  # backward begins with it
+            self.fsdp.set_reduce_scatter_unused_params(True)  # ranks may use different ones, but must send the same
+            self.units = {unit: self._leaves_of(unit) for unit in self.root.modules() if isinstance(unit, FSDPModule)}
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
+        self._has_run = False
+
+    def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
+        """A unit's whole parameters by name: tensors that stay, while their storage comes and goes."""
+        unit.unshard()
+        leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if not isinstance(p, DTensor)}
+        unit.reshard()
+        return leaves
+
+    def gradient_leaves(self) -> Iterable[Tensor]:
+        leaves = {name: leaf for of_unit in self.units.values() for name, leaf in of_unit.items()}
+        return [leaves[name] for name in self.trainable]
+
+    def prepare(self) -> None:
+        blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
+        self._order = UnitOrder(blocks, self._agreement, self.data_parallel_rank)
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        make_groups = self.options.parameter_groups
+        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+
+    def forward(self, micro_batch: MicroBatch) -> Any:
+        self._has_run = True
+        with self._order.watched(self.module.training):
+            answer = self.root(**micro_batch)
+        if torch.is_grad_enabled():
+            return SimpleNamespace(loss=answer)
+        for unit in self.units:
+            unit.reshard()  # which backward would have done
+        return answer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Does nothing: gradients are reduced into shards at every micro-batch."""
+        yield
+
+    def abandon_step(self) -> None:
+        if self._has_run:  # or there is nothing yet that could be reset
+            self.fsdp.reset_iter_state()
+        super().abandon_step()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        shards = list(self.gradient_share())
+        square = nn.utils.get_total_norm(shards).double().square()
+        dist.all_reduce(square, group=self.process_group)
+        norm = square.sqrt().float()
+        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return [Collective("all_reduce", 1, 8, self.data_parallel_size, "bookkeeping")]
+
+    # Shards, and the wholes that they make up --------------------------------------------------------------------
+
+    def gradient_share(self) -> Iterable[Tensor]:
+        return self.gradient_tensors()
+
+    def gradient_tensors(self) -> Iterable[Tensor]:
+        return [local(p.grad) for p in self.trainable.values() if p.grad is not None]
+
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        leaves = [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
+        return [*map(local, self.module.parameters()), *leaves]
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        return map(local, super().optimizer_tensors())
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {name: whole(p.grad) for name, p in self.trainable.items() if p.grad is not None}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        wholes = ((name, whole(tensor)) for name, tensor in self.module.state_dict().items())  # one at a time
+        return {name: tensor for name, tensor in wholes if self.data_parallel_rank == 0}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(self.module, state, self.process_group)
+        for name, tensor in self.module.state_dict().items():
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if self.data_parallel_rank == 0:
+                received.copy_(state[name])
+            broadcast_from_rank0([received], self.process_group)
+            if isinstance(tensor, DTensor):
+                received = distribute_tensor(received, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            local(tensor).copy_(local(received))
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        size = self.data_parallel_size
+        gathered, reduced = [], []
+        for unit, leaves in self.units.items():
+            is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
+            if leaves:
+                gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)
+            if trained := [leaf for leaf in leaves.values() if leaf.requires_grad]:
+                reduced.append(padded_bytes(trained, size))
+        gathered, reduced = gathered * micro_batches, reduced * micro_batches
+        return [
+            Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
+            Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
+            *buffer_broadcasts(self.module, size),
+        ]
+
+
+class PyTorchZero2(FSDP2):
+    """`reshard_after_forward=False`: blocks stay whole between their forward and backward passes."""
+
+    frees_blocks_after_forward = False
+
+
+class PyTorchZero3(FSDP2):
+    """`reshard_after_forward=True`: blocks are freed after forward and gathered again for backward."""
+
+    frees_blocks_after_forward = True
+
+
+def padded_bytes(tensors: Iterable[Tensor], size: int) -> int:
+    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`."""
+    return sum(-(-len(t) // size) * size * (t.nbytes // len(t)) for t in tensors if t.numel())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of what is sharded, and anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All ranks' shards joined, on CPU. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()

@@ -1,0 +1,139 @@
+"""How parameters are cut, and which modules are taken together: pure functions, on inputs of all sorts."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sharding.partition import group_by_kind, lay_out, require_elementwise
+from sharding.units import around_units, find_blocks, plan_units
+from sharding.zero3 import merge_orders
+from tests.models import build
+from training.errors import UnsupportedError
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
+
+
+@given(shapes, st.integers(1, 9))
+def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    """Reading all pieces of all ranks in order gives back the parameters (TRAPS 14)."""
+    layout = lay_out(shapes, world_size)
+    parameters = [torch.rand(shape) for shape in shapes]
+    flat = torch.zeros(layout.padded_numel)
+    for slot, parameter in enumerate(parameters):
+        layout.view(flat, slot).copy_(parameter)
+    rebuilt: list[list[torch.Tensor]] = [[] for _ in shapes]
+    for rank in range(world_size):
+        for piece in layout.pieces(rank):
+            assert piece.start < piece.end
+            rebuilt[piece.slot].append(layout.shard_of(flat, rank)[piece.start : piece.end])
+    for parameter, pieces in zip(parameters, rebuilt, strict=True):
+        assert torch.equal(torch.cat([*pieces, torch.empty(0)]), parameter.reshape(-1))
+
+
+@given(shapes, st.integers(1, 9))
+def test_shards_are_balanced_by_elements(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    """All shards are of one size, less than one element above an even share (TRAPS 16)."""
+    layout = lay_out(shapes, world_size)
+    assert layout.numel == sum(torch.Size(shape).numel() for shape in shapes)
+    assert 0 <= layout.shard_numel - layout.numel / world_size < 1
+    assert layout.padded_numel == layout.shard_numel * world_size
+    assert sum(p.end - p.start for rank in range(world_size) for p in layout.pieces(rank)) == layout.numel
+
+
+@given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4))
+def test_orders_merge(orders: list[list[int]]) -> None:
+    """All units, and the first rank's as that rank ran them, the others once."""
+    merged = merge_orders(orders, 7)
+    assert set(merged) == set(range(7))
+    assert [index for index in merged if index in orders[0]] == orders[0]
+    assert len(merged) == len(orders[0]) + 7 - len(set(orders[0]))
+
+
+def test_a_unit_of_another_rank_goes_behind_the_one_before_it() -> None:
+    assert merge_orders([[0, 3], [0, 1, 3], [0, 2, 3]], 4) == [0, 2, 1, 3]
+
+
+def test_kinds_are_kept_apart() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    c, d = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(1))
+    assert [[id(p) for p in group] for group in group_by_kind([a, b, c, d])] == [[id(a), id(d)], [id(b)], [id(c)]]
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+ELEMENTWISE = {
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+}
+
+
+class LARS(torch.optim.Optimizer):
+    """The learning rate of each tensor is scaled by the ratio of two norms."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * (0.1 * p.norm() / p.grad.norm()))
+
+
+OTHERS = {
+    "LARS": LARS,
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_may_be_cut(name: str) -> None:
+    require_elementwise(ELEMENTWISE[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_refused(name: str) -> None:
+    """They would compute something else from a piece than from the whole (TRAPS 15)."""
+    with pytest.raises(UnsupportedError, match="element by itself"):
+        require_elementwise(OTHERS[name])
+
+
+# Units ---------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_transformer() -> None:
+    module = build("llama")
+    assert [type(block).__name__ for block in find_blocks(module)] == ["LlamaDecoderLayer"] * 2
+    plans = plan_units(module, 1e9)
+    before, after = around_units(module, plans)
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert [names[id(p)] for p in before] == ["model.embed_tokens.weight"]
+    assert [names[id(p)] for p in after] == ["model.norm.weight", "score.weight"]
+
+
+def test_blocks_are_the_outermost_that_repeat() -> None:
+    inner = [nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(3)]
+    assert find_blocks(nn.Sequential(nn.Embedding(3, 2), nn.ModuleList(inner), nn.Linear(2, 1))) == inner
+
+
+def test_a_block_that_shares_a_weight_with_the_outside_is_none() -> None:
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    layers[3].weight = layers[0].weight
+    assert find_blocks(nn.ModuleList([layers])) == list(layers[1:3])
+
+
+def test_without_blocks_neighbours_fill_a_unit() -> None:
+    module = build("branching")
+    plans = plan_units(module, 200)
+    held = [p for plan in plans for p in plan.parameters]
+    assert len(plans) > 1 and all(sum(p.numel() * 4 for p in plan.parameters) <= 200 for plan in plans)
+    assert sorted(map(id, held)) == sorted(map(id, module.parameters()))
+    assert plan_units(module, 1e9) == []
