@@ -164,7 +164,7 @@ def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict
 
 def count_hooks(strategy: Any) -> int:
     modules = sum(len(module._forward_hooks) for module in strategy.module.modules())
-    return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.trainable.values())
+    return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.gradient_leaves())
 
 
 @pytest.mark.parametrize("choice", all_choices(), ids="-".join)

@@ -96,7 +96,7 @@ class MemoryRecorder:
         for name, module in strategy.module.named_modules():
             if module is strategy.module or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_hook(self._after_forward(name or "model")))
-        for name, leaf in strategy.trainable.items():
+        for name, leaf in zip(strategy.trainable, strategy.gradient_leaves(), strict=True):
             self._handles.append(leaf.register_post_accumulate_grad_hook(self._hook(f"gradient of {name}")))
         if isinstance(strategy.optimizer, torch.optim.Optimizer):
             self._handles.append(strategy.optimizer.register_step_pre_hook(self._hook("before the optimizer")))
