@@ -180,7 +180,7 @@ def make_runner(name: str, config: RunConfig, workload: Any, batches: list[Any],
         return plain_runner(name, workload, batches, ranks.device)
     registry = next(registry for registry in REGISTRIES if name in registry.names)
     strategy = build_strategy(config, workload, ranks, registry.load(name))
-    unused = WindowProfiler(replace(config, no_profile=True), Path(), "", ranks, strategy)
+    unused = WindowProfiler(replace(config, no_profile=True), Path(), "", ranks)
 
     def rest() -> int:
         strategy.zero_grad()
@@ -257,7 +257,7 @@ def peak_of_one_step(runner: Runner, device: Any) -> int:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from training.profiling import peak_of_allocations
+    from training.allocations import counting_on_all_threads, peak_of_allocations
 
     runner.steps(1)
     at_rest = runner.rest()
@@ -266,7 +266,7 @@ def peak_of_one_step(runner: Runner, device: Any) -> int:
         before = torch.cuda.memory_allocated(device)
         runner.steps(1)
         return round(slowest(at_rest + torch.cuda.max_memory_allocated(device) - before, device))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
         runner.steps(1)
     return round(slowest(at_rest + peak_of_allocations(profiler), device))
 

@@ -3,16 +3,29 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from training.data import evaluation_batches, to_device
-from training.profiling import WindowProfiler
 from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload
+
+PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+"""Names under which a profile shows the parts of an optimizer step."""
+
+
+class StepFollower(Protocol):
+    """What watches the loop: the window profiler, or the memory recorder."""
+
+    @property
+    def bends_this_step(self) -> bool:
+        """Whether watching makes the current step slower, so that its time says little."""
+
+    def step(self) -> None:
+        """An optimizer step is done."""
 
 
 @dataclass
@@ -33,7 +46,7 @@ class TrainingResult:
 def train(
     strategy: Strategy,
     steps: Iterable[tuple[int, Sequence[MicroBatch]]],
-    profiler: WindowProfiler,
+    profiler: StepFollower,
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
 ) -> TrainingResult:

@@ -1,17 +1,14 @@
-"""`torch.profiler` on every rank, one gzip Chrome trace a window, and the peak of memory in it."""
+"""`torch.profiler` on every rank, and one gzip Chrome trace a window."""
 
 import gzip
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
-from training.strategy import Strategy
 
 TRACE_NAME = "{run_id}.step{step}.pt.trace.json.gz"
 
@@ -23,11 +20,10 @@ class WindowProfiler:
         config: Gives the schedule; with `no_profile` nothing is ever recorded.
         trace_folder: Where this rank's traces go.
         run_id: Begins their names.
-        strategy: Asked for the memory that it holds when a window begins.
     """
 
-    def __init__(self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks, strategy: Strategy) -> None:
-        self._folder, self._run_id, self._device, self._strategy = trace_folder, run_id, ranks.device, strategy
+    def __init__(self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks) -> None:
+        self._folder, self._run_id = trace_folder, run_id
         self._schedule = schedule(
             wait=config.profile_wait,
             warmup=config.profile_warmup,
@@ -36,8 +32,6 @@ class WindowProfiler:
         )
         self._enabled = not config.no_profile
         self._step = 0
-        self._resting_bytes = 0
-        self.peak_bytes: int | None = None
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = profile(
@@ -51,7 +45,6 @@ class WindowProfiler:
     def __enter__(self) -> "WindowProfiler":
         if self._enabled:
             self._profile.start()
-            self._note_resting_bytes()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,40 +61,13 @@ class WindowProfiler:
         self._step += 1
         if self._enabled:
             self._profile.step()
-            self._note_resting_bytes()
-
-    def _note_resting_bytes(self) -> None:
-        recording = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        begins = self._step == 0 or self._schedule(self._step - 1) != ProfilerAction.RECORD
-        if self._schedule(self._step) in recording and begins:
-            # Freeing what was allocated before the window makes no event, so let the last gradients go first.
-            self._strategy.zero_grad()
-            self._resting_bytes = sum(self._strategy.memory_breakdown().values())
 
     def _on_window_end(self, profiler: profile) -> None:
-        if self._device.type == "cpu":
-            peak = self._resting_bytes + peak_of_allocations(profiler)
-            self.peak_bytes = max(peak, self.peak_bytes or 0)
         path = self._folder / TRACE_NAME.format(run_id=self._run_id, step=profiler.step_num)
         try:
             write_trace(profiler, path)
         except (OSError, EOFError) as error:  # said at the end of the run, which goes on meanwhile
             self.write_problem = f"cannot write {path}: {error.strerror or error}"  # type: ignore[union-attr]
-
-
-def peak_of_allocations(profiler: profile) -> int:
-    """Most CPU bytes that were allocated at one moment of the window, beyond those allocated at its start."""
-    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes: list[tuple[int, int]] = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    )
-    held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak
 
 
 def write_trace(profiler: profile, path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import secrets
 import socket
 import statistics
@@ -19,11 +20,12 @@ from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import TrainingResult
-from training.memory import peak_device_bytes, peak_rss_bytes
-from training.profiling import WindowProfiler
+from training.memory import COMPONENTS, ModelSize, expected_state_bytes, peak_rss_bytes
 from training.strategy import Strategy
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
+STEP_MEMORY += ("peak_ms", "peak_phase", "timeline")
 PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
 
 
@@ -63,7 +65,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        temporary.write_text(to_json(content))
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
@@ -71,14 +73,24 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def gather_memory(strategy: Strategy, profiler: WindowProfiler, device: torch.device) -> list[dict[str, Any]]:
-    """What each rank holds at rest and held at most, in bytes. Collective."""
-    by_component = strategy.memory_breakdown()
-    peak = peak_device_bytes(device) if device.type == "cuda" else profiler.peak_bytes
+def to_json(content: dict[str, Any]) -> str:
+    """Indented, but with each list of plain values on one line."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    return re.sub(r"\[\n[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+
+
+def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What each rank holds at rest, what the formula expects, and what it held through a step, in bytes. Collective.
+
+    Args:
+        step_memory: `memory_timeline.record_step_memory`'s answer, just before.
+    """
+    expected = expected_state_bytes(size, strategy.data_parallel_size, strategy.shards)
     mine = {
         "rank": strategy.data_parallel_rank,
-        **{f"{component}_bytes": held for component, held in by_component.items()},
-        "peak_bytes": peak,
+        **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
+        **{f"expected_{component}_bytes": held for component, held in expected.items()},
+        **(step_memory or dict.fromkeys(STEP_MEMORY)),
         "peak_rss_bytes": peak_rss_bytes(),
     }
     rows: list[Any] = [None] * dist.get_world_size()
@@ -106,8 +118,10 @@ def run_record(
     ranks: Ranks,
     run_id: str,
     strategy: Strategy,
+    optimizer: str,
     result: TrainingResult,
     evaluation: dict[str, Any],
+    size: ModelSize,
     memory: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
@@ -123,7 +137,9 @@ def run_record(
         "threads": torch.get_num_threads(),
         "config": config.as_dict(),
         "versions": {"python": platform.python_version(), **_package_versions()},
-        "parameters": sum(parameter.numel() for parameter in strategy.module.parameters()),
+        "parameters": size.elements,
+        "optimizer": optimizer,
+        "shards": sorted(strategy.shards),
         "expected_traffic": [
             c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps, config.clip_grad_norm is not None)
         ],

@@ -17,11 +17,15 @@ from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import OneRankError, UserError
 from training.loop import evaluate, train
+from training.memory import ModelSize
+from training.memory_timeline import record_step_memory
 from training.profiling import WindowProfiler, require_window_fits
 from training.progress import training_progress
 from training.record import choice_folder, gather_memory, make_run_id, make_trace_folder, run_record, write_json
 from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload, build_workload
+
+OPTIMIZER = torch.optim.AdamW
 
 
 def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
@@ -53,20 +57,24 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
     steps = planned_steps(config, len(workload.train))
     require_window_fits(config, steps)
+    config = replace(config, lr=config.lr or workload.learning_rate)
+    size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with (
-        WindowProfiler(config, trace_folder, run_id, ranks, strategy) as profiler,
+        WindowProfiler(config, trace_folder, run_id, ranks) as profiler,
         training_progress(config.choice, steps, ranks.is_main) as on_step,
     ):
-        batches = micro_batches(config, workload, ranks, steps)
-        result = train(strategy, batches, profiler, config.clip_grad_norm, on_step)
+        all_batches = micro_batches(config, workload, ranks, steps)
+        result = train(strategy, all_batches, profiler, config.clip_grad_norm, on_step)
     evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
-    memory = gather_memory(strategy, profiler, ranks.device)
+    samples, batches = next(micro_batches(config, workload, ranks, steps=1))
+    step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
+    memory = gather_memory(strategy, size, step_memory)
     on_every_rank(lambda: require_written(profiler))
-    record = run_record(config, ranks, run_id, strategy, result, evaluation, memory)
+    record = run_record(config, ranks, run_id, strategy, OPTIMIZER.__name__, result, evaluation, size, memory)
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
@@ -100,11 +108,11 @@ def planned_steps(config: RunConfig, samples: int) -> int:
 
 
 def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy_class: type[Strategy]) -> Strategy:
-    """The strategy over the workload's model, with AdamW."""
+    """The strategy over the workload's model."""
     learning_rate = config.lr or workload.learning_rate
     return strategy_class(
         workload.model.to(ranks.device),
-        lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True),
+        lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
         config.strategy_options(),
     )
 

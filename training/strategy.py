@@ -56,6 +56,9 @@ class Strategy(ABC):
     communicates_in_forward = False
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
+    shards: frozenset[str] = frozenset()
+    """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
+
     def __init__(
         self,
         module: nn.Module,

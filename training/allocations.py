@@ -1,0 +1,67 @@
+"""Allocated bytes of tensors from moment to moment, by the allocators' reports to `torch.profiler`."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+
+def profiled_events(profiler: profile) -> Iterator[Any]:
+    """All events of a profile that has ended, in no order."""
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    waiting = list(results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(event.children)
+
+
+def allocated_bytes(profiler: profile, device_type: str, at_start: int) -> list[tuple[int, int]]:
+    """Moments (ns) at which allocated bytes changed, in order, and the bytes from then on.
+
+    Args:
+        profiler: Has ended, had `profile_memory=True`, and on CPU ran within `counting_on_all_threads`.
+        at_start: Bytes that were allocated when it began; they stand at the beginning of the list, at time 0.
+    """
+    reports = sorted(
+        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
+        for event in profiled_events(profiler)
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == device_type
+    )
+    if not reports:
+        return [(0, at_start)]
+    # An allocator counts from a start of its own: the process's, or the moment when it was told to count.
+    offset = at_start - (reports[0][1] - reports[0][2])
+    return [(0, at_start), *((moment, total + offset) for moment, total, _ in reports)]
+
+
+def peak_of_allocations(profiler: profile, device_type: str = "cpu") -> int:
+    """Most bytes that were allocated at one moment, beyond those allocated at the start."""
+    return max(held for _, held in allocated_bytes(profiler, device_type, at_start=0))
+
+
+@contextmanager
+def counting_on_all_threads() -> Iterator[None]:
+    """Within this context torch's count of allocated CPU bytes follows every thread.
+
+    Otherwise it follows only those that the profiler watches, and misses it when a communication thread is the last to
+    let go of a tensor: a few buckets a step would seem never to be freed. The switch is a variable of torch's C library
+    without a name in Python; where it cannot be found, counts may be too high by that.
+    """
+    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+        switch = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except (OSError, ValueError):
+        yield
+        return
+    before, switch.value = switch.value, True
+    try:
+        yield
+    finally:
+        switch.value = before
