@@ -40,6 +40,7 @@ class FSDP2(Strategy):
     """What `pytorch_zero2` and `pytorch_zero3` share."""
 
     averages_over_ranks = True
+    shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = True
     frees_blocks_after_forward: ClassVar[bool]
 

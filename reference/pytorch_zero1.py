@@ -23,6 +23,8 @@ from training.traffic import Collective
 class PyTorchZero1(PyTorchDDP):
     """DistributedDataParallel, with optimizer states sharded by parameter."""
 
+    shards = frozenset({"optimizer_state"})
+
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         groups = super().build_optimizer(make_optimizer).param_groups  # which say all that this rank's own has to know
 

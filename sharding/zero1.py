@@ -86,6 +86,7 @@ class GradientBucket:
 class Zero1(ShardedStrategy):
     """Optimizer states are sharded."""
 
+    shards = frozenset({"optimizer_state"})
     buckets: list[GradientBucket]
     make_bucket: type[GradientBucket] = GradientBucket
     reduces_every_micro_batch = False

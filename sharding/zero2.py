@@ -72,6 +72,7 @@ class FreedGradientBucket(GradientBucket):
 class Zero2(Zero1):
     """Optimizer states and gradients are sharded."""
 
+    shards = frozenset({"optimizer_state", "gradients"})
     make_bucket = FreedGradientBucket
     reduces_every_micro_batch = True
 

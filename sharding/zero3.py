@@ -47,6 +47,7 @@ class Act(NamedTuple):
 class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
 
+    shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = True
 
     def prepare(self) -> None:
