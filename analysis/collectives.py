@@ -51,8 +51,9 @@ KINDS = {
     "scatter": "scatter",
     "reduce": "reduce",
     "send_recv": "send or receive",
+    "other": "other",
 }
-"""The kinds that tables show, in display order, and how people call them."""
+"""The kinds that tables show, in display order, and how people call them; barriers and gathers are `other`."""
 
 NCCL_KINDS = (
     ("allreduce", "all_reduce"),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from analysis.collectives import KINDS
+
 
 @dataclass(frozen=True)
 class Column:
@@ -23,8 +25,21 @@ class Column:
 
 
 MIB = 1 / 2**20
+COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer states",
+    "buffers": "buffers",
+}
+"""Of model states: name in run records, and how people call them."""
+SHARDABLE = ("parameters", "gradients", "optimizer_state")
 
-SUMMARY_COLUMNS = {
+
+def mib(label: str, meaning: str) -> Column:
+    return Column(label, "MiB", meaning, MIB)
+
+
+TIME_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "world_size": Column("world size", "", "ranks in the run"),
     "trace_kind": Column("trace", "", "cpu: operators and Gloo spans, lowered; cuda: device kernels"),
@@ -43,22 +58,54 @@ SUMMARY_COLUMNS = {
     "collective_bytes_per_step": Column(
         "payload", "MiB/step", "their payload in bytes, by nccl-tests' definition", MIB, 3
     ),
-    "all_reduce_calls_per_step": Column("all-reduces", "calls/step", "all-reduces alone"),
-    "all_reduce_bytes_per_step": Column("all-reduce payload", "MiB/step", "their payload in bytes", MIB, 3),
-    "all_reduce_ms_per_step": Column("all-reduce time", "ms/step", "sum of their durations, hidden or not"),
 }
 
-COMPARISON_COLUMNS = {
-    "choice": Column("choice", "", "strategy"),
-    "run_id": Column("run", "", "run whose record and traces the row shows"),
-    "world_size": Column("ranks", "", "ranks in the run"),
-    "backend": Column("backend", "", "gloo or nccl"),
-    "timed_steps": Column("timed steps", "", "optimizer steps timed: not the first, and none under the profiler"),
+KIND_COLUMNS = {
+    column: shown
+    for kind, label in KINDS.items()
+    for column, shown in (
+        (f"{kind}_calls_per_step", Column("calls", "calls/step", f"{label}: calls")),
+        (f"{kind}_bytes_per_step", Column("payload", "MiB/step", f"{label}: payload in bytes", MIB, 3)),
+        (f"{kind}_ms_per_step", Column("total time", "ms/step", f"{label}: sum of durations, hidden or not", 1, 2)),
+    )
+}
+
+MEMORY_COLUMNS = {
+    **{
+        f"{component}_bytes": mib(f"{label}, at rest", f"storage of {label} after an optimizer step")
+        for component, label in COMPONENTS.items()
+    },
+    "model_states_bytes": mib("states, at rest", "these four together"),
+    **{
+        f"expected_{component}_bytes": mib(
+            f"{COMPONENTS[component]}, formula", f"{COMPONENTS[component]} by the formula"
+        )
+        for component in SHARDABLE
+    },
+    "expected_model_states_bytes": mib("states, formula", "these three together"),
+    **{
+        f"peak_{component}_bytes": mib(f"{label}, peak", f"most storage of {label} in the recorded step")
+        for component, label in COMPONENTS.items()
+    },
+    "peak_model_states_bytes": mib("states, peak", "most of these four together at one moment"),
+    "peak_bytes": mib("allocated, peak", "most bytes of tensors at one moment, activations and temporaries with them"),
+    "peak_phase": Column("peak in", "", "in which part of the step that was"),
+    "peak_rss_bytes": mib("RSS, peak", "largest resident set of the process, in bytes"),
+}
+
+SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
+
+OF_WORST_RANK = "of the rank that has most"
+CHOICE = {"choice": Column("choice", "", "strategy")}
+SPEED_COLUMNS = {
     "step_time_ms_median": Column("step time", "ms", "median wall time of an optimizer step, batch loading included"),
     "step_time_ms_p25": Column("p25", "ms", "a quarter of the timed steps took at most this"),
     "step_time_ms_p75": Column("p75", "ms", "three quarters of the timed steps took at most this"),
     "step_time_ratio": Column("ratio", "×", "median step time over that of the reference choice", 1, 2),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
+    "timed_steps": Column("timed steps", "", "optimizer steps timed: not the first, and none under the profiler"),
+}
+SHARE_COLUMNS = {
     "compute_pct": Column("compute", "%", "mean over ranks of summary.csv's column"),
     "non_compute_pct": Column("exposed", "%", "mean over ranks of summary.csv's column"),
     "idle_pct": Column("idle", "%", "mean over ranks of summary.csv's column"),
@@ -67,9 +114,26 @@ COMPARISON_COLUMNS = {
     "collective_bytes_per_step": Column(
         "payload", "MiB/step", "mean over ranks of summary.csv's column, in bytes", MIB
     ),
-    "peak_bytes": Column("peak memory", "MiB", "most bytes of tensors on the rank that held most", MIB),
-    "peak_rss_bytes": Column("peak RSS", "MiB", "largest resident set of the rank that had most, in bytes", MIB),
+}
+HELD_COLUMNS = {
+    **{
+        f"{component}_bytes": mib(label, f"storage of {label} at rest after a step, {OF_WORST_RANK}")
+        for component, label in COMPONENTS.items()
+    },
+    "model_states_bytes": mib("states", f"these four together at rest, {OF_WORST_RANK}"),
+    "model_states_ratio": Column("ratio", "×", "model_states_bytes over that of the reference choice", 1, 2),
+    "expected_model_states_bytes": mib("formula", "parameters, gradients and optimizer states at rest by the formula"),
+    "peak_model_states_bytes": mib("states, peak", f"most of these four at one moment of a step, {OF_WORST_RANK}"),
+    "peak_bytes": mib("peak memory", f"most bytes of tensors at one moment of a step, {OF_WORST_RANK}"),
+    "peak_ratio": Column("ratio", "×", "peak_bytes over that of the reference choice", 1, 2),
+    "peak_rss_bytes": mib("peak RSS", f"largest resident set, {OF_WORST_RANK}, in bytes"),
+}
+OUTCOME_COLUMNS = {
     "final_train_loss": Column("train loss", "nats", "loss of the last optimizer step", 1, 3),
     "eval_loss": Column("eval loss", "nats", "mean loss over the held-out samples", 1, 3),
     "eval_accuracy": Column("accuracy", "%", "share of held-out samples that are classified right, as a fraction", 100),
+    "world_size": Column("ranks", "", "ranks in the run"),
+    "backend": Column("backend", "", "gloo or nccl"),
+    "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
+COMPARISON_COLUMNS = {**CHOICE, **SPEED_COLUMNS, **SHARE_COLUMNS, **HELD_COLUMNS, **OUTCOME_COLUMNS}

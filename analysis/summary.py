@@ -8,8 +8,10 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.collectives import KINDS
 from analysis.errors import TraceError
 from analysis.holistic import HolisticFigures, holistic_figures
+from analysis.memory import memory_row
 from analysis.timeline import RankTimeline, build_timeline
 from analysis.traces import Window, read_trace, require_all_ranks
 
@@ -27,7 +29,6 @@ class WindowAnalysis:
 
     Attributes:
         summary: The table of `summary.csv`, a row a rank.
-        collectives: A row a kind: calls and bytes a step, mean and total time; of rank 0.
         record: The run record that belongs to the window; None for foreign traces.
     """
 
@@ -35,7 +36,6 @@ class WindowAnalysis:
     timelines: list[RankTimeline]
     figures: HolisticFigures
     summary: pd.DataFrame
-    collectives: pd.DataFrame
     record: dict[str, Any] | None
 
     @property
@@ -65,10 +65,9 @@ def analyse_window(
     require_all_ranks(window, timelines[0].world_size)
     require_comparable(timelines)
     figures = holistic_figures(timelines, include_last_step, multiprocessing)
-    rows = [summary_row(timeline, figures) for timeline in timelines]
-    return WindowAnalysis(
-        window, timelines, figures, pd.DataFrame(rows), collective_table(timelines[0]), find_record(window)
-    )
+    record = find_record(window)
+    rows = [{**summary_row(timeline, figures), **memory_row(record, timeline.rank)} for timeline in timelines]
+    return WindowAnalysis(window, timelines, figures, pd.DataFrame(rows), record)
 
 
 def require_comparable(timelines: list[RankTimeline]) -> None:
@@ -98,7 +97,6 @@ def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, A
     """The row of `summary.csv` for one rank. Times are of the profiled steps."""
     breakdown = figures.breakdown.set_index("rank").loc[timeline.rank]
     steps = len(timeline.steps)
-    reductions = timeline.collectives[timeline.collectives["kind"] == "all_reduce"]
     step_ms = (timeline.steps["end"] - timeline.steps["start"]).mean() / 1000
     unknown = (*PARTS[1:], "overlap") if hides_communication(timeline) else ()
     row = {
@@ -112,9 +110,7 @@ def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, A
         "overlap_pct": figures.overlap.set_index("rank").loc[timeline.rank, "overlap_pct"],
         "collective_calls_per_step": len(timeline.collectives) / steps,
         "collective_bytes_per_step": timeline.collectives["bytes"].sum(skipna=False) / steps,
-        "all_reduce_calls_per_step": len(reductions) / steps,
-        "all_reduce_bytes_per_step": reductions["bytes"].sum(skipna=False) / steps,
-        "all_reduce_ms_per_step": round((reductions["end"] - reductions["start"]).sum() / steps / 1000, 3),
+        **collectives_by_kind(timeline.collectives, steps),
     }
     return {
         name: float("nan") if name.removesuffix("_ms").removesuffix("_pct") in unknown else value
@@ -125,19 +121,16 @@ def summary_row(timeline: RankTimeline, figures: HolisticFigures) -> dict[str, A
 PARTS = ("compute", "non_compute", "idle")
 
 
-def collective_table(timeline: RankTimeline) -> pd.DataFrame:
-    """Columns kind, calls_per_step, bytes_per_step, mean_ms, ms_per_step of one rank."""
-    steps = len(timeline.steps)
-    calls = timeline.collectives.assign(ms=(timeline.collectives["end"] - timeline.collectives["start"]) / 1000)
-    grouped = calls.groupby("kind", sort=True)
-    return pd.DataFrame(
-        {
-            "calls_per_step": grouped.size() / steps,
-            "bytes_per_step": grouped["bytes"].sum(skipna=False) / steps,
-            "mean_ms": grouped["ms"].mean().round(3),
-            "ms_per_step": (grouped["ms"].sum() / steps).round(3),
-        }
-    ).reset_index()
+def collectives_by_kind(collectives: pd.DataFrame, steps: int) -> dict[str, float]:
+    """Calls, payload and summed durations a step, of each of `KINDS`; a payload is NaN where a size is unknown."""
+    kinds = collectives["kind"].where(collectives["kind"].isin(KINDS), "other")
+    row = {}
+    for kind in KINDS:
+        calls = collectives[kinds == kind]
+        row[f"{kind}_calls_per_step"] = len(calls) / steps
+        row[f"{kind}_bytes_per_step"] = calls["bytes"].sum(skipna=False) / steps
+        row[f"{kind}_ms_per_step"] = round((calls["end"] - calls["start"]).sum() / steps / 1000, 3)
+    return row
 
 
 def find_record(window: Window) -> dict[str, Any] | None:

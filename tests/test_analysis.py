@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from analysis import intervals
 from analysis.collectives import gloo_collectives
-from analysis.columns import COMPARISON_COLUMNS, SUMMARY_COLUMNS
+from analysis.columns import COMPARISON_COLUMNS, KIND_COLUMNS, SUMMARY_COLUMNS
 from analysis.command import main, report_folder
 from analysis.compare import comparison
 from analysis.errors import TraceError
 from analysis.report.compare_page import write_comparison
 from analysis.report.figures import minus
 from analysis.report.summary_page import write_summary
+from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import analyse_window
 from analysis.timeline import complete_events
 from analysis.traces import find_windows
@@ -258,12 +259,24 @@ class Cells(HTMLParser):
             self.tables.setdefault(self._table, []).append((values["data-column"] or "", values["data-value"] or ""))
 
 
-def page_equals_csv(page: Path, table: str) -> None:
+def page_equals_csv(page: Path) -> set[str]:
+    """Every column of the CSV stands in a table of the page, value by value; answers with those that do not."""
     parser = Cells()
     parser.feed(page.read_text())
+    shown: dict[str, list[str]] = {}
+    parser.tables.pop("kernels", None)  # which no CSV has
+    for table in parser.tables.values():
+        of_table: dict[str, list[str]] = {}
+        for name, value in table:
+            of_table.setdefault(name, []).append(value)
+        for name, values in of_table.items():
+            assert name == "" or shown.setdefault(name, values) == values
     with page.with_suffix(".csv").open() as file:
-        written = [(name, value) for row in csv.DictReader(file) for name, value in row.items()]
-    assert parser.tables[table] == written
+        rows = list(csv.DictReader(file))
+    for name in rows[0]:
+        if name in shown:
+            assert shown[name] == [row[name] for row in rows], name
+    return set(rows[0]) - set(shown)
 
 
 def record(choice: str, step: float) -> dict[str, Any]:
@@ -278,28 +291,113 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "train_loss": [2.0, 1.0],
         "step_time_s": [9.0, None, step, step],
         "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8},
-        "memory": [{"peak_bytes": 100, "peak_rss_bytes": 200}],
-        "config": {"workload": "mlp", "global_batch_size": 8, "grad_accum_steps": 2, "precision": "fp32"},
+        "optimizer": "AdamW",
+        "shards": ["gradients"],
+        "memory": [memory_of(0, 1.0), memory_of(1, 0.5)],
+        "config": {
+            "workload": "mlp",
+            "model": None,
+            "dataset": None,
+            "global_batch_size": 8,
+            "grad_accum_steps": 2,
+            "precision": "fp32",
+            "lr": 0.1,
+            "clip_grad_norm": None,
+            "seed": 0,
+        },
     }
 
 
+def memory_of(rank: int, scale: float) -> dict[str, Any]:
+    """A rank's row: `rank` 0 holds most."""
+    sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}
+    row: dict[str, Any] = {"rank": rank}
+    for component, held in sizes.items():
+        row[f"{component}_bytes"] = int(scale * held * 2**20)
+        row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)
+        if component != "buffers":
+            row[f"expected_{component}_bytes"] = int(scale * held * 2**20) - 8
+    peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_rss_bytes": 900}
+    row |= {name: int(scale * size * 2**20) for name, size in peaks.items()}
+    timeline = {f"{component}_bytes": [row[f"{component}_bytes"]] * 3 for component in sizes}
+    timeline |= {"ms": [0.0, 5.0, 9.0], "where": ["start", "<b>layer", "end"]}
+    timeline |= {"allocated_bytes": [row["peak_bytes"]] * 3, "highest_bytes": [row["peak_bytes"]] * 3}
+    timeline["phases"] = [
+        {"name": "forward", "start_ms": 1.0, "end_ms": 4.0},
+        {"name": "backward", "start_ms": 4.0, "end_ms": 8.0},
+    ]
+    return {**row, "peak_ms": 5.0, "peak_phase": "backward", "timeline": timeline}
+
+
 def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
-    (window,) = find_windows(write_run(tmp_path / "profile" / "x"))
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    (window,) = find_windows(trace_dir)
+    write(trace_dir / f"{window.run_id}.run.json", record("x", 0.2))
     analysis = analyse_window(window)
+    assert analysis.summary["model_states_bytes"].tolist() == [144 * 2**20, 72 * 2**20]
     summary_html = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
     records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
     table = comparison(records, {"other": analysis.summary}, "pytorch_ddp")
     assert table["step_time_ratio"].tolist() == [1.0, 0.5]
     assert table["step_time_ms_median"].tolist() == [200.0, 100.0]
+    assert table["peak_bytes"].tolist() == [200 * 2**20] * 2 and table["peak_ratio"].tolist() == [1.0, 1.0]
     compare_html = write_comparison(table, records, "pytorch_ddp", ["failed<b>"], tmp_path / "reports")
-    page_equals_csv(summary_html, "summary")
-    page_equals_csv(compare_html, "compare")
+    kinds_that_did_not_run = {name for name in KIND_COLUMNS if not name.startswith("all_reduce")}
+    assert page_equals_csv(summary_html) == kinds_that_did_not_run
+    assert not analysis.summary[sorted(kinds_that_did_not_run)].to_numpy().any()
+    assert page_equals_csv(compare_html) == set()
     for page in (summary_html, compare_html):
         text = page.read_text()
         assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", text), (
             "something is loaded from elsewhere"
         )
         assert "<script>alert" not in text and "failed<b>" not in text and "r<script>" not in text
+
+
+DIFFERENT = {
+    "precision": ({"config": {"precision": "bf16"}}, "precision (fp32: a; bf16: b)"),
+    "batch": ({"config": {"global_batch_size": 16}}, "global batch size (8: a; 16: b)"),
+    "accumulation": ({"config": {"grad_accum_steps": 1}}, "accumulated micro-batches (2: a; 1: b)"),
+    "learning rate": ({"config": {"lr": 0.2}}, "learning rate (0.1: a; 0.2: b)"),
+    "workload": ({"config": {"workload": "sample"}}, "workload (mlp: a; sample: b)"),
+    "model": ({"parameters": 2000}, "parameters (1000: a; 2000: b)"),
+    "optimizer": ({"optimizer": "SGD"}, "optimizer (AdamW: a; SGD: b)"),
+    "steps": ({"train_loss": [1.0]}, "optimizer steps (2: a; 1: b)"),
+    "ranks": ({"world_size": 3}, "ranks (2: a; 3: b)"),
+    "two": (
+        {"world_size": 3, "config": {"precision": "bf16"}},
+        "precision (fp32: a; bf16: b), ranks (2: a; 3: b); train them alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_runs_that_differ_stand_in_no_table(case: str) -> None:
+    changes, expected = DIFFERENT[case]
+    first, second = record("a", 1.0), record("b", 1.0)
+    assert len(comparison({"a": first, "b": second}, {}, "a")) == 2
+    other = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}
+    with pytest.raises(TraceError) as caught:
+        comparison({"a": first, "b": other}, {}, "a")
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+names = st.text(st.characters(categories=["Ll", "Nd"], include_characters="_"), min_size=1, max_size=14)
+
+
+@given(st.lists(st.tuples(names, st.floats(80, 800), st.floats(20, 400)), min_size=1, max_size=8))
+def test_labels_of_points_cover_each_other_as_little_as_can_be(points: Any) -> None:
+    """Never more than if each stood to the right of its point; and not at all where points lie apart."""
+    shifts = place_labels([name for name, _, _ in points], [(x, y) for _, x, y in points], [])
+    assert len(shifts) == len(points)
+    apart = [(name, 100.0 + 10 * index, 100.0 + 60 * index) for index, (name, _, _) in enumerate(points[:6])]
+    boxes = []
+    for (name, x, y), (dx, dy) in zip(
+        apart, place_labels([n for n, _, _ in apart], [(x, y) for _, x, y in apart], []), strict=True
+    ):
+        half = len(name) * LETTER_PX / 2
+        boxes.append((x + dx - half, y + dy - 9, x + dx + half, y + dy + 9))
+    assert not any(common_area(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_every_column_is_documented(tmp_path: Path) -> None:

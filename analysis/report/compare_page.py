@@ -6,9 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.columns import COMPARISON_COLUMNS
+from analysis.columns import CHOICE, HELD_COLUMNS, OUTCOME_COLUMNS, SHARE_COLUMNS, SPEED_COLUMNS
 from analysis.report.figures import breakdown_figure, loss_figure, step_time_figure
+from analysis.report.memory_figures import memory_by_choice_figure
 from analysis.report.page import Section, drawing, render, table
+from analysis.report.tradeoff_figure import tradeoff_figure
 from analysis.summary import write_text
 
 
@@ -44,17 +46,55 @@ def comparison_page(
     if failed:
         lines.append(f"No result from: {', '.join(failed)}.")
     sections = [
-        Section("Step time", figure=drawing(step_time_figure(comparison))),
+        *tradeoff_section(comparison, reference),
         Section(
-            "All figures",
+            "Step time",
             f"Ratios are to {reference}. Hover over a heading for its meaning.",
-            table=table("compare", comparison, COMPARISON_COLUMNS),
+            table=table("speed", comparison, CHOICE | SPEED_COLUMNS),
+            figure=drawing(step_time_figure(comparison)),
         ),
+        *memory_section(comparison),
     ]
     traced = comparison.dropna(subset=["compute_pct"])
     if len(traced):
-        figure = drawing(breakdown_figure(traced["choice"].tolist(), traced))
-        text = "Shares of the profiled steps, mean over ranks (HTA). Exposed: communication ran and compute did not."
-        sections.append(Section("Where the time went", text, figure=figure))
-    sections.append(Section("Training loss", figure=drawing(loss_figure(records))))
+        sections.append(
+            Section(
+                "Where the time went",
+                "Shares of the profiled steps, mean over ranks (HTA). Exposed: communication ran and compute did not. "
+                "Overlap: share of communication time in which compute ran as well.",
+                table=table("shares", comparison, CHOICE | SHARE_COLUMNS),
+                figure=drawing(breakdown_figure(traced["choice"].tolist(), traced)),
+            )
+        )
+    sections.append(
+        Section(
+            "Training loss",
+            table=table("outcome", comparison, CHOICE | OUTCOME_COLUMNS),
+            figure=drawing(loss_figure(records)),
+        )
+    )
     return render("Strategies side by side", lines, sections)
+
+
+def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
+    """Memory against time, of the choices that have both."""
+    recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes", "step_time_ms_median"])
+    if not len(recorded):
+        return []
+    text = (
+        "Lower is leaner, further left is faster. A mark is the most that a rank's tensors took in a step; the dash "
+        "below it is what the rank's model states take between steps."
+    )
+    figure = drawing(tradeoff_figure(recorded, reference))
+    return [Section("Memory against step time", text, figure=figure)]
+
+
+def memory_section(comparison: pd.DataFrame) -> list[Section]:
+    """Memory by component, of the choices that have it recorded."""
+    recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes"])
+    drawn = drawing(memory_by_choice_figure(recorded)) if len(recorded) else None
+    text = (
+        "Model states at rest by component, with the peak of a step behind them in grey; black line: what the formula "
+        "expects at rest of what a choice shards, without padding. Each is of the rank that has most."
+    )
+    return [Section("Memory", text, table=table("memory", comparison, CHOICE | HELD_COLUMNS), figure=drawn)]

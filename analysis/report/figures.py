@@ -169,7 +169,6 @@ def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
 def styled(figure: go.Figure) -> go.Figure:
     figure.update_layout(
         template="plotly_white",
-        modebar={"orientation": "v"},
         margin={"l": 10, "r": 20, "t": 20, "b": 40},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "traceorder": "normal"},
         font={"family": "system-ui, sans-serif", "size": 13},

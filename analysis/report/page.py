@@ -24,22 +24,33 @@ class Section:
     figure: Markup | None = None
 
 
+def cell(name: str, value: Any, column: Column) -> dict[str, Any]:
+    """A cell of a table: the value as a person reads it, and behind it that of the CSV's column `name`."""
+    return {"name": name, "value": "" if pd.isna(value) else value, "shown": column.show(value)}
+
+
+BLANK = {"name": "", "value": "", "shown": ""}
+"""A cell where there is nothing to say."""
+
+
 def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> dict[str, Any]:
     """What the template needs to show `frame`: its columns that `columns` knows, raw values beside shown ones."""
     names = [name for name in frame.columns if name in columns]
-    rows = [
-        [
-            {"name": name, "value": "" if pd.isna(row[name]) else row[name], "shown": columns[name].show(row[name])}
-            for name in names
-        ]
-        for row in frame.to_dict("records")
+    rows = [[cell(name, row[name], columns[name]) for name in names] for row in frame.to_dict("records")]
+    return titled(table_id, [columns[name] for name in names], rows)
+
+
+def titled(table_id: str, columns: Sequence[Column], rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Rows of cells with the columns that they show; columns of text are aligned to the left."""
+    are_text = [
+        any(isinstance(cell["value"], str) and cell["value"] for cell in column) for column in zip(*rows, strict=True)
     ]
-    return {"id": table_id, "columns": [columns[name] for name in names], "rows": rows}
+    return {"id": table_id, "columns": list(zip(columns, are_text, strict=True)), "rows": rows}
 
 
 def drawing(figure: go.Figure) -> Markup:
     """A figure as HTML, for a page that holds Plotly's script already."""
-    return Markup(to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False}))
+    return Markup(to_html(figure, include_plotlyjs=False, full_html=False, config={"displayModeBar": False}))
 
 
 def render(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:

@@ -2,18 +2,15 @@
 
 from pathlib import Path
 
-from analysis.columns import MIB, SUMMARY_COLUMNS, Column
+from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
+from analysis.report.collective_figure import collectives_figure, kinds_seen
 from analysis.report.figures import breakdown_figure, lanes_figure
+from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figure
+from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
+from analysis.report.summary_tables import collectives_table, memory_table
 from analysis.summary import WindowAnalysis, write_text
 
-COLLECTIVE_COLUMNS = {
-    "kind": Column("collective", "", "kind of collective"),
-    "calls_per_step": Column("calls", "calls/step", "calls in one optimizer step"),
-    "bytes_per_step": Column("payload", "MiB/step", "payload by nccl-tests' definition of size", MIB, 3),
-    "mean_ms": Column("mean time", "ms", "mean duration of a call", 1, 3),
-    "ms_per_step": Column("total time", "ms/step", "sum of durations in one optimizer step, hidden or not", 1, 2),
-}
 KERNEL_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "kernel_type": Column("type", "", "COMPUTATION, COMMUNICATION or MEMORY"),
@@ -54,9 +51,20 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             "exposed communication.",
             figure=drawing(lanes_figure(analysis.timelines, numbers[-1])),
         ),
-        Section("Where the time went", figure=drawing(breakdown_figure(ranks, analysis.summary))),
-        Section("Summary", table=table("summary", analysis.summary, SUMMARY_COLUMNS)),
-        Section("Collectives of rank 0", table=table("collectives", analysis.collectives, COLLECTIVE_COLUMNS)),
+        Section(
+            "Where the time went",
+            "Overlap is the share of communication time in which compute ran as well. Hover over a heading for its "
+            "meaning.",
+            table=table("time", analysis.summary, TIME_COLUMNS),
+            figure=drawing(breakdown_figure(ranks, analysis.summary)),
+        ),
+        *memory_sections(analysis),
+        Section(
+            "Collectives",
+            "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
+            table=collectives_table(analysis.summary),
+            figure=drawing(collectives_figure(analysis.summary)) if kinds_seen(analysis.summary) else None,
+        ),
         Section(
             "Kernels with the most time",
             f"The {len(kernels)} largest over all ranks and analysed steps.",
@@ -64,3 +72,31 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         ),
     ]
     return render(f"{choice}: what its ranks did", lines, sections)
+
+
+def memory_sections(analysis: WindowAnalysis) -> list[Section]:
+    """Memory by component and over the step; of a foreign trace, only that it is unknown."""
+    summary = analysis.summary
+    known = summary.dropna(subset=["model_states_bytes"])
+    if not len(known):
+        text = "Unknown: these traces have no run record beside them."
+        return [Section("Memory", text, table=memory_table(summary))]
+    few = f" The first {MOST_RANKS} ranks are drawn." if len(summary) > MOST_RANKS else ""
+    shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in (analysis.record or {}).get("shards", []))
+    rule = f"sharded over {len(summary)} ranks: {shards}" if shards else "nothing is sharded"
+    recorded = known.dropna(subset=["peak_bytes"])
+    drawn = memory_by_component_figure(recorded) if len(recorded) else None
+    sections = [
+        Section(
+            "Memory",
+            f"Solid: at rest after a step; pale: the most in one step, which was recorded apart from all timed steps; "
+            f"black line: the formula ({rule}), without padding. Model states are counted by storage.{few}",
+            table=memory_table(summary),
+            figure=drawing(drawn) if drawn else None,
+        )
+    ]
+    timeline = memory_timeline_figure(analysis.record, recorded)
+    if timeline:
+        text = "Activations and temporaries: the most that was allocated beyond model states since the sample before."
+        sections.append(Section("Memory over one step", text, figure=drawing(timeline)))
+    return sections
