@@ -40,8 +40,11 @@ REFUSALS = {
 
 
 def all_choices() -> list[tuple[str, str]]:
-    """(family, name) of every registered strategy; pytest's parameters."""
-    return [("ddp", name) for name in ddp.CHOICES] + [("sharding", name) for name in sharding.CHOICES]
+    """(family, name) of every registered strategy, pytest's parameters; one that both families list, once."""
+    replicated = [("ddp", name) for name in ddp.CHOICES]
+    known = {ddp.REGISTRY.location(name) for name in ddp.CHOICES}
+    sharded = [("sharding", name) for name in sharding.CHOICES if sharding.REGISTRY.location(name) not in known]
+    return replicated + sharded
 
 
 def load(choice: tuple[str, str]) -> type[Strategy]:

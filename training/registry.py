@@ -20,6 +20,10 @@ class Registry:
         self.sentences = {name: sentence for name, (_, sentence) in entries.items()}
         self.names = tuple(entries)
 
+    def location(self, name: str) -> str:
+        """Where the class of a strategy is: `package.module:Class`."""
+        return self._locations[name]
+
     def load(self, name: str) -> "type[Strategy]":
         """The class of a strategy.
 
