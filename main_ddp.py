@@ -16,6 +16,7 @@ def main() -> int:
         "Train a model with one replicated (data-parallel) strategy, under torchrun.",
         REGISTRY.sentences,
         choice_flags=("--ddp-choice",),
+        missing=REGISTRY.missing,
     )
     from training.run import run  # imports torch, which --help can do without
 

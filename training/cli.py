@@ -75,9 +75,18 @@ def build_parser(
 
 
 def parse_config(
-    description: str, choices: Mapping[str, str], choice_flags: tuple[str, ...], arguments: list[str] | None = None
+    description: str,
+    choices: Mapping[str, str],
+    choice_flags: tuple[str, ...],
+    arguments: list[str] | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """The settings that the command line asks for; leaves the process with one line where they make no sense."""
+    """The settings that the command line asks for; leaves the process with one line where they make no sense.
+
+    Args:
+        arguments: Default: the command line.
+        missing: For choices that are not installed, the command that installs them.
+    """
     parser = build_parser(description, choices, choice_flags)
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -85,6 +94,8 @@ def parse_config(
         parser.error(unknown_name("argument", unknown[0], known_flags))
     if values.choice not in choices:
         parser.error(unknown_name("strategy", values.choice, choices))
+    if missing and values.choice in missing:
+        exit_with_error(f"strategy '{values.choice}' is not installed; run: {missing[values.choice]}")
     if values.workload != "auto" and values.workload not in WORKLOADS:
         parser.error(unknown_name("workload", values.workload, WORKLOADS))
     try:

@@ -1,0 +1,183 @@
+"""DeepSpeed's ZeRO stages 1, 2 and 3 with their default settings: the originals, from the optional extra `deepspeed`.
+
+Stage 1: every rank holds all parameters, and gradients until they are reduced after the last micro-batch, and keeps its
+1/N of a flat copy of the parameters with the optimizer states; updated parameters are all-gathered after the step.
+Stage 2 reduces at every micro-batch and keeps 1/N of the gradients. Stage 3 keeps 1/N of the parameters too, except
+those of fewer than 100,000 elements, and gathers each module's before it runs, in forward and again in backward.
+DeepSpeed keeps an own copy of the parameters to update even in fp32, which costs 4/N bytes a parameter more.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.clipping import clip_shards, clipping_traffic
+from training.consistency import require_matching_state
+from training.errors import UnsupportedError
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
+from training.strategy import MakeOptimizer, MicroBatch, Strategy
+from training.traffic import Collective
+
+HUGE = 10**12
+
+
+class Inner(nn.Module):
+    """Answers with the loss alone where a backward pass will follow, and enters autocast, which DeepSpeed turns off."""
+
+    def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.module, self.autocast = module, autocast
+
+    def forward(self, **micro_batch: Tensor) -> Any:
+        with self.autocast():
+            answer = self.module(**micro_batch)
+        return answer.loss if torch.is_grad_enabled() else answer
+
+
+class DeepSpeedZero(Strategy):
+    """What the three stages share."""
+
+    averages_over_ranks = True
+    stage: ClassVar[int]
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        if self.process_group is not dist.group.WORLD:
+            raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
+        device = next(self.module.parameters()).device
+        make_groups = self.options.parameter_groups
+        optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+        self.deepspeed = load_deepspeed(device)
+        try:
+            self.engine, self.zero, _, _ = self.deepspeed.initialize(
+                model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
+            )
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            raise UnsupportedError(f"DeepSpeed cannot train this module: {error}") from error
+        return self.zero
+
+    def settings(self) -> dict[str, Any]:
+        """DeepSpeed's defaults but for clipping, with losses that are weighted already and an optimizer that the user chose."""
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # it would clip to 1
+            "steps_per_print": HUGE,
+        }
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        self.engine.set_gradient_accumulation_boundary(True)
+
+    def forward(self, micro_batch: MicroBatch) -> Any:
+        answer = self.engine(**micro_batch)
+        return SimpleNamespace(loss=answer) if torch.is_grad_enabled() else answer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Stage 1 waits for the last micro-batch; the others reduce every one, which is how they save memory."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            with super().no_sync() if self.stage == 1 else nullcontext():
+                yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    def finish_gradient_synchronization(self) -> None:
+        unused = [n for n, got in zip(self.trainable, self.watch.received_in_last_round(), strict=True) if not got]
+        if unused:
+            raise UnsupportedError(
+                f"no gradient for {', '.join(unused)} in this step; DeepSpeed updates unused parameters as if they had "
+                "one, and ranks must use the same"
+            )
+
+    def step(self) -> None:
+        self.engine.step()
+        self.optimizer_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leaves no gradients: DeepSpeed has none that could be filled with zeros."""
+        self.zero.zero_grad()
+        for group in self.zero.averaged_gradients:
+            self.zero.averaged_gradients[group] = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        device = next(self.module.parameters()).device
+        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, device)
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return clipping_traffic(self.process_group)
+
+    # Shards, and the wholes that they make up --------------------------------------------------------------------
+
+    def gradient_share(self) -> Iterable[Tensor]:
+        return [shard for shards in self.zero.averaged_gradients.values() if shards is not None for shard in shards]
+
+    def gradient_tensors(self) -> Iterable[Tensor]:
+        return [*super().gradient_tensors(), *self.gradient_share()]
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        whole = self.deepspeed.utils.safe_get_full_grad
+        return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
+
+    def gathered(self, writer: int | None = None) -> AbstractContextManager[Any]:
+        """Within this context the module holds whole parameters; what rank `writer` has changed is everyone's after."""
+        if self.stage < 3:
+            return nullcontext()
+        return self.deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=writer)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        with self.gathered():
+            if self.data_parallel_rank != 0:
+                return {}
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with self.gathered(writer=0):
+            require_matching_state(self.module, state, self.process_group)
+            if self.data_parallel_rank == 0:
+                self.module.load_state_dict(state)
+            broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        self.zero.refresh_fp32_params()
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        return [*buffer_broadcasts(self.module, self.data_parallel_size)]
+
+
+class DeepSpeedZero1(DeepSpeedZero):
+    """Optimizer states are sharded."""
+
+    stage = 1
+
+
+class DeepSpeedZero2(DeepSpeedZero):
+    """Gradients too."""
+
+    stage = 2
+
+
+class DeepSpeedZero3(DeepSpeedZero):
+    """Parameters too."""
+
+    communicates_in_forward = True
+    stage = 3
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, quiet, and on the device of the module: it looks for an accelerator when it is imported."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    return deepspeed
