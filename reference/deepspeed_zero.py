@@ -1,16 +1,18 @@
 """DeepSpeed's ZeRO stages 1, 2 and 3 with their default settings: the originals, from the optional extra `deepspeed`.
 
-Stage 1: every rank holds all parameters, and gradients until they are reduced after the last micro-batch, and keeps its
-1/N of a flat copy of the parameters with the optimizer states; updated parameters are all-gathered after the step.
-Stage 2 reduces at every micro-batch and keeps 1/N of the gradients. Stage 3 keeps 1/N of the parameters too, except
-those of fewer than 100,000 elements, and gathers each module's before it runs, in forward and again in backward.
-DeepSpeed keeps an own copy of the parameters to update even in fp32, which costs 4/N bytes a parameter more.
+Stage 1: every rank holds all parameters and gradients, and 1/N of the optimizer states. Gradients are all-reduced (not
+reduce-scattered) after the last micro-batch, and updated parameters all-gathered after the step: 3(N-1)/N * P elements.
+Stage 2 keeps 1/N of the gradients, and all-reduces at every micro-batch. Stage 3 keeps 1/N of the parameters too, but
+for those of up to 100,000 elements; it reduce-scatters and, below a billion parameters, gathers each parameter once a
+micro-batch and keeps it until backward: 2(N-1)/N * P elements. All three keep an own fp32 copy of this rank's part of
+the parameters, even of fp32 ones. What is announced here holds below 5e8 parameters, which fit into one bucket.
 """
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,7 +27,8 @@ from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
 from training.traffic import Collective
 
-HUGE = 10**12
+KEPT_WHOLE, PREFETCHED = 100_000, 50_000_000
+"""DeepSpeed's defaults in stage 3: elements up to which a parameter stays whole, and that one prefetch gathers."""
 
 
 class Inner(nn.Module):
@@ -49,29 +52,42 @@ class DeepSpeedZero(Strategy):
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
-        if self.process_group is not dist.group.WORLD:
-            raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
+        self.require_supported()
+        self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will take the elements away
+        self.sizes = {p: p.numel() for p in self.trainable.values()}
         device = next(self.module.parameters()).device
         make_groups = self.options.parameter_groups
         optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
-        self.deepspeed = load_deepspeed(device)
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
-            self.engine, self.zero, _, _ = self.deepspeed.initialize(
-                model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
-            )
+            with redirect_stdout(io.StringIO()):  # it says much, and some of it not through a logger
+                self.deepspeed = load_deepspeed(device)
+                self.engine, self.zero, _, _ = self.deepspeed.initialize(
+                    model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
+                )
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(f"DeepSpeed cannot train this module: {error}") from error
         return self.zero
 
+    def require_supported(self) -> None:
+        """Refuse what DeepSpeed would stumble over later, or silently do otherwise."""
+        if self.process_group is not dist.group.WORLD:
+            raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
+        for name, parameter in self.module.named_parameters():
+            if parameter.dtype is not torch.float32:
+                raise UnsupportedError(f"DeepSpeed wants one dtype; parameter {name} is {parameter.dtype}, not fp32")
+            if parameter.ndim == 0:
+                raise UnsupportedError(f"DeepSpeed takes no 0-d parameters; give {name} the shape (1,)")
+
     def settings(self) -> dict[str, Any]:
-        """DeepSpeed's defaults but for clipping, with losses that are weighted already and an optimizer that the user chose."""
+        """DeepSpeed's defaults but for clipping; losses come weighted, and the optimizer is the user's."""
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # it would clip to 1
-            "steps_per_print": HUGE,
+            "steps_per_print": 10**12,
         }
 
     def before_step(self) -> None:
@@ -125,6 +141,15 @@ class DeepSpeedZero(Strategy):
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [*super().gradient_tensors(), *self.gradient_share()]
 
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        parameters = list(self.module.parameters())
+        return [*parameters, *(getattr(p, "ds_tensor") for p in parameters if self.stage == 3)]  # noqa: B009
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        """With DeepSpeed's own copy of the parameters, which it has for the optimizer's sake."""
+        own = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return [*super().optimizer_tensors(), *own]
+
     def full_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad
         return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
@@ -150,7 +175,27 @@ class DeepSpeedZero(Strategy):
         self.zero.refresh_fp32_params()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return [*buffer_broadcasts(self.module, self.data_parallel_size)]
+        size, trained = self.data_parallel_size, self.sizes.values()
+        if self.stage == 3:
+            gradients = 4 * micro_batches * sum(padded(n, size) for n in trained)
+            kept = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]
+            gathered = [4 * padded(n, size) for n in self.all_sizes if n > KEPT_WHOLE]
+            fetches = micro_batches * -(-sum(gathered) // (4 * PREFETCHED))
+            traffic = [
+                Collective("reduce_scatter", micro_batches, gradients, size, "gradients"),
+                Collective("all_gather", len(kept), sum(kept), size, "parameters"),
+                Collective("all_gather", fetches, micro_batches * sum(gathered), size, "parameters"),
+                Collective("all_reduce", 1, 8, size, "bookkeeping"),
+            ]
+        else:
+            reductions = 1 if self.stage == 1 else micro_batches
+            flat = [4 * padded(sum(self.sizes[p] for p in group), 2 * size) for group in self.groups]
+            traffic = [
+                Collective("all_reduce", reductions, 4 * reductions * sum(trained), size, "gradients"),
+                Collective("all_gather", len(flat), sum(flat), size, "parameters"),
+                Collective("all_reduce", 1, 4, size, "bookkeeping"),
+            ]
+        return [*(part for part in traffic if part.count), *buffer_broadcasts(self.module, size)]
 
 
 class DeepSpeedZero1(DeepSpeedZero):
@@ -170,6 +215,10 @@ class DeepSpeedZero3(DeepSpeedZero):
 
     communicates_in_forward = True
     stage = 3
+
+
+def padded(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
 
 
 def load_deepspeed(device: torch.device) -> Any:
