@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.pytorch_ddp import LossOf
+from reference.unit_order import UnitOrder
 from sharding.clipping import clip_shards, clipping_traffic
-from sharding.order import UnitOrder
 from sharding.units import find_blocks
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError

@@ -112,6 +112,12 @@ class StepAgreement:
             return StepResult(losses.sum().item(), used, "a gradient", culprits)
         return StepResult(losses.sum().item(), used)
 
+    def all_gather(self, value: float) -> Tensor:
+        """All ranks' values, (world_size,) in fp64 on CPU."""
+        table, work = self._begin([value])
+        work.wait()
+        return table.cpu().view(-1)
+
     def _begin(self, row: Sequence[float]) -> tuple[Tensor, dist.Work]:
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         table = mine.new_empty(self._size * len(row))
