@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.pytorch_ddp import LossOf
-from sharding.order import UnitOrder
+from reference.unit_order import UnitOrder
+from sharding.clipping import clip_shards, clipping_traffic
 from sharding.units import find_blocks
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
@@ -102,15 +102,11 @@ class FSDP2(Strategy):
         super().abandon_step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        shards = list(self.gradient_share())
-        square = nn.utils.get_total_norm(shards).double().square()
-        dist.all_reduce(square, group=self.process_group)
-        norm = square.sqrt().float()
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        device = next(self.module.parameters()).device
+        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return [Collective("all_reduce", 1, 8, self.data_parallel_size, "bookkeeping")]
+        return clipping_traffic(self.process_group)
 
     # Shards, and the wholes that they make up --------------------------------------------------------------------
 

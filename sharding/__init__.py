@@ -11,7 +11,11 @@ REGISTRY = Registry(
         "pytorch_zero1": ("reference.pytorch_zero1:PyTorchZero1", "DDP with ZeroRedundancyOptimizer"),
         "pytorch_zero2": ("reference.fsdp2:PyTorchZero2", "fully_shard, which keeps blocks whole until backward"),
         "pytorch_zero3": ("reference.fsdp2:PyTorchZero3", "fully_shard, which frees each block after forward"),
-    }
+        "deepspeed_zero1": ("reference.deepspeed_zero:DeepSpeedZero1", "DeepSpeed, stage 1: optimizer states"),
+        "deepspeed_zero2": ("reference.deepspeed_zero:DeepSpeedZero2", "DeepSpeed, stage 2: gradients too"),
+        "deepspeed_zero3": ("reference.deepspeed_zero:DeepSpeedZero3", "DeepSpeed, stage 3: parameters too"),
+    },
+    extras={f"deepspeed_zero{stage}": "deepspeed" for stage in (1, 2, 3)},
 )
 CHOICES = REGISTRY.names
 load = REGISTRY.load

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sharding.clipping import clip_shards, clipping_traffic
 from sharding.collectives import all_gather
 from sharding.flat import FlatParameters
 from sharding.partition import require_elementwise
@@ -117,14 +118,12 @@ class ShardedStrategy(Strategy):
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        pieces = [piece for bucket in self.buckets for piece in bucket.flat.pieces.values() if piece.grad is not None]
-        own = nn.utils.get_total_norm([piece.grad for piece in pieces if piece.grad is not None])
-        norm = self._agreement.all_gather(own.item()).square().sum().sqrt().to(own)
-        nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
-        return norm
+        pieces = [piece for bucket in self.buckets for piece in bucket.flat.pieces.values()]
+        gradients = [piece.grad for piece in pieces if piece.grad is not None]
+        return clip_shards(gradients, max_norm, self.process_group, self._agreement.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return [Collective("all_gather", 1, 8 * self.data_parallel_size, self.data_parallel_size, "bookkeeping")]
+        return clipping_traffic(self.process_group)
 
     # State -------------------------------------------------------------------------------------------------------
 

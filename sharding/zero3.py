@@ -184,10 +184,15 @@ class Zero3(ShardedStrategy):
             self._in_backward = True
             self._read(self._backward_script())
         for unit in self.units if self._in_backward else (*self.units, self.root):
-            if self._in_backward and unit is self._sequence[-1]:  # backward begins with it
+            if self._in_backward and unit is self._kept:
                 unit.unshard()
             else:
                 unit.reshard()
+
+    @property
+    def _kept(self) -> Unit | None:
+        """The unit that ran last in forward: backward begins with it, so it is not resharded in between."""
+        return self._sequence[-1] if self._sequence else None
 
     def _agree_on_order(self) -> None:
         """Once: learn in which order units run, and what of the root runs only after them."""
@@ -239,11 +244,11 @@ class Zero3(ShardedStrategy):
             )
         if all(other.full is None for other in act.buckets):
             self._finish_reductions()
-            if unit not in (self.root, self._sequence[-1]):
+            if unit not in (self.root, self._kept):
                 self._prefetch_backward()
         bucket.place(slot)
         bucket.missing -= 1
-        if unit is self._sequence[-1] and not any(other.missing for other in act.buckets):
+        if unit is self._kept and not any(other.missing for other in act.buckets):
             self._prefetch_backward()  # not earlier: at the start of backward, activations take the most memory
         self._do_what_is_ready()
 
@@ -289,7 +294,7 @@ class Zero3(ShardedStrategy):
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         root = [flat.full_bytes for flat in self.root.flats]
         blocks = [flat.full_bytes for unit in self.units for flat in unit.flats]
-        kept = [flat.full_bytes for flat in self._sequence[-1].flats] if self.units else []
+        kept = [flat.full_bytes for flat in self._kept.flats] if self._kept else []
         gathers = root + micro_batches * (2 * blocks)
         for payload in micro_batches * kept:
             gathers.remove(payload)

@@ -35,13 +35,22 @@ REFUSALS = {
     ("pytorch_zero1", "odd"): "ZeroRedundancyOptimizer only supports using the same dense type for all parameters",
     ("pytorch_zero2", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
     ("pytorch_zero3", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
+    ("deepspeed_zero1", "odd"): "DeepSpeed takes no 0-d parameters",
+    ("deepspeed_zero2", "odd"): "DeepSpeed takes no 0-d parameters",
+    ("deepspeed_zero3", "odd"): "DeepSpeed takes no 0-d parameters",
+    ("deepspeed_zero1", "branching"): "DeepSpeed updates unused parameters as if they had one",
+    ("deepspeed_zero2", "branching"): "DeepSpeed updates unused parameters as if they had one",
+    ("deepspeed_zero3", "branching"): "DeepSpeed updates unused parameters as if they had one",
 }
-"""(choice, model) that the choice cannot train, and what it says to that when it is built."""
+"""(choice, model) that the choice cannot train, and what it says to that when it is built, or in the first step."""
 
 
 def all_choices() -> list[tuple[str, str]]:
-    """(family, name) of every registered strategy; pytest's parameters."""
-    return [("ddp", name) for name in ddp.CHOICES] + [("sharding", name) for name in sharding.CHOICES]
+    """(family, name) of every registered strategy, pytest's parameters; one that both families list, once."""
+    replicated = [("ddp", name) for name in ddp.CHOICES]
+    known = {ddp.REGISTRY.location(name) for name in ddp.CHOICES}
+    sharded = [("sharding", name) for name in sharding.CHOICES if sharding.REGISTRY.location(name) not in known]
+    return replicated + sharded
 
 
 def load(choice: tuple[str, str]) -> type[Strategy]:
@@ -60,7 +69,8 @@ def is_refused(ranks: RankPool, choice: tuple[str, str], model: str) -> bool:
 
 def refusal_on_rank(choice: tuple[str, str], model: str) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        load(choice)(build(model), OPTIMIZERS["sgd"], StrategyOptions())
+        strategy = load(choice)(build(model), OPTIMIZERS["sgd"], StrategyOptions())
+        strategy.forward_backward([make_batch(model, 2, 0)])
     return str(caught.value)
 
 

@@ -8,6 +8,7 @@ a new one.
 import datetime
 import itertools
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -118,6 +119,9 @@ def join_group(name: str, rank: int, world_size: int, port: int) -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+        if deepspeed := sys.modules.get("deepspeed"):  # which goes on to use groups that it has seen before
+            deepspeed.comm.comm.cdb = None
+            deepspeed.utils.groups._release_process_group_references()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=60)
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, timeout=timeout))

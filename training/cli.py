@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 def train_from_command_line(description: str, registry: Registry, choice_flags: tuple[str, ...]) -> int:
     """The whole of an entrypoint: train as the command line says, and answer with the exit code."""
-    config = parse_config(description, registry.sentences, choice_flags)
+    config = parse_config(description, registry.sentences, choice_flags, missing=registry.missing)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from training.run import run  # imports torch, which --help can do without
@@ -93,9 +93,18 @@ def build_parser(
 
 
 def parse_config(
-    description: str, choices: Mapping[str, str], choice_flags: tuple[str, ...], arguments: list[str] | None = None
+    description: str,
+    choices: Mapping[str, str],
+    choice_flags: tuple[str, ...],
+    arguments: list[str] | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """The settings that the command line asks for; leaves the process with one line where they make no sense."""
+    """The settings that the command line asks for; leaves the process with one line where they make no sense.
+
+    Args:
+        arguments: Default: the command line.
+        missing: For choices that are not installed, the command that installs them.
+    """
     parser = build_parser(description, choices, choice_flags)
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -103,6 +112,8 @@ def parse_config(
         parser.error(unknown_name("argument", unknown[0], known_flags))
     if values.choice not in choices:
         parser.error(unknown_name("strategy", values.choice, choices))
+    if missing and values.choice in missing:
+        exit_with_error(f"strategy '{values.choice}' is not installed; run: {missing[values.choice]}")
     if values.workload != "auto" and values.workload not in WORKLOADS:
         parser.error(unknown_name("workload", values.workload, WORKLOADS))
     try:

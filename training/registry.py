@@ -2,7 +2,10 @@
 
 import importlib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from training.errors import UserError
 
 if TYPE_CHECKING:
     from training.strategy import Strategy
@@ -13,18 +16,37 @@ class Registry:
 
     Args:
         entries: `{name: ("package.module:Class", sentence)}`.
+        extras: `{name: extra}` for those that need an optional extra of this project, which is called after the package
+            that it installs.
+
+    Attributes:
+        names: Those that can be used here, since what they need is installed: what a sweep runs.
+        sentences: By name, of all: what `--help` lists.
+        missing: By name, the command that installs what is missing for it.
     """
 
-    def __init__(self, entries: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, entries: Mapping[str, tuple[str, str]], extras: Mapping[str, str] | None = None) -> None:
+        needed = (extras or {}).items()
+        self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
         self._locations = {name: location for name, (location, _) in entries.items()}
-        self.sentences = {name: sentence for name, (_, sentence) in entries.items()}
-        self.names = tuple(entries)
+        self.sentences = {
+            name: sentence + (f" (not installed: {self.missing[name]})" if name in self.missing else "")
+            for name, (_, sentence) in entries.items()
+        }
+        self.names = tuple(name for name in entries if name not in self.missing)
+
+    def location(self, name: str) -> str:
+        """Where the class of a strategy is: `package.module:Class`."""
+        return self._locations[name]
 
     def load(self, name: str) -> "type[Strategy]":
         """The class of a strategy.
 
         Raises:
             KeyError: no strategy has this name.
+            UserError: what it needs is not installed; says how to install it.
         """
+        if name in self.missing:
+            raise UserError(f"strategy '{name}' is not installed; run: {self.missing[name]}")
         module, _, attribute = self._locations[name].partition(":")
         return getattr(importlib.import_module(module), attribute)

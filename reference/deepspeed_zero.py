@@ -1,0 +1,232 @@
+"""DeepSpeed's ZeRO stages 1, 2 and 3 with their default settings: the originals, from the optional extra `deepspeed`.
+
+Stage 1: every rank holds all parameters and gradients, and 1/N of the optimizer states. Gradients are all-reduced (not
+reduce-scattered) after the last micro-batch, and updated parameters all-gathered after the step: 3(N-1)/N * P elements.
+Stage 2 keeps 1/N of the gradients, and all-reduces at every micro-batch. Stage 3 keeps 1/N of the parameters too, but
+for those of up to 100,000 elements; it reduce-scatters and, below a billion parameters, gathers each parameter once a
+micro-batch and keeps it until backward: 2(N-1)/N * P elements. All three keep an own fp32 copy of this rank's part of
+the parameters, even of fp32 ones. What is announced here holds below 5e8 parameters, which fit into one bucket.
+"""
+
+import io
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.clipping import clip_shards, clipping_traffic
+from training.consistency import require_matching_state
+from training.errors import UnsupportedError
+from training.replicated import broadcast_from_rank0, buffer_broadcasts
+from training.strategy import MakeOptimizer, MicroBatch, Strategy
+from training.traffic import Collective
+
+KEPT_WHOLE, PREFETCHED = 100_000, 50_000_000
+"""DeepSpeed's defaults in stage 3: elements up to which a parameter stays whole, and that one prefetch gathers."""
+
+
+class Inner(nn.Module):
+    """Answers with the loss alone where a backward pass will follow, and enters autocast, which DeepSpeed turns off."""
+
+    def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.module, self.autocast = module, autocast
+
+    def forward(self, **micro_batch: Tensor) -> Any:
+        with self.autocast():
+            answer = self.module(**micro_batch)
+        return answer.loss if torch.is_grad_enabled() else answer
+
+
+class DeepSpeedZero(Strategy):
+    """What the three stages share."""
+
+    averages_over_ranks = True
+    stage: ClassVar[int]
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        self.require_supported()
+        self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will take the elements away
+        self.sizes = {p: p.numel() for p in self.trainable.values()}
+        device = next(self.module.parameters()).device
+        make_groups = self.options.parameter_groups
+        optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        try:
+            with redirect_stdout(io.StringIO()):  # it says much, and some of it not through a logger
+                self.deepspeed = load_deepspeed(device)
+                self.engine, self.zero, _, _ = self.deepspeed.initialize(
+                    model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
+                )
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            raise UnsupportedError(f"DeepSpeed cannot train this module: {error}") from error
+        return self.zero
+
+    def require_supported(self) -> None:
+        """Refuse what DeepSpeed would stumble over later, or silently do otherwise."""
+        if self.process_group is not dist.group.WORLD:
+            raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
+        for name, parameter in self.module.named_parameters():
+            if parameter.dtype is not torch.float32:
+                raise UnsupportedError(f"DeepSpeed wants one dtype; parameter {name} is {parameter.dtype}, not fp32")
+            if parameter.ndim == 0:
+                raise UnsupportedError(f"DeepSpeed takes no 0-d parameters; give {name} the shape (1,)")
+
+    def settings(self) -> dict[str, Any]:
+        """DeepSpeed's defaults but for clipping; losses come weighted, and the optimizer is the user's."""
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # it would clip to 1
+            "steps_per_print": 10**12,
+        }
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        self.engine.set_gradient_accumulation_boundary(True)
+
+    def forward(self, micro_batch: MicroBatch) -> Any:
+        answer = self.engine(**micro_batch)
+        return SimpleNamespace(loss=answer) if torch.is_grad_enabled() else answer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Stage 1 waits for the last micro-batch; the others reduce every one, which is how they save memory."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            with super().no_sync() if self.stage == 1 else nullcontext():
+                yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    def finish_gradient_synchronization(self) -> None:
+        unused = [n for n, got in zip(self.trainable, self.watch.received_in_last_round(), strict=True) if not got]
+        if unused:
+            raise UnsupportedError(
+                f"no gradient for {', '.join(unused)} in this step; DeepSpeed updates unused parameters as if they had "
+                "one, and ranks must use the same"
+            )
+
+    def step(self) -> None:
+        self.engine.step()
+        self.optimizer_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leaves no gradients: DeepSpeed has none that could be filled with zeros."""
+        self.zero.zero_grad()
+        for group in self.zero.averaged_gradients:
+            self.zero.averaged_gradients[group] = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        device = next(self.module.parameters()).device
+        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, device)
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return clipping_traffic(self.process_group)
+
+    # Shards, and the wholes that they make up --------------------------------------------------------------------
+
+    def gradient_share(self) -> Iterable[Tensor]:
+        return [shard for shards in self.zero.averaged_gradients.values() if shards is not None for shard in shards]
+
+    def gradient_tensors(self) -> Iterable[Tensor]:
+        return [*super().gradient_tensors(), *self.gradient_share()]
+
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        parameters = list(self.module.parameters())
+        return [*parameters, *(getattr(p, "ds_tensor") for p in parameters if self.stage == 3)]  # noqa: B009
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        """With DeepSpeed's own copy of the parameters, which it has for the optimizer's sake."""
+        own = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return [*super().optimizer_tensors(), *own]
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        whole = self.deepspeed.utils.safe_get_full_grad
+        return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
+
+    def gathered(self, writer: int | None = None) -> AbstractContextManager[Any]:
+        """Within this context the module holds whole parameters; what rank `writer` has changed is everyone's after."""
+        if self.stage < 3:
+            return nullcontext()
+        return self.deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=writer)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        with self.gathered():
+            if self.data_parallel_rank != 0:
+                return {}
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with self.gathered(writer=0):
+            require_matching_state(self.module, state, self.process_group)
+            if self.data_parallel_rank == 0:
+                self.module.load_state_dict(state)
+            broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        self.zero.refresh_fp32_params()
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        size, trained = self.data_parallel_size, self.sizes.values()
+        if self.stage == 3:
+            gradients = 4 * micro_batches * sum(padded(n, size) for n in trained)
+            kept = [4 * padded(n, size) for n in self.all_sizes if n <= KEPT_WHOLE]
+            gathered = [4 * padded(n, size) for n in self.all_sizes if n > KEPT_WHOLE]
+            fetches = micro_batches * -(-sum(gathered) // (4 * PREFETCHED))
+            traffic = [
+                Collective("reduce_scatter", micro_batches, gradients, size, "gradients"),
+                Collective("all_gather", len(kept), sum(kept), size, "parameters"),
+                Collective("all_gather", fetches, micro_batches * sum(gathered), size, "parameters"),
+                Collective("all_reduce", 1, 8, size, "bookkeeping"),
+            ]
+        else:
+            reductions = 1 if self.stage == 1 else micro_batches
+            flat = [4 * padded(sum(self.sizes[p] for p in group), 2 * size) for group in self.groups]
+            traffic = [
+                Collective("all_reduce", reductions, 4 * reductions * sum(trained), size, "gradients"),
+                Collective("all_gather", len(flat), sum(flat), size, "parameters"),
+                Collective("all_reduce", 1, 4, size, "bookkeeping"),
+            ]
+        return [*(part for part in traffic if part.count), *buffer_broadcasts(self.module, size)]
+
+
+class DeepSpeedZero1(DeepSpeedZero):
+    """Optimizer states are sharded."""
+
+    stage = 1
+
+
+class DeepSpeedZero2(DeepSpeedZero):
+    """Gradients too."""
+
+    stage = 2
+
+
+class DeepSpeedZero3(DeepSpeedZero):
+    """Parameters too."""
+
+    communicates_in_forward = True
+    stage = 3
+
+
+def padded(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, quiet, and on the device of the module: it looks for an accelerator when it is imported."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    return deepspeed
