@@ -120,7 +120,7 @@ HELD_COLUMNS = {
         f"{component}_bytes": mib(label, f"storage of {label} at rest after a step, {OF_WORST_RANK}")
         for component, label in COMPONENTS.items()
     },
-    "model_states_bytes": mib("states", f"these four together at rest, {OF_WORST_RANK}"),
+    "model_states_bytes": mib("model states", f"these four together at rest, {OF_WORST_RANK}"),
     "model_states_ratio": Column("ratio", "×", "model_states_bytes over that of the reference choice", 1, 2),
     "expected_model_states_bytes": mib("formula", "parameters, gradients and optimizer states at rest by the formula"),
     "peak_model_states_bytes": mib("states, peak", f"most of these four at one moment of a step, {OF_WORST_RANK}"),

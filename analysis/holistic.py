@@ -70,7 +70,7 @@ def _run_hta(files: dict[int, str], include_last: bool, multiprocessing: bool) -
         _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
             trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
         )
-    except (ValueError, KeyError, IndexError, AssertionError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
         raise TraceError(f"{next(iter(files.values()))}: HTA cannot analyse it ({error!r})") from error
     return HolisticFigures(
         breakdown=breakdown.rename(

@@ -101,7 +101,8 @@ def complete_events(trace: dict[str, Any], path: Path) -> pd.DataFrame:
     frame = frame[np.isfinite(frame["start"]) & (frame["end"] >= frame["start"])]
     if frame.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
-    frame["name"] = frame["name"].astype(str)
+    for column in ("name", "pid", "tid"):
+        frame[column] = frame[column].map(str)
     return frame.drop(columns=["ph", "ts", "dur"]).sort_values("start", kind="stable").reset_index(drop=True)
 
 

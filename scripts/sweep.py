@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,53 +15,14 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
-import pandas as pd
-from rich.console import Console
-from rich.table import Table
-
-import ddp
-import sharding
-from analysis.columns import COMPARISON_COLUMNS
-from analysis.command import build_parser, report_folder, report_on_window
-from analysis.compare import REFERENCE, comparison, latest_record
+from analysis.choices import report_on_choices
 from analysis.errors import TraceError
-from analysis.report.compare_page import write_comparison
-from analysis.traces import find_windows
+from scripts.families import FAMILIES, Family
 from training.cli import OneLineParser, exit_with_error, parse_config
 from training.errors import UserError
-from training.registry import Registry
 
 SWEEP_STEPS = 40
 """Optimizer steps a choice where the command line does not say: enough to see the loss fall and times settle."""
-
-SHOWN = (
-    "choice",
-    "step_time_ms_median",
-    "step_time_ratio",
-    "compute_pct",
-    "non_compute_pct",
-    "idle_pct",
-    "overlap_pct",
-    "collective_calls_per_step",
-    "peak_bytes",
-    "eval_loss",
-    "eval_accuracy",
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The choices of one entrypoint, and where their reports go."""
-
-    script: str
-    registry: Registry
-    report_root: str
-
-
-FAMILIES = {
-    "ddp": Family("main_ddp.py", ddp.REGISTRY, "reports"),
-    "sharding": Family("main_shard.py", sharding.REGISTRY, "reports_sharding"),
-}
 
 
 def main() -> int:
@@ -100,7 +60,7 @@ def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str]) -> int
         arguments = [str(ROOT / family.script), "--ddp-choice", choice, "--output-dir", str(output_dir), *flags]
         (succeeded if train(choice, ranks, arguments, output_dir) else failed).append(choice)
     try:
-        page = report(family, output_dir, succeeded, failed)
+        page = report_on_choices(output_dir, family.report_root, succeeded, failed)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -142,50 +102,6 @@ def failure_line(choice: str, logs: list[str], output_dir: Path) -> str:
     except OSError as error:
         return f"error: {choice}: {lines[-1] if lines else 'failed'} (log not kept: {error.strerror})"
     return f"error: {choice}: {lines[-1] if lines else 'failed without a word'} (all of it: {log_path})"
-
-
-def report(family: Family, output_dir: Path, choices: list[str], failed: list[str]) -> Path:
-    """Write `summary.*` of each choice and `compare.*` of all, print the table, answer with the page's path.
-
-    Raises:
-        TraceError: traces cannot be used, or nothing succeeded.
-    """
-    options = build_parser("").parse_args(["--trace-dir", "."])
-    records, summaries = {}, {}
-    for choice in choices:
-        trace_dir = output_dir / "profile" / choice
-        record = latest_record(trace_dir)
-        if record is None:
-            continue
-        records[choice] = record
-        if record["config"]["no_profile"]:
-            continue
-        folder = report_folder(trace_dir, family.report_root)
-        try:
-            window = [window for window in find_windows(trace_dir) if window.run_id == record["run_id"]][-1]
-            summaries[choice] = report_on_window(window, choice, folder, options)
-        except TraceError as error:  # the choice's times still stand
-            print(f"error: {choice}: {error}", file=sys.stderr)
-            failed.append(choice)
-    table = comparison(records, summaries, REFERENCE[family.report_root])
-    print_table(table, Console())
-    return write_comparison(table, records, REFERENCE[family.report_root], failed, output_dir / family.report_root)
-
-
-def print_table(table: pd.DataFrame, console: Console) -> None:
-    """The most important columns, wide enough for any terminal to wrap none of them."""
-    shown = Table(box=None, pad_edge=False)
-    for name in SHOWN:
-        column = COMPARISON_COLUMNS[name]
-        shown.add_column(
-            f"{column.label}\n{column.unit}", justify="left" if name == "choice" else "right", no_wrap=True
-        )
-    for row in table.to_dict("records"):
-        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]) for name in SHOWN))
-    console.print()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(shown)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool
+
+settings.register_profile("unhurried", deadline=None)  # time says more about the machine than about the code
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

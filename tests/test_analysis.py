@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis import intervals
@@ -24,7 +24,7 @@ from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import analyse_window
 from analysis.timeline import complete_events
 from analysis.traces import find_windows
-from tests.traces import cpu_trace, cuda_trace, event, write, write_run
+from tests.traces import cpu_trace, cuda_trace, event, record, write, write_run
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -220,7 +220,6 @@ def test_missing_empty_and_doubled_folders(tmp_path: Path) -> None:
         find_windows(tmp_path)
 
 
-@settings(deadline=None)  # HTA takes its time on a busy machine
 @given(data=st.data())
 def test_mutated_traces_give_figures_or_a_clear_error(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Events lost, reordered, or with a field replaced by nonsense: never a traceback."""
@@ -277,56 +276,6 @@ def page_equals_csv(page: Path) -> set[str]:
         if name in shown:
             assert shown[name] == [row[name] for row in rows], name
     return set(rows[0]) - set(shown)
-
-
-def record(choice: str, step: float) -> dict[str, Any]:
-    return {
-        "choice": choice,
-        "run_id": "r<script>",
-        "world_size": 2,
-        "backend": "gloo",
-        "device_name": "cpu",
-        "parameters": 1000,
-        "samples_per_second": 8 / step,
-        "train_loss": [2.0, 1.0],
-        "step_time_s": [9.0, None, step, step],
-        "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8},
-        "optimizer": "AdamW",
-        "shards": ["gradients"],
-        "memory": [memory_of(0, 1.0), memory_of(1, 0.5)],
-        "config": {
-            "workload": "mlp",
-            "model": None,
-            "dataset": None,
-            "global_batch_size": 8,
-            "grad_accum_steps": 2,
-            "precision": "fp32",
-            "lr": 0.1,
-            "clip_grad_norm": None,
-            "seed": 0,
-        },
-    }
-
-
-def memory_of(rank: int, scale: float) -> dict[str, Any]:
-    """A rank's row: `rank` 0 holds most."""
-    sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}
-    row: dict[str, Any] = {"rank": rank}
-    for component, held in sizes.items():
-        row[f"{component}_bytes"] = int(scale * held * 2**20)
-        row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)
-        if component != "buffers":
-            row[f"expected_{component}_bytes"] = int(scale * held * 2**20) - 8
-    peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_rss_bytes": 900}
-    row |= {name: int(scale * size * 2**20) for name, size in peaks.items()}
-    timeline = {f"{component}_bytes": [row[f"{component}_bytes"]] * 3 for component in sizes}
-    timeline |= {"ms": [0.0, 5.0, 9.0], "where": ["start", "<b>layer", "end"]}
-    timeline |= {"allocated_bytes": [row["peak_bytes"]] * 3, "highest_bytes": [row["peak_bytes"]] * 3}
-    timeline["phases"] = [
-        {"name": "forward", "start_ms": 1.0, "end_ms": 4.0},
-        {"name": "backward", "start_ms": 4.0, "end_ms": 8.0},
-    ]
-    return {**row, "peak_ms": 5.0, "peak_phase": "backward", "timeline": timeline}
 
 
 def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import ddp
 import sharding
-from tests.traces import write_run
+from tests.traces import record, write, write_run
 from training.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +98,47 @@ def test_mistakes_in_a_sweep_are_one_line(arguments: list[str], expected: str) -
     answer = command("scripts/sweep.py", *arguments)
     assert answer.returncode == 2 and answer.stdout == ""
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def trained(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Traces and records of choices as a run leaves them; `changes` to the record of each."""
+    for choice, change in changes.items():
+        trace_dir = write_run(folder / "profile" / choice)
+        content = record(choice, 0.1) | {"run_id": "20261121-093000-0001"} | change
+        content["config"] = content["config"] | {"no_profile": False}
+        write(trace_dir / "20261121-093000-0001.run.json", content)
+
+
+def test_compare_what_has_been_trained(tmp_path: Path) -> None:
+    trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    with (tmp_path / "reports_sharding" / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["choice"], float(row["step_time_ratio"])) for row in rows] == [("baseline", 1.0), ("zero1", 0.5)]
+    assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"baseline": {}, "zero1": {"world_size": 4}}, "they differ in ranks (2: baseline; 4: zero1)"),
+        ({}, "no run record of any choice to compare; train first"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: Any, expected: str) -> None:
+    trained(tmp_path, changes)
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 1 and answer.stdout == "" and not (tmp_path / "reports_sharding").exists()
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:
+    trained(tmp_path, {"baseline": {}, "zero1": {"run_id": "20261121-100000-0002"}})
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and "error: zero1: " in answer.stderr and "no trace of run" in answer.stderr
+    with (tmp_path / "reports_sharding" / "compare.csv").open() as file:
+        assert [row["step_time_ms_median"] for row in csv.DictReader(file)] == ["100.0", "100.0"]
 
 
 def test_one_rank_says_it_once_under_torchrun(tmp_path: Path) -> None:

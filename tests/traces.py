@@ -73,3 +73,54 @@ def write_run(folder: Path, make: Any = cpu_trace, run_id: str = "20261121-09300
     for rank in range(2):
         write(folder / f"rank_{rank}" / f"{run_id}.step7.pt.trace.json.gz", make(rank))
     return folder
+
+
+def record(choice: str, step: float) -> dict[str, Any]:
+    """A run record with what reports read; `step` is the time of a step in seconds."""
+    return {
+        "choice": choice,
+        "run_id": "r<script>",
+        "world_size": 2,
+        "backend": "gloo",
+        "device_name": "cpu",
+        "parameters": 1000,
+        "samples_per_second": 8 / step,
+        "train_loss": [2.0, 1.0],
+        "step_time_s": [9.0, None, step, step],
+        "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8},
+        "optimizer": "AdamW",
+        "shards": ["gradients"],
+        "memory": [memory_of(0, 1.0), memory_of(1, 0.5)],
+        "config": {
+            "workload": "mlp",
+            "model": None,
+            "dataset": None,
+            "global_batch_size": 8,
+            "grad_accum_steps": 2,
+            "precision": "fp32",
+            "lr": 0.1,
+            "clip_grad_norm": None,
+            "seed": 0,
+        },
+    }
+
+
+def memory_of(rank: int, scale: float) -> dict[str, Any]:
+    """A rank's row: `rank` 0 holds most."""
+    sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}
+    row: dict[str, Any] = {"rank": rank}
+    for component, held in sizes.items():
+        row[f"{component}_bytes"] = int(scale * held * 2**20)
+        row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)
+        if component != "buffers":
+            row[f"expected_{component}_bytes"] = int(scale * held * 2**20) - 8
+    peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_rss_bytes": 900}
+    row |= {name: int(scale * size * 2**20) for name, size in peaks.items()}
+    timeline = {f"{component}_bytes": [row[f"{component}_bytes"]] * 3 for component in sizes}
+    timeline |= {"ms": [0.0, 5.0, 9.0], "where": ["start", "<b>layer", "end"]}
+    timeline |= {"allocated_bytes": [row["peak_bytes"]] * 3, "highest_bytes": [row["peak_bytes"]] * 3}
+    timeline["phases"] = [
+        {"name": "forward", "start_ms": 1.0, "end_ms": 4.0},
+        {"name": "backward", "start_ms": 4.0, "end_ms": 8.0},
+    ]
+    return {**row, "peak_ms": 5.0, "peak_phase": "backward", "timeline": timeline}
