@@ -27,8 +27,8 @@ from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
 from training.traffic import Collective
 
-KEPT_WHOLE, PREFETCHED = 100_000, 50_000_000
-"""DeepSpeed's defaults in stage 3: elements up to which a parameter stays whole, and that one prefetch gathers."""
+LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
+"""DeepSpeed's defaults, in elements; in stage 3, up to which a parameter stays whole, and that one prefetch gathers."""
 
 
 class Inner(nn.Module):
@@ -80,11 +80,15 @@ class DeepSpeedZero(Strategy):
                 raise UnsupportedError(f"DeepSpeed takes no 0-d parameters; give {name} the shape (1,)")
 
     def settings(self) -> dict[str, Any]:
-        """DeepSpeed's defaults but for clipping; losses come weighted, and the optimizer is the user's."""
+        """DeepSpeed's defaults but for clipping, and for a bucket that is no larger than a small model has use for.
+
+        By default it allocates 2 GB for 5e8 elements, whatever the model. Losses come weighted.
+        """
+        bucket = min(LARGEST_BUCKET, sum(self.sizes.values()))
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": bucket},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # it would clip to 1
             "steps_per_print": 10**12,

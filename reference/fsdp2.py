@@ -46,6 +46,9 @@ class FSDP2(Strategy):
 
     def replace_parameters(self) -> None:
         """Make rank 0's parameters everyone's, then put shards (`DTensor`) in their place."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and not parameter.numel():  # which it would find out in backward
+                raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         mesh = DeviceMesh.from_group(self.process_group, next(self.module.parameters()).device.type)
         self.root = Root(self.module)

@@ -33,8 +33,8 @@ GRADIENT_TOLERANCE = 1e-6
 
 REFUSALS = {
     ("pytorch_zero1", "odd"): "ZeroRedundancyOptimizer only supports using the same dense type for all parameters",
-    ("pytorch_zero2", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
-    ("pytorch_zero3", "odd"): "FSDP2 cannot shard this module: fully_shard doesn't support scalar parameters",
+    ("pytorch_zero2", "odd"): "FSDP2 cannot reduce the gradient of empty, which has no elements",
+    ("pytorch_zero3", "odd"): "FSDP2 cannot reduce the gradient of empty, which has no elements",
     ("deepspeed_zero1", "odd"): "DeepSpeed takes no 0-d parameters",
     ("deepspeed_zero2", "odd"): "DeepSpeed takes no 0-d parameters",
     ("deepspeed_zero3", "odd"): "DeepSpeed takes no 0-d parameters",

@@ -8,9 +8,9 @@ a new one.
 import datetime
 import itertools
 import os
-import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,6 +47,8 @@ class RankPool:
             RankFailed: a rank raised; the first rank's error that is not merely another's lost connection.
             TimeoutError: a rank did not answer in time.
         """
+        if self._group[0] not in (0, world_size) and find_spec("deepspeed"):
+            self.close()  # it goes on to use groups and numbers of parameters that it has seen in the same process
         while len(self._workers) < world_size:
             self._workers.append(start_worker())
         chosen = self._workers[:world_size]
@@ -119,9 +121,6 @@ def join_group(name: str, rank: int, world_size: int, port: int) -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
-        if deepspeed := sys.modules.get("deepspeed"):  # which goes on to use groups that it has seen before
-            deepspeed.comm.comm.cdb = None
-            deepspeed.utils.groups._release_process_group_references()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=60)
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, timeout=timeout))

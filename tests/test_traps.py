@@ -221,6 +221,39 @@ def test_nonfinite(ranks: RankPool, choice: Choice, bad_rank: int, bad_micro_bat
             assert unchanged
 
 
+def fail_inside(choice: Choice, where: str) -> tuple[bool, float, float]:
+    """Whether a failed step left the state as it was, and the evaluation's loss before and after it."""
+    module = build("plain")
+    strategy = make(choice, module)
+    steps = [[make_batch("plain", 2, 10 * step + dist.get_rank() + index) for index in range(2)] for step in range(2)]
+    strategy.forward_backward(steps[0])
+    strategy.step()
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return strategy.forward(make_batch("plain", 4, 3)).loss.item()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    state, loss = strategy.full_state_dict(), evaluate()
+    handle = module.net[2].register_forward_hook(
+        fail if where == "forward" else lambda part, arguments, output: output.register_hook(fail) and None
+    )
+    with pytest.raises(RuntimeError, match="planted"):
+        strategy.forward_backward(steps[1])
+    handle.remove()
+    after = strategy.full_state_dict()
+    return all(torch.equal(after[name], tensor) for name, tensor in state.items()), loss, evaluate()
+
+
+@for_each_choice
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_step_leaves_what_can_be_evaluated_and_saved(ranks: RankPool, choice: Choice, where: str) -> None:
+    for unchanged, before, after in ranks.run(2, fail_inside, choice, where):
+        assert unchanged and before == after
+
+
 def differing_modules(choice: Choice) -> None:
     make(choice, build("plain") if dist.get_rank() == 0 else build("tied"))
 
