@@ -207,6 +207,22 @@ def test_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sweep_of_sharding(tmp_path: Path) -> None:
+    """Every choice that is installed computes the same, and its memory stands in the comparison."""
+    answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_shard.sh"])
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    folder = tmp_path / "reports_sharding"
+    with (folder / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["choice"] for row in rows] == list(sharding.CHOICES)
+    losses = [float(row["final_train_loss"]) for row in rows]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    assert rows[0]["step_time_ratio"] == rows[0]["peak_ratio"] == rows[0]["model_states_ratio"] == "1.0"
+    assert all(int(row["peak_bytes"]) >= int(row["model_states_bytes"]) > 0 for row in rows)
+    assert all((folder / name / "summary.html").exists() for name in sharding.CHOICES)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_thirty_runs_end_well(tmp_path: Path) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
@@ -269,12 +285,9 @@ def test_thin_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 def test_pages_open_in_a_browser_without_errors(tmp_path: Path) -> None:
-    from analysis.report.summary_page import write_summary
-    from analysis.summary import analyse_window
-    from analysis.traces import find_windows
-
-    (window,) = find_windows(write_run(tmp_path / "profile" / "x"))
-    page = write_summary(analyse_window(window), "x", tmp_path / "reports" / "x")
+    trained(tmp_path, {"baseline": {}, "zero1": {}})
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
     flags = [
         "--headless",
         "--no-sandbox",
@@ -288,6 +301,8 @@ def test_pages_open_in_a_browser_without_errors(tmp_path: Path) -> None:
         "--enable-logging=stderr",
         "--virtual-time-budget=5000",
     ]
-    answer = command(*flags, "--dump-dom", page.as_uri(), under=[str(BROWSER)])
-    assert "CONSOLE" not in answer.stderr, answer.stderr
-    assert answer.stdout.count('class="main-svg"') >= 2, "the figures were not drawn"
+    folder = tmp_path / "reports_sharding"
+    for page, figures in ((folder / "zero1" / "summary.html", 5), (folder / "compare.html", 5)):
+        answer = command(*flags, "--dump-dom", page.as_uri(), under=[str(BROWSER)])
+        assert "CONSOLE" not in answer.stderr, answer.stderr
+        assert len(re.findall(r'class="[^"]*svg-container', answer.stdout)) == figures, "a figure was not drawn"
