@@ -126,6 +126,8 @@ class DeepSpeedZero(Strategy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Leaves no gradients: DeepSpeed has none that could be filled with zeros."""
+        for parameter in self.trainable.values():
+            parameter.grad = None  # stage 3 itself fails at it on a CPU, where there is no stream to record
         self.zero.zero_grad()
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None
