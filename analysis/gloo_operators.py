@@ -92,14 +92,18 @@ def _sizes(args: Any, position: int | None) -> list[int]:
     dims = args.get("Input Dims") if isinstance(args, dict) else None
     if position is None or not isinstance(dims, list) or len(dims) <= position:
         return []
+    kinds = args.get("Input type")
+    kind = str(kinds[position]) if isinstance(kinds, list) and len(kinds) > position else ""
+    if dims[position] == [] and kind in ("", "Scalar", "ScalarList", "TensorList", "GenericList"):
+        return []  # no tensor; with the name of a dtype, an empty entry is the shape of a 0-d tensor
     return [int(np.prod(shape)) for shape in _shapes(dims[position])]
 
 
 def _shapes(entry: Any) -> Iterator[list[int]]:
-    """A shape, or the shapes in a list; nothing for an empty entry, which an argument without a tensor leaves."""
-    if not isinstance(entry, list) or not entry:
+    """A shape, or the shapes in a list, of which an empty one is that of a 0-d tensor."""
+    if not isinstance(entry, list):
         return
-    if isinstance(entry[0], list):
+    if entry and isinstance(entry[0], list):
         for part in entry:
             yield from _shapes(part)
     else:

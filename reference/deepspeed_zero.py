@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.clipping import clip_shards, clipping_traffic
+from sharding.partition import require_elementwise
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -56,6 +57,7 @@ class DeepSpeedZero(Strategy):
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will take the elements away
         self.sizes = {p: p.numel() for p in self.trainable.values()}
         device = next(self.module.parameters()).device
+        require_elementwise(make_optimizer)
         make_groups = self.options.parameter_groups
         optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -126,6 +128,8 @@ class DeepSpeedZero(Strategy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Leaves no gradients: DeepSpeed has none that could be filled with zeros."""
+        for parameter in self.trainable.values():
+            parameter.grad = None  # stage 3 itself fails at it on a CPU, where there is no stream to record
         self.zero.zero_grad()
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from reference.pytorch_ddp import LossOf
 from reference.unit_order import UnitOrder
 from sharding.clipping import clip_shards, clipping_traffic
+from sharding.partition import require_elementwise
 from sharding.units import find_blocks
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
@@ -78,6 +79,7 @@ class FSDP2(Strategy):
         self._order = UnitOrder(blocks, self._agreement, self.data_parallel_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        require_elementwise(make_optimizer)
         make_groups = self.options.parameter_groups
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
@@ -148,7 +150,7 @@ class FSDP2(Strategy):
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         size = self.data_parallel_size
         gathered, reduced = [], []
-        for unit, leaves in self.units.items():
+        for unit, leaves in self.units.items() if size > 1 else ():  # alone, FSDP2 sends nothing
             is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
             if leaves:
                 gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)

@@ -112,3 +112,15 @@ def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
     }
     for wanted, extra in cases.items():
         assert all(wanted in message for message in ranks.run(2, refuse, name, extra))
+
+
+def refuse_adafactor(name: str) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        sharding.load(name)(Stack(), torch.optim.Adafactor, StrategyOptions())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FSDP2)
+def test_fsdp2_refuses_an_optimizer_that_needs_whole_parameters(ranks: RankPool, name: str) -> None:
+    """Its own answer would be an error about placements, in the first step. `pytorch_zero1` can do it."""
+    assert all("does not work on each element" in message for message in ranks.run(2, refuse_adafactor, name))
