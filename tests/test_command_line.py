@@ -1,6 +1,5 @@
 """The command lines as a user runs them: real processes, exit codes, and what they say."""
 
-import csv
 import dataclasses
 import os
 import re
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import ddp
@@ -113,9 +113,8 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
     answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
-    with (tmp_path / "reports_sharding" / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["choice"], float(row["step_time_ratio"])) for row in rows] == [("baseline", 1.0), ("zero1", 0.5)]
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]
     assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
 
 
@@ -137,8 +136,8 @@ def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:
     trained(tmp_path, {"baseline": {}, "zero1": {"run_id": "20261121-100000-0002"}})
     answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and "error: zero1: " in answer.stderr and "no trace of run" in answer.stderr
-    with (tmp_path / "reports_sharding" / "compare.csv").open() as file:
-        assert [row["step_time_ms_median"] for row in csv.DictReader(file)] == ["100.0", "100.0"]
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.step_time_ms_median.tolist() == [100.0, 100.0]
 
 
 def test_one_rank_says_it_once_under_torchrun(tmp_path: Path) -> None:
@@ -192,10 +191,8 @@ def test_sweep(tmp_path: Path) -> None:
     """All choices, one of which cannot: it is named, the others are compared, and the exit code says so."""
     answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_ddp.sh"])
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
-    with (tmp_path / "reports" / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["choice"] for row in rows] == list(ddp.CHOICES)
-    assert len({row["final_train_loss"] for row in rows}) == 1
+    table = pd.read_csv(tmp_path / "reports" / "compare.csv")
+    assert table.choice.tolist() == list(ddp.CHOICES) and table.final_train_loss.nunique() == 1
     assert all((tmp_path / "reports" / name / "summary.html").exists() for name in ddp.CHOICES)
     assert "open " + str(tmp_path / "reports" / "compare.html") in answer.stdout
     (tmp_path / "profile" / "flat_ddp" / "rank_1").rename(tmp_path / "moved")
@@ -212,13 +209,11 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
     answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_shard.sh"])
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     folder = tmp_path / "reports_sharding"
-    with (folder / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["choice"] for row in rows] == list(sharding.CHOICES)
-    losses = [float(row["final_train_loss"]) for row in rows]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
-    assert rows[0]["step_time_ratio"] == rows[0]["peak_ratio"] == rows[0]["model_states_ratio"] == "1.0"
-    assert all(int(row["peak_bytes"]) >= int(row["model_states_bytes"]) > 0 for row in rows)
+    table = pd.read_csv(folder / "compare.csv")
+    assert table.choice.tolist() == list(sharding.CHOICES)
+    assert table.final_train_loss.tolist() == pytest.approx([table.final_train_loss[0]] * len(table), rel=1e-4)
+    assert table[["step_time_ratio", "peak_ratio", "model_states_ratio"]].iloc[0].tolist() == [1.0, 1.0, 1.0]
+    assert table.peak_bytes.ge(table.model_states_bytes).all() and table.model_states_bytes.gt(0).all()
     assert all((folder / name / "summary.html").exists() for name in sharding.CHOICES)
 
 
@@ -246,41 +241,28 @@ def test_thirty_runs_end_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_thin_benchmark(tmp_path: Path) -> None:
-    table = tmp_path / "table.csv"
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_thin_benchmark(tmp_path: Path, rounds: int) -> None:
+    path = tmp_path / "table.csv"
+    flags = ["--choices", "pytorch_ddp,zero3,bare_loop", "--workload", "mlp", "--depth", "2", "--width", "8"]
     answer = command(
-        "--nproc_per_node=2",
-        "benchmarks/strategies.py",
-        "--choices",
-        "bucket_ddp_async,bare_loop",
-        "--workload",
-        "mlp",
-        "--depth",
-        "2",
-        "--width",
-        "8",
-        "--rounds",
-        "3",
-        "--csv",
-        str(table),
-        under=TORCHRUN,
+        "--nproc_per_node=2", "benchmarks/strategies.py", *flags, f"--rounds={rounds}", f"--csv={path}", under=TORCHRUN
     )
     assert answer.returncode == 0, answer.stderr
-    with table.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["choice"] for row in rows] == ["pytorch_ddp", "bucket_ddp_async", "bare_loop", "local"]
-    assert list(rows[0]) == [
-        "choice",
-        "against",
-        "rounds",
-        "step_ms_median",
-        "ratio_median",
-        "ratio_p25",
-        "ratio_p75",
-        "exposed_ms_median",
-        "peak_bytes",
-    ]
-    assert float(rows[0]["ratio_median"]) == 1.0 and int(rows[1]["peak_bytes"]) > 0
+    table = pd.read_csv(path)
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/strategies.py`")[1]
+    documented = re.findall(r"^\| (`[a-z_0-9`, ]+`) \| ", section, re.MULTILINE)
+    assert table.columns.tolist() == [name for row in documented for name in re.findall(r"\w+", row)]
+    assert table.choice.tolist() == ["pytorch_ddp", "zero3", "bare_loop", "local"][: 4 if rounds else 3]
+    assert table.world_size.eq(2).all() and table.rounds.eq(rounds).all() and table.workload.eq("mlp").all()
+    elements = table.elements[0]
+    expected = table.set_index("choice").expected_resting_bytes
+    assert expected["bare_loop"] == 16 * elements and expected["zero3"] == 8 * elements
+    assert table.resting_bytes.ge(table.expected_resting_bytes).all()
+    assert table.peak_bytes.ge(table.resting_bytes).all()
+    assert table.ratio_median.notna().all() == bool(rounds)
+    if rounds:
+        assert table.ratio_median[0] == 1.0 and table.step_ms_median.gt(0).all()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")

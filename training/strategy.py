@@ -210,10 +210,8 @@ class Strategy(ABC):
         micro_batches = [batch for batch in micro_batches if sample_count(batch)]
         try:
             result = self._attempt(micro_batches)
-            if (
-                result.nonfinite == "a gradient"
-            ):  # of which rank, the sum over ranks does not tell: do it again, looking
-                self.zero_grad()
+            if result.nonfinite == "a gradient":
+                self.zero_grad()  # of which rank, the sum over ranks does not tell: do it again, looking
                 self.watch.inspects = True
                 result = self._attempt(micro_batches)
         except BaseException:

@@ -1,0 +1,131 @@
+"""What a benchmark runs: strategies through the project's training loop, and two plain loops to compare them with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from reference.pytorch_ddp import bucket_bytes
+from training.allocations import counting_on_all_threads, peak_of_allocations
+from training.config import RunConfig
+from training.data import to_device
+from training.distributed import Ranks
+from training.loop import train
+from training.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.profiling import WindowProfiler
+from training.run import build_strategy, seed_everything
+from training.strategy import MicroBatch, Strategy
+from training.workloads import Workload, build_workload
+
+PLAIN = ("local", "bare_loop")
+"""A step without communication; a loop around PyTorch DDP without this project's runtime."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One choice, ready to run.
+
+    Attributes:
+        elements: Of the model's parameters.
+        steps: Run this many optimizer steps, to the end of all their communication.
+        drop_gradients: Free them, as the next step would before its forward pass.
+        state_bytes: Count the bytes that model states hold now, those of a DDP's buckets among them.
+        expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
+    """
+
+    elements: int
+    steps: Callable[[int], None]
+    drop_gradients: Callable[[], None]
+    state_bytes: Callable[[], int]
+    expected_state_bytes: int
+
+
+def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]]) -> Runner:
+    """`config.choice` on one global batch of its workload, the same for every choice."""
+    seed_everything(0, rank=0)
+    workload = build_workload(config)
+    size = config.micro_batch_size(ranks.world_size)
+    samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
+    batches = [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
+    if config.choice in PLAIN:
+        return plain_runner(config.choice, workload, batches, ranks)
+    model_size = ModelSize.of(workload.model)
+    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    unused = WindowProfiler(replace(config, no_profile=True), Path(), "", ranks)
+
+    def steps(count: int) -> None:
+        train(strategy, [(config.global_batch_size, batches)] * count, unused, None, lambda result: None)
+        strategy.finish_parameter_synchronization()
+
+    expected = expected_state_bytes(model_size, strategy.data_parallel_size, strategy.shards)
+    return Runner(
+        elements=model_size.elements,
+        steps=steps,
+        drop_gradients=strategy.zero_grad,
+        state_bytes=lambda: sum(strategy.memory_breakdown().values()),
+        expected_state_bytes=sum(expected.values()),
+    )
+
+
+def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
+    """One of `PLAIN`: what a person writes by hand."""
+    size = ModelSize.of(workload.model)
+    module = workload.model.to(ranks.device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
+    model: Any = DistributedDataParallel(module) if name == "bare_loop" else module
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            for index, batch in enumerate(batches):
+                if name == "bare_loop":
+                    model.require_backward_grad_sync = index == len(batches) - 1
+                (model(**batch).loss / len(batches)).backward()
+            optimizer.step()
+
+    def state_bytes() -> int:
+        states = [value for entry in optimizer.state.values() for value in entry.values()]
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        buckets = sum(bucket_bytes(model)) if name == "bare_loop" else 0
+        return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states]) + buckets
+
+    expected = expected_state_bytes(size, ranks.world_size, ())
+    return Runner(size.elements, steps, optimizer.zero_grad, state_bytes, sum(expected.values()))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank that holds most: model states after a step, and all tensors at the worst moment of one."""
+
+    resting: int
+    peak: int
+
+
+def measure_memory(runner: Runner, device: torch.device) -> Memory:
+    """Collective. The first step of a choice makes optimizer states, so the second is measured, gradients dropped."""
+    runner.steps(1)
+    resting = runner.state_bytes()
+    runner.drop_gradients()
+    before = runner.state_bytes()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+        runner.steps(1)
+        added = torch.cuda.max_memory_allocated(device) - allocated
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
+            runner.steps(1)
+        added = peak_of_allocations(profiler)
+    return Memory(resting=round(largest(resting, device)), peak=round(largest(before + added, device)))
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    held = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return held.item()
