@@ -50,19 +50,25 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pen
         return Pending([dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)])
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     parts = list(full.view(size, -1).unbind())
-    received = [part if root == rank else torch.empty_like(part) for root, part in enumerate(parts)]
+    own, others = parts[rank], [root for root in range(size) if root != rank]
+    received = {root: torch.empty_like(own) for root in others}
+    in_place = shard.data_ptr() == own.data_ptr()
+    if others and not in_place:
+        received[others[0]] = shard  # where the sum will be, so that one tensor less is made and written
     works = [
-        dist.scatter(received[root], parts if root == rank else None, group=group, group_src=root, async_op=True)
+        dist.scatter(
+            received.get(root, own), parts if root == rank else None, group=group, group_src=root, async_op=True
+        )
         for root in range(size)
     ]
 
     def add_up() -> None:
-        own = received.pop(rank)
-        total = torch.add(own, received[0], out=shard) if received else shard.copy_(own)
-        for other in received[1:]:
-            total.add_(other)
-        for other in received:
-            free(other)
+        if not in_place:
+            shard.add_(own) if others else shard.copy_(own)
+        for part in received.values():
+            if part is not shard:
+                shard.add_(part)
+                free(part)
 
     return Pending(works, add_up)
 

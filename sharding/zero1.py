@@ -23,7 +23,7 @@ from sharding.collectives import Pending, all_gather, expected_all_gathers, expe
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy
 from sharding.units import around_units, find_blocks, plan_units
-from training.replicated import broadcast_from_rank0, buffer_broadcasts
+from training.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
 from training.traffic import Collective
 
 
@@ -93,7 +93,7 @@ class Zero1(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        cap_bytes = (self.options.bucket_cap_mb or self.default_cap_mb()) * 2**20
+        cap_bytes = (self.options.bucket_cap_mb or self._default_cap_mb()) * 2**20
         self.flats = [
             FlatParameters(parameters, self.process_group)
             for segment in self._segments()
@@ -112,9 +112,9 @@ class Zero1(ShardedStrategy):
         for block in blocks:
             self._wait_before(block, set(block.parameters()))
 
-    def default_cap_mb(self) -> float:
-        """MiB in a bucket, where `--bucket-cap-mb` does not say."""
-        return DEFAULT_CAP_MB
+    def _default_cap_mb(self) -> float:
+        """At most a tenth of the gradients, so that buckets in flight stay small beside what sharding saves."""
+        return min(DEFAULT_CAP_MB, bytes_of(self.trainable.values()) / 10 / 2**20)
 
     def _segments(self) -> Iterator[list[nn.Parameter]]:
         """Trainable parameters in the order in which backward makes gradients: heads, blocks, embeddings. They share

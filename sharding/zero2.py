@@ -15,10 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ddp.bucket_ddp_async import DEFAULT_CAP_MB
 from sharding.collectives import free, reduce_scatter
 from sharding.zero1 import GradientBucket, Zero1
-from training.replicated import bytes_of
 
 
 class FreedGradientBucket(GradientBucket):
@@ -75,10 +73,6 @@ class Zero2(Zero1):
     shards = frozenset({"optimizer_state", "gradients"})
     make_bucket = FreedGradientBucket
     reduces_every_micro_batch = True
-
-    def default_cap_mb(self) -> float:
-        """At most a tenth of the gradients, so that the buckets in flight stay small beside what sharding saves."""
-        return min(DEFAULT_CAP_MB, bytes_of(self.trainable.values()) / 10 / 2**20)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
