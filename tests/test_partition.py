@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sharding.partition import group_by_kind, lay_out, require_elementwise
+from sharding.schedule import merge_orders
 from sharding.units import around_units, find_blocks, plan_units
-from sharding.zero3 import merge_orders
 from tests.models import build
 from training.errors import UnsupportedError
 
