@@ -95,6 +95,17 @@ MEMORY_COLUMNS = {
 
 SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
 
+AUDIT_COLUMNS = {
+    "subject": Column("check", "", "what is checked"),
+    "rank": Column("rank", "", "on which rank; none for what a run has once"),
+    "unit": Column("unit", "", "of the figures in the row"),
+    "expected": Column("expected", "", "by the strategy's formula or the run's configuration"),
+    "measured": Column("measured", "", "by trace or record; of several steps, the value furthest from expected"),
+    "difference": Column("difference", "", "measured less expected"),
+    "tolerance": Column("tolerance", "", "the largest difference that passes"),
+    "result": Column("result", "", "pass, fail, or unknown where the trace does not say"),
+}
+
 OF_WORST_RANK = "of the rank that has most"
 CHOICE = {"choice": Column("choice", "", "strategy")}
 SPEED_COLUMNS = {

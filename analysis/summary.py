@@ -8,12 +8,14 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.audit import audit
 from analysis.collectives import KINDS
 from analysis.errors import TraceError
 from analysis.holistic import HolisticFigures, holistic_figures
 from analysis.memory import memory_row
 from analysis.timeline import RankTimeline, build_timeline
 from analysis.traces import Window, read_trace, require_all_ranks
+from training.config import RECORD_VERSION
 
 KIND_SENTENCES = {
     "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
@@ -29,6 +31,7 @@ class WindowAnalysis:
 
     Attributes:
         summary: The table of `summary.csv`, a row a rank.
+        audit: The table of `audit.csv`, a row a check; empty without a run record.
         record: The run record that belongs to the window; None for foreign traces.
     """
 
@@ -36,6 +39,7 @@ class WindowAnalysis:
     timelines: list[RankTimeline]
     figures: HolisticFigures
     summary: pd.DataFrame
+    audit: pd.DataFrame
     record: dict[str, Any] | None
 
     @property
@@ -67,7 +71,7 @@ def analyse_window(
     figures = holistic_figures(timelines, include_last_step, multiprocessing)
     record = find_record(window)
     rows = [{**summary_row(timeline, figures), **memory_row(record, timeline.rank)} for timeline in timelines]
-    return WindowAnalysis(window, timelines, figures, pd.DataFrame(rows), record)
+    return WindowAnalysis(window, timelines, figures, pd.DataFrame(rows), audit(timelines, record), record)
 
 
 def require_comparable(timelines: list[RankTimeline]) -> None:
@@ -155,6 +159,11 @@ def read_record(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path}: cannot be read as a run record ({error})") from None
     if not isinstance(record, dict) or "run_id" not in record or "choice" not in record:
         raise TraceError(f"{path}: no run record (run_id and choice are missing)")
+    if record.get("schema_version") != RECORD_VERSION:
+        raise TraceError(
+            f"{path}: a run record of version {record.get('schema_version')}, but this program reads version "
+            f"{RECORD_VERSION}; train again"
+        )
     return record
 
 

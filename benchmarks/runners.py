@@ -62,13 +62,12 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         train(strategy, [(config.global_batch_size, batches)] * count, unused, None, lambda result: None)
         strategy.finish_parameter_synchronization()
 
-    expected = expected_state_bytes(model_size, strategy.data_parallel_size, strategy.shards)
     return Runner(
         elements=model_size.elements,
         steps=steps,
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
-        expected_state_bytes=sum(expected.values()),
+        expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
     )
 
 

@@ -9,11 +9,10 @@ order (what runs just before leaves its traces in caches and in the allocator), 
 over rounds of its ratio to the reference in the same round. `local` is the same step without any communication, from
 which exposed time is reckoned.
 
-With `--rounds 0` only memory is measured, of one choice after the other, so that only one needs to fit.
+With `--rounds 0` only memory is measured (`benchmarks/memory.py` does that for many choices and world sizes).
 """
 
 import argparse
-import gc
 import os
 import random
 import sys
@@ -124,16 +123,12 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     table = pd.DataFrame(index=names, columns=list(COLUMNS))
     runners = {}
     for name in names:
-        runner = make_runner(replace(config, choice=name), ranks, load_strategy)
+        runner = runners[name] = make_runner(replace(config, choice=name), ranks, load_strategy)
         memory = measure_memory(runner, ranks.device)
         table.loc[name, ["choice", "workload", "world_size"]] = name, config.workload, ranks.world_size
         table.loc[name, ["elements", "rounds"]] = runner.elements, options.rounds
         table.loc[name, "peak_bytes"] = memory.peak
         table.loc[name, ["resting_bytes", "expected_resting_bytes"]] = memory.resting, runner.expected_state_bytes
-        if options.rounds:
-            runners[name] = runner
-        del runner
-        gc.collect()  # hooks and their strategy refer to each other
     if options.rounds:
         times = time_rounds(runners, options.rounds, ranks)
         table["against"] = options.against

@@ -24,6 +24,7 @@ from sharding.clipping import clip_shards, clipping_traffic
 from sharding.partition import require_elementwise
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
+from training.memory import ModelSize, expected_state_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
 from training.traffic import Collective
@@ -158,6 +159,13 @@ class DeepSpeedZero(Strategy):
         own = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         return [*super().optimizer_tensors(), *own]
 
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        """Gradients are freed in the optimizer step, for which a rank has an fp32 copy of its share of the parameters.
+        Stage 3 keeps small ones whole, beside its share of them."""
+        expected = expected_state_bytes(size, self.data_parallel_size, self.shards, optimizer_values=3)
+        kept = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
+        return expected | {"gradients": 0, "parameters": expected["parameters"] + kept}
+
     def full_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad
         return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
@@ -210,12 +218,14 @@ class DeepSpeedZero1(DeepSpeedZero):
     """Optimizer states are sharded."""
 
     stage = 1
+    shards = frozenset({"optimizer_state"})
 
 
 class DeepSpeedZero2(DeepSpeedZero):
     """Gradients too."""
 
     stage = 2
+    shards = frozenset({"optimizer_state", "gradients"})
 
 
 class DeepSpeedZero3(DeepSpeedZero):
@@ -223,6 +233,7 @@ class DeepSpeedZero3(DeepSpeedZero):
 
     communicates_in_forward = True
     stage = 3
+    shards = frozenset({"optimizer_state", "gradients", "parameters"})
 
 
 def padded(elements: int, multiple: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.errors import UnsupportedError
+from training.memory import ModelSize
 from training.replicated import ReplicatedStrategy
 from training.strategy import MicroBatch
 from training.traffic import Collective
@@ -80,6 +81,11 @@ class PyTorchDDP(ReplicatedStrategy):
         memory = super().memory_breakdown()
         memory["gradients"] += sum(bucket_bytes(self.ddp))
         return memory
+
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        """Gradients twice: in the parameters' own tensors, and in DDP's buckets."""
+        expected = super().expected_memory(size)
+        return expected | {"gradients": 2 * expected["gradients"]}
 
 
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

@@ -14,6 +14,9 @@ PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 
+RECORD_VERSION = 3
+"""Of the run record's format (`docs/run-record.md`)."""
+
 
 @dataclass(frozen=True)
 class StrategyOptions:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.config import RunConfig
+from training.config import RECORD_VERSION, RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import TrainingResult
-from training.memory import COMPONENTS, ModelSize, expected_state_bytes, peak_rss_bytes
+from training.memory import COMPONENTS, ModelSize, peak_rss_bytes
 from training.strategy import Strategy
+from training.workloads import Workload
 
-SCHEMA_VERSION = 2
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
 STEP_MEMORY += ("peak_ms", "peak_phase", "timeline")
 PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
@@ -85,7 +85,7 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
     Args:
         step_memory: `memory_timeline.record_step_memory`'s answer, just before.
     """
-    expected = expected_state_bytes(size, strategy.data_parallel_size, strategy.shards)
+    expected = strategy.expected_memory(size)
     mine = {
         "rank": strategy.data_parallel_rank,
         **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
@@ -123,10 +123,11 @@ def run_record(
     evaluation: dict[str, Any],
     size: ModelSize,
     memory: list[dict[str, Any]],
+    workload: Workload,
 ) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": RECORD_VERSION,
         "choice": config.choice,
         "run_id": run_id,
         "world_size": ranks.world_size,
@@ -143,9 +144,12 @@ def run_record(
         "expected_traffic": [
             c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps, config.clip_grad_norm is not None)
         ],
+        "train_samples": len(workload.train),
+        "step_samples": result.samples,
         "step_time_s": result.step_time_s,
         **step_statistics(result),
         "train_loss": result.loss,
+        "eval_samples": len(workload.evaluation),
         "eval": evaluation,
         "memory": memory,
     }

@@ -74,7 +74,7 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
     memory = gather_memory(strategy, size, step_memory)
     on_every_rank(lambda: require_written(profiler))
-    record = run_record(config, ranks, run_id, strategy, OPTIMIZER.__name__, result, evaluation, size, memory)
+    record = run_record(config, ranks, run_id, strategy, OPTIMIZER.__name__, result, evaluation, size, memory, workload)
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:

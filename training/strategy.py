@@ -29,7 +29,7 @@ from training.agreement import (
 from training.config import StrategyOptions
 from training.consistency import require_same_parameters, require_supported_parameters
 from training.gradient_watch import GradientWatch
-from training.memory import storage_bytes
+from training.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.traffic import Collective
 
 MicroBatch = Mapping[str, Tensor]
@@ -290,6 +290,10 @@ class Strategy(ABC):
             "optimizer_state": storage_bytes(self.optimizer_tensors()),
             "buffers": storage_bytes(self.module.buffers()),
         }
+
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        """Bytes by component that this rank should hold after a step, padding and step counters left out."""
+        return expected_state_bytes(size, self.data_parallel_size, self.shards)
 
     def expected_traffic(self, micro_batches: int = 1, clips: bool = False) -> list[Collective]:
         """The collectives that one rank issues in one optimizer step of `micro_batches` micro-batches a rank.

@@ -1,6 +1,8 @@
-"""The report on one choice: `summary.html` and `summary.csv`."""
+"""The report on one choice: `summary.html`, `summary.csv` and `audit.csv`."""
 
 from pathlib import Path
+
+import pandas as pd
 
 from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from analysis.report.collective_figure import collectives_figure, kinds_seen
@@ -8,7 +10,7 @@ from analysis.report.figures import breakdown_figure, lanes_figure
 from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figure
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
-from analysis.report.summary_tables import collectives_table, memory_table
+from analysis.report.summary_tables import audit_table, collectives_table, memory_table
 from analysis.summary import WindowAnalysis, write_text
 
 KERNEL_COLUMNS = {
@@ -23,12 +25,13 @@ KERNELS_SHOWN = 16
 
 
 def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
-    """Write `summary.csv` and `summary.html` into `folder`, and answer with the page's path.
+    """Write `summary.csv`, `audit.csv` and `summary.html` into `folder`, and answer with the page's path.
 
     Raises:
         TraceError: they cannot be written.
     """
     write_text(folder / "summary.csv", analysis.summary.to_csv(index=False))
+    write_text(folder / "audit.csv", analysis.audit.to_csv(index=False))
     page = folder / "summary.html"
     write_text(page, summary_page(analysis, choice))
     return page
@@ -59,6 +62,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             figure=drawing(breakdown_figure(ranks, analysis.summary)),
         ),
         *memory_sections(analysis),
+        audit_section(analysis.audit),
         Section(
             "Collectives",
             "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
@@ -72,6 +76,21 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         ),
     ]
     return render(f"{choice}: what its ranks did", lines, sections)
+
+
+def audit_section(audit: pd.DataFrame) -> Section:
+    """Expected against measured, failures first."""
+    heading = "Expected against measured"
+    if audit.empty:
+        return Section(heading, "Unknown: without a run record beside the traces, nobody says what to expect.")
+    failed, unknown = (int((audit["result"] == result).sum()) for result in ("fail", "unknown"))
+    text = f"{len(audit) - failed - unknown} of {len(audit)} checks pass"
+    text += f", {failed} fail" if failed else ""
+    text += f", of {unknown} the trace does not say" if unknown else ""
+    order = audit["result"].map({"fail": 0, "unknown": 1, "pass": 2})
+    rows = audit.assign(rank=audit["rank"].astype(object).fillna("all")).iloc[order.argsort(kind="stable")]
+    text += ". Collectives are counted in every analysed step; memory may exceed the formula by padding and counters."
+    return Section(heading, text, table=audit_table(rows))
 
 
 def memory_sections(analysis: WindowAnalysis) -> list[Section]:

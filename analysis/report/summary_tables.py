@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.collectives import KINDS
-from analysis.columns import COMPONENTS, KIND_COLUMNS, MEMORY_COLUMNS, Column, mib
+from analysis.columns import AUDIT_COLUMNS, COMPONENTS, KIND_COLUMNS, MEMORY_COLUMNS, Column, mib
 from analysis.report.collective_figure import kinds_seen
 from analysis.report.page import BLANK, cell, titled
 
@@ -59,3 +59,16 @@ def memory_table(summary: pd.DataFrame) -> dict[str, Any]:
             first = [cell("", row["rank"], RANK), cell("", label, RANK)]
             rows.append([*first, figure(""), figure(""), figure(name), phase])
     return titled("memory", shown, rows)
+
+
+def audit_table(audit: pd.DataFrame) -> dict[str, Any]:
+    """Every check; figures of bytes with separators, as the table mixes units."""
+    rows = []
+    for row in audit.to_dict("records"):
+        cells = []
+        for name, column in AUDIT_COLUMNS.items():
+            is_figure = name in ("expected", "measured", "difference", "tolerance")
+            shown = Column("", row["unit"], "", 1, 0) if is_figure else column
+            cells.append(cell(name, row[name], shown))
+        rows.append(cells)
+    return titled("audit", list(AUDIT_COLUMNS.values()), rows)

@@ -1,0 +1,118 @@
+"""Expected against measured: what a run should have done by its own formulas, and what its traces and record show.
+
+A strategy that sends too much, too little or nothing at all still trains and still has a step time; here it is seen.
+Collectives are counted in the trace, in every analysed step of every rank, and held against the strategy's
+`expected_traffic`. Memory at rest is held against the formula of its stage. Steps and samples are held against what the
+configuration asks for.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.collectives import KINDS
+from analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
+from analysis.timeline import RankTimeline
+
+MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
+"""Padding to the world size and Adam's step counters, which the formula leaves out, stay below the larger of these."""
+
+
+class Check(NamedTuple):
+    """A row of `audit.csv`.
+
+    Attributes:
+        subject: What is checked.
+        rank: On which rank; None for what the whole run has once.
+        unit: Of the figures.
+        expected: By the formula or the configuration.
+        measured: Of several steps, the value that is furthest from what is expected. NaN if the trace does not say.
+        tolerance: The largest difference that passes.
+    """
+
+    subject: str
+    rank: int | None
+    unit: str
+    expected: float
+    measured: float
+    tolerance: float = 0.0
+
+    @property
+    def difference(self) -> float:
+        return self.measured - self.expected
+
+    @property
+    def result(self) -> str:
+        """`pass`, `fail`, or `unknown` where the trace does not say."""
+        if np.isnan(self.measured):
+            return "unknown"
+        return "pass" if abs(self.difference) <= self.tolerance else "fail"
+
+
+def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.DataFrame:
+    """All checks of a window, a row each; no row without a run record, which says what to expect."""
+    checks = [*_run_checks(record), *_traffic_checks(timelines, record), *_memory_checks(record)] if record else []
+    rows = [{**check._asdict(), "difference": check.difference, "result": check.result} for check in checks]
+    return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64"})
+
+
+def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
+    """Optimizer steps and samples of the run, against its configuration."""
+    config, data = record["config"], record["train_samples"]
+    size = config["global_batch_size"]
+    in_epoch = -(-data // size)
+    steps = min(config["epochs"] * in_epoch, config["max_steps"] or np.inf)
+    whole_epochs, left = divmod(steps, in_epoch)
+    yield Check("optimizer steps", None, "steps", steps, len(record["train_loss"]))
+    seen = sum(record["step_samples"])
+    yield Check("samples trained on", None, "samples", whole_epochs * data + left * size, seen)
+    yield Check("samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"])
+
+
+def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
+    """Calls and payload of each kind of collective, in each step of each rank."""
+    expected: dict[str, tuple[int, int]] = {}
+    for part in record["expected_traffic"]:
+        calls, payload = expected.get(part["kind"], (0, 0))
+        expected[part["kind"]] = calls + part["count"], payload + part["payload_bytes"]
+    for timeline in timelines:
+        measured = calls_by_step(timeline)
+        for kind, label in KINDS.items():
+            if kind not in expected and kind not in measured["kind"].array:
+                continue
+            calls, payload = expected.get(kind, (0, 0))
+            mine = measured[measured["kind"] == kind].set_index("step").reindex(timeline.steps["number"], fill_value=0)
+            yield Check(f"{label}: calls", timeline.rank, "calls/step", calls, furthest(mine["calls"], calls))
+            yield Check(f"{label}: payload", timeline.rank, "bytes/step", payload, furthest(mine["bytes"], payload))
+
+
+def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
+    """Columns step, kind, calls, bytes (NaN if a size is unknown): what one rank issued in each analysed step."""
+    calls = timeline.collectives
+    place = np.searchsorted(timeline.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
+    named = calls.assign(
+        step=timeline.steps["number"].to_numpy()[place],
+        kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"),
+    )
+    groups = named.groupby(["step", "kind"])["bytes"]
+    table = pd.DataFrame({"calls": groups.size(), "bytes": groups.agg(lambda sizes: sizes.sum(skipna=False))})
+    return table.reset_index()
+
+
+def furthest(values: pd.Series, expected: float) -> float:
+    """The value furthest from `expected`; NaN if one is unknown."""
+    if values.isna().any():
+        return float("nan")
+    return float(values.iloc[int(np.argmax(np.abs(values.to_numpy(dtype=float) - expected)))])
+
+
+def _memory_checks(record: dict[str, Any]) -> Iterator[Check]:
+    """What each rank holds at rest, by component."""
+    for row in record["memory"]:
+        for component in SHARDABLE:
+            expected = row[f"expected_{component}_bytes"]
+            tolerance = max(MEMORY_TOLERANCE * expected, MEMORY_TOLERANCE_BYTES)
+            label = f"{COMPONENTS[component]} at rest"
+            yield Check(label, row["rank"], "bytes", expected, row[f"{component}_bytes"], tolerance)
