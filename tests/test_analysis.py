@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis import intervals
 from analysis.collectives import gloo_collectives
-from analysis.columns import COMPARISON_COLUMNS, KIND_COLUMNS, SUMMARY_COLUMNS
+from analysis.columns import AUDIT_COLUMNS, COMPARISON_COLUMNS, KIND_COLUMNS, SUMMARY_COLUMNS
 from analysis.command import main, report_folder
 from analysis.compare import comparison
 from analysis.errors import TraceError
@@ -264,6 +265,10 @@ def page_equals_csv(page: Path) -> set[str]:
     parser.feed(page.read_text())
     shown: dict[str, list[str]] = {}
     parser.tables.pop("kernels", None)  # which no CSV has
+    if audit := parser.tables.pop("audit", None):
+        checks = pd.read_csv(page.with_name("audit.csv"), dtype={"rank": object}).fillna({"rank": "all"})
+        assert [value for name, value in audit if name == "measured"] == checks["measured"].astype(str).tolist()
+        assert [value for name, value in audit if name == "rank"] == checks["rank"].astype(str).tolist()
     for table in parser.tables.values():
         of_table: dict[str, list[str]] = {}
         for name, value in table:
@@ -351,10 +356,12 @@ def test_labels_of_points_cover_each_other_as_little_as_can_be(points: Any) -> N
 
 def test_every_column_is_documented(tmp_path: Path) -> None:
     documented = re.findall(r"^\| `([^`]+)` \|", (DOCS / "csv-columns.md").read_text(), re.MULTILINE)
-    assert documented == list(SUMMARY_COLUMNS) + list(COMPARISON_COLUMNS)
+    assert documented == [*SUMMARY_COLUMNS, *AUDIT_COLUMNS, *COMPARISON_COLUMNS]
     (window,) = find_windows(write_run(tmp_path))
-    summary = analyse_window(window).summary
+    analysis = analyse_window(window)
+    summary = analysis.summary
     assert summary.columns.tolist() == list(SUMMARY_COLUMNS)
+    assert analysis.audit.columns.tolist() == list(AUDIT_COLUMNS)
     table = comparison({"x": record("x", 1.0)}, {"x": summary}, "x")
     assert table.columns.tolist() == list(COMPARISON_COLUMNS)
 

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from training.config import RECORD_VERSION
+
 
 def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": start, "dur": duration, "args": args}
@@ -76,8 +78,9 @@ def write_run(folder: Path, make: Any = cpu_trace, run_id: str = "20261121-09300
 
 
 def record(choice: str, step: float) -> dict[str, Any]:
-    """A run record with what reports read; `step` is the time of a step in seconds."""
+    """A run record with what reports read; `step` is the time of a step in seconds. Its traffic is `cpu_trace`'s."""
     return {
+        "schema_version": RECORD_VERSION,
         "choice": choice,
         "run_id": "r<script>",
         "world_size": 2,
@@ -85,6 +88,10 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "device_name": "cpu",
         "parameters": 1000,
         "samples_per_second": 8 / step,
+        "expected_traffic": [{"kind": "all_reduce", "count": 1, "payload_bytes": 4000}],
+        "train_samples": 12,
+        "step_samples": [8, 4],
+        "eval_samples": 8,
         "train_loss": [2.0, 1.0],
         "step_time_s": [9.0, None, step, step],
         "eval": {"loss": 1.0, "accuracy": 0.5, "samples": 8},
@@ -95,6 +102,8 @@ def record(choice: str, step: float) -> dict[str, Any]:
             "workload": "mlp",
             "model": None,
             "dataset": None,
+            "epochs": 1,
+            "max_steps": None,
             "global_batch_size": 8,
             "grad_accum_steps": 2,
             "precision": "fp32",

@@ -1,0 +1,153 @@
+"""Expected against measured: right runs pass, and each planted fault is found, in hand-made traces and in real ones."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+
+from analysis.audit import audit
+from analysis.report.summary_page import write_summary
+from analysis.summary import analyse_window
+from analysis.timeline import RankTimeline, build_timeline
+from analysis.traces import find_windows
+from ddp.bucket_ddp_async import Bucket, BucketDDP
+from ddp.simple_ddp_ga import SimpleDDPAccumulated
+from tests.ranks import RankPool
+from tests.traces import cpu_trace, cuda_trace, record
+from training.config import RunConfig
+from training.distributed import Ranks
+from training.run import train_and_record
+
+TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
+
+
+def timelines(make: Callable[..., dict[str, Any]] = cpu_trace) -> list[RankTimeline]:
+    return [build_timeline(make(rank), rank, Path("trace"), include_last_step=False) for rank in range(2)]
+
+
+def results(table: pd.DataFrame) -> dict[tuple[str, int | None], str]:
+    ranks = [None if pd.isna(rank) else int(rank) for rank in table["rank"]]
+    return dict(zip(zip(table["subject"], ranks, strict=True), table["result"], strict=True))
+
+
+def test_a_right_run_passes_every_check() -> None:
+    table = audit(timelines(), record("x", 0.1))
+    assert set(table["result"]) == {"pass"} and (table["difference"].abs() <= table["tolerance"]).all()
+    whole = ["optimizer steps", "samples trained on", "samples evaluated"]
+    traffic = ["all-reduce: calls", "all-reduce: payload"]
+    states = ["parameters at rest", "gradients at rest", "optimizer states at rest"]
+    each = [(subject, rank) for part in (traffic, states) for rank in (0, 1) for subject in part]
+    assert list(results(table)) == [*((subject, None) for subject in whole), *each]
+
+
+def test_without_a_record_nothing_is_expected() -> None:
+    assert audit(timelines(), None).empty
+
+
+@pytest.mark.parametrize(
+    ("change", "failing"),
+    [
+        ({"expected_traffic": []}, {("all-reduce: calls", 0), ("all-reduce: calls", 1)}),
+        ({"train_loss": [2.0]}, {("optimizer steps", None)}),
+        ({"step_samples": [8, 8]}, {("samples trained on", None)}),
+        ({"eval": {"loss": 1.0, "samples": 7}}, {("samples evaluated", None)}),
+    ],
+)
+def test_what_differs_from_the_record_fails(change: dict[str, Any], failing: set[Any]) -> None:
+    found = results(audit(timelines(), {**record("x", 0.1), **change}))
+    failed = {key for key, result in found.items() if result == "fail" and "payload" not in key[0]}
+    assert failed == failing
+
+
+def test_state_beyond_the_formula_fails() -> None:
+    run = record("x", 0.1)
+    run["memory"][1]["gradients_bytes"] *= 2
+    table = audit(timelines(), run)
+    (row,) = table[table["result"] == "fail"].to_dict("records")
+    assert (row["subject"], row["rank"]) == ("gradients at rest", 1)
+    assert row["difference"] == row["measured"] - row["expected"] == 10 * 2**20 + 8
+
+
+def test_one_step_of_one_rank_is_enough_to_fail() -> None:
+    first, second = timelines()
+    extra = first.collectives.iloc[[1]]
+    first = dataclasses.replace(first, collectives=pd.concat([first.collectives, extra], ignore_index=True))
+    table = audit([first, second], record("x", 0.1)).set_index(["subject", "rank"])
+    assert table.loc[("all-reduce: calls", 0), "measured"] == 2
+    assert table.loc[("all-reduce: payload", 0), "difference"] == 4000
+    assert (table.loc[(slice(None), 1), "result"] == "pass").all()
+
+
+def test_unknown_sizes_are_not_called_right() -> None:
+    found = results(audit(timelines(cuda_trace), record("x", 0.1)))
+    assert found[("all-reduce: calls", 0)] == "pass" and found[("all-reduce: payload", 0)] == "unknown"
+
+
+# Faults in real strategies -------------------------------------------------------------------------------------------
+
+
+class ExtraAllReduce(SimpleDDPAccumulated):
+    """All-reduces once more than it says: gradients are right, the time is not."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        dist.all_reduce(torch.zeros(250), group=self.process_group)
+
+
+class DoubledPayload(BucketDDP):
+    """Sends every bucket with as much padding behind it."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        for bucket in self.buckets:
+            bucket.all_reduce = lambda group, bucket=bucket: all_reduce_padded(bucket, group)  # type: ignore[method-assign]
+
+
+def all_reduce_padded(bucket: Bucket, group: dist.ProcessGroup) -> None:
+    twice = torch.cat([bucket.flat, torch.zeros_like(bucket.flat)])
+    dist.all_reduce(twice, group=group)
+    bucket.flat.copy_(twice[: bucket.flat.numel()])
+
+
+class NeverReduced(SimpleDDPAccumulated):
+    """Forgets the first parameter's gradient."""
+
+    def after_backward(self) -> None:
+        all_of_them = self.trainable
+        self.trainable = dict(list(all_of_them.items())[1:])
+        super().after_backward()
+        self.trainable = all_of_them
+
+
+FAULTS = {"extra": ExtraAllReduce, "doubled": DoubledPayload, "never": NeverReduced}
+
+
+def run_with(choice: str, folder: str) -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    settings = RunConfig(**TINY, choice=choice, output_dir=folder, profile_repeat=1)  # type: ignore[arg-type]
+    train_and_record(settings, ranks, FAULTS.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls", "payload"),
+    [("extra", 1, 1000), ("doubled", 0, 4 * 3 * 16 * 16), ("never", -1, -4 * 16 * 16)],
+)
+def test_a_wrong_strategy_is_seen(ranks: RankPool, tmp_path: Path, choice: str, calls: int, payload: int) -> None:
+    ranks.run(2, run_with, choice, str(tmp_path))
+    (window,) = find_windows(tmp_path / "profile" / choice)
+    page = write_summary(analyse_window(window), choice, tmp_path / "reports").read_text()
+    table = pd.read_csv(tmp_path / "reports" / "audit.csv").set_index(["subject", "rank"])
+    for rank in (0, 1):
+        assert table.loc[("all-reduce: calls", rank), "difference"] == calls
+        assert table.loc[("all-reduce: payload", rank), "difference"] == payload
+    wrong = set(table.index[table["result"] == "fail"])
+    expected = {"all-reduce: payload"} | ({"all-reduce: calls"} if calls else set())
+    assert wrong == {(subject, rank) for subject in expected for rank in (0, 1)}
+    assert f"{len(wrong)} fail" in page and f'data-column="difference" data-value="{float(payload)}"' in page
+    assert json.dumps(sorted(set(table["result"]))) == '["fail", "pass"]'
