@@ -95,6 +95,35 @@ MEMORY_COLUMNS = {
 
 SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
 
+EXPOSURE_COLUMNS = {
+    "rank": Column("rank", "", "rank of the process"),
+    "step": Column("step", "", "number of the optimizer step"),
+    "step_ms": Column("step", "ms", "duration of the step under the profiler; the parts that follow add up to it"),
+    "compute_ms": Column("compute", "ms", "time in which compute ran"),
+    "exposed_wait_ms": Column("waiting", "ms", "no compute, and a collective under way whose last rank was not there"),
+    "exposed_transfer_ms": Column("transfer", "ms", "no compute, and a collective under way with all ranks there"),
+    "exposed_copy_ms": Column("copies", "ms", "neither of these, and a memory copy under way"),
+    "idle_ms": Column("idle", "ms", "nothing of all this"),
+}
+
+COLLECTIVE_COLUMNS = {
+    "rank": Column("rank", "", "rank of the process"),
+    "step": Column("step", "", "optimizer step in which the collective was issued"),
+    "sequence": Column("place", "", "its place in the order in which the rank issued collectives in the step, from 0"),
+    "kind": Column("collective", "", "kind of collective"),
+    "bytes": Column("payload", "MiB", "payload in bytes, by nccl-tests' definition of size", MIB, 3),
+    "after_backward_ms": Column("start", "ms", "its start, after the end of the step's last backward pass", 1, 2),
+    "duration_ms": Column("duration", "ms", "from its start to its end on this rank", 1, 2),
+    "wait_ms": Column("wait", "ms", "from its start to the arrival of the last rank", 1, 2),
+    "transfer_ms": Column("transfer", "ms", "from there to its end", 1, 2),
+    "exposed_ms": Column("exposed", "ms", "time without compute that is laid to it", 1, 2),
+    "exposed_wait_ms": Column("exposed wait", "ms", "of that, before the last rank's arrival", 1, 2),
+    "late_rank": Column("last", "", "rank that arrived last"),
+    "lateness_ms": Column("lateness", "ms", "how much later that was than the median rank's arrival", 1, 2),
+    "algbw_gbps": Column("algbw", "GB/s", "payload over transfer time", 1, 3),
+    "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
+}
+
 AUDIT_COLUMNS = {
     "subject": Column("check", "", "what is checked"),
     "rank": Column("rank", "", "on which rank; none for what a run has once"),

@@ -11,6 +11,7 @@ import pandas as pd
 from analysis.audit import audit
 from analysis.collectives import KINDS
 from analysis.errors import TraceError
+from analysis.exposure import Exposure, exposure
 from analysis.holistic import HolisticFigures, holistic_figures
 from analysis.memory import memory_row
 from analysis.timeline import RankTimeline, build_timeline
@@ -40,6 +41,7 @@ class WindowAnalysis:
     figures: HolisticFigures
     summary: pd.DataFrame
     audit: pd.DataFrame
+    exposure: Exposure
     record: dict[str, Any] | None
 
     @property
@@ -71,7 +73,9 @@ def analyse_window(
     figures = holistic_figures(timelines, include_last_step, multiprocessing)
     record = find_record(window)
     rows = [{**summary_row(timeline, figures), **memory_row(record, timeline.rank)} for timeline in timelines]
-    return WindowAnalysis(window, timelines, figures, pd.DataFrame(rows), audit(timelines, record), record)
+    return WindowAnalysis(
+        window, timelines, figures, pd.DataFrame(rows), audit(timelines, record), exposure(timelines), record
+    )
 
 
 def require_comparable(timelines: list[RankTimeline]) -> None:

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 
 from analysis import intervals
 from analysis.collectives import gloo_collectives
-from analysis.columns import AUDIT_COLUMNS, COMPARISON_COLUMNS, KIND_COLUMNS, SUMMARY_COLUMNS
+from analysis.columns import (
+    AUDIT_COLUMNS,
+    COLLECTIVE_COLUMNS,
+    COMPARISON_COLUMNS,
+    EXPOSURE_COLUMNS,
+    KIND_COLUMNS,
+    SUMMARY_COLUMNS,
+)
 from analysis.command import main, report_folder
 from analysis.compare import comparison
 from analysis.errors import TraceError
 from analysis.report.compare_page import write_comparison
-from analysis.report.figures import minus
 from analysis.report.summary_page import write_summary
 from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import analyse_window
@@ -48,7 +54,9 @@ def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
     assert (merged[1:, 0] > merged[:-1, 1]).all()
     assert intervals.length(first) == len(moments(first))
     assert intervals.overlap(first, second) == len(moments(first) & moments(second))
-    assert moments(minus(merged, intervals.union(second))) == moments(first) - moments(second)
+    other = intervals.union(second)
+    assert moments(intervals.minus(merged, other)) == moments(first) - moments(second)
+    assert moments(intervals.common(merged, other)) == moments(first) & moments(second)
     assert moments(intervals.clip(first, 5, 20)) == moments(first) & set(range(5, 20))
 
 
@@ -264,7 +272,8 @@ def page_equals_csv(page: Path) -> set[str]:
     parser = Cells()
     parser.feed(page.read_text())
     shown: dict[str, list[str]] = {}
-    parser.tables.pop("kernels", None)  # which no CSV has
+    for name in ("kernels", "exposure", "late", "places"):  # which no CSV has, or only what they are means of
+        parser.tables.pop(name, None)
     if audit := parser.tables.pop("audit", None):
         checks = pd.read_csv(page.with_name("audit.csv"), dtype={"rank": object}).fillna({"rank": "all"})
         assert [value for name, value in audit if name == "measured"] == checks["measured"].astype(str).tolist()
@@ -356,12 +365,15 @@ def test_labels_of_points_cover_each_other_as_little_as_can_be(points: Any) -> N
 
 def test_every_column_is_documented(tmp_path: Path) -> None:
     documented = re.findall(r"^\| `([^`]+)` \|", (DOCS / "csv-columns.md").read_text(), re.MULTILINE)
-    assert documented == [*SUMMARY_COLUMNS, *AUDIT_COLUMNS, *COMPARISON_COLUMNS]
+    below = [*EXPOSURE_COLUMNS, *COLLECTIVE_COLUMNS, *AUDIT_COLUMNS]
+    assert documented == [*SUMMARY_COLUMNS, *below, *COMPARISON_COLUMNS]
     (window,) = find_windows(write_run(tmp_path))
     analysis = analyse_window(window)
     summary = analysis.summary
     assert summary.columns.tolist() == list(SUMMARY_COLUMNS)
     assert analysis.audit.columns.tolist() == list(AUDIT_COLUMNS)
+    assert analysis.exposure.steps.columns.tolist() == list(EXPOSURE_COLUMNS)
+    assert analysis.exposure.collectives.columns.tolist() == list(COLLECTIVE_COLUMNS)
     table = comparison({"x": record("x", 1.0)}, {"x": summary}, "x")
     assert table.columns.tolist() == list(COMPARISON_COLUMNS)
 

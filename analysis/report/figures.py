@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.intervals import Intervals, bridge, clip, union
+from analysis.intervals import Intervals, bridge, clip, minus, union
 from analysis.timeline import PHASES, RankTimeline
 
 COLOURS = {
@@ -86,19 +86,6 @@ def compute_lane(timeline: RankTimeline, start: float, end: float) -> dict[str, 
     drawn["exposed"] = minus(union(communication), busy)
     drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, communication])))
     return drawn
-
-
-def minus(first: Intervals, second: Intervals) -> Intervals:
-    """The moments of `first` that are not in `second`; both disjoint and in order."""
-    pieces = []
-    for begin, end in first:
-        for hole_begin, hole_end in second[(second[:, 1] > begin) & (second[:, 0] < end)]:
-            if hole_begin > begin:
-                pieces.append((begin, hole_begin))
-            begin = max(begin, hole_end)
-        if begin < end:
-            pieces.append((begin, end))
-    return np.array(pieces).reshape(-1, 2)
 
 
 def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:

@@ -1,4 +1,4 @@
-"""The report on one choice: `summary.html`, `summary.csv` and `audit.csv`."""
+"""The report on one choice: `summary.html`, and the CSV files of what it shows."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pandas as pd
 
 from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from analysis.report.collective_figure import collectives_figure, kinds_seen
+from analysis.report.exposure_section import exposure_sections
 from analysis.report.figures import breakdown_figure, lanes_figure
 from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figure
 from analysis.report.memory_timeline_figure import memory_timeline_figure
@@ -25,13 +26,15 @@ KERNELS_SHOWN = 16
 
 
 def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
-    """Write `summary.csv`, `audit.csv` and `summary.html` into `folder`, and answer with the page's path.
+    """Write `summary.html` and the CSV files beside it into `folder`, and answer with the page's path.
 
     Raises:
         TraceError: they cannot be written.
     """
     write_text(folder / "summary.csv", analysis.summary.to_csv(index=False))
     write_text(folder / "audit.csv", analysis.audit.to_csv(index=False))
+    write_text(folder / "exposure.csv", analysis.exposure.steps.to_csv(index=False))
+    write_text(folder / "collectives.csv", analysis.exposure.collectives.to_csv(index=False))
     page = folder / "summary.html"
     write_text(page, summary_page(analysis, choice))
     return page
@@ -61,6 +64,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             table=table("time", analysis.summary, TIME_COLUMNS),
             figure=drawing(breakdown_figure(ranks, analysis.summary)),
         ),
+        *exposure_sections(analysis.exposure),
         *memory_sections(analysis),
         audit_section(analysis.audit),
         Section(
