@@ -37,17 +37,20 @@ class FreedGradientBucket(GradientBucket):
     def place(self, slot: int) -> None:
         if self.in_flight:
             raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
-        if self.full is None:
-            self.full = torch.empty_like(self.flat.full)
         parameter = self.flat.parameters[slot]
-        assert parameter.grad is not None
-        self.flat.layout.view(self.full, slot).copy_(parameter.grad)
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.numel() == self.flat.layout.padded_numel and gradient.is_contiguous():
+            self.full, self._may_free = gradient.view(-1), False  # the whole bucket: nothing to put together
+        else:
+            if self.full is None:
+                self.full, self._may_free = torch.empty_like(self.flat.full), True
+            self.flat.layout.view(self.full, slot).copy_(gradient)
         self._placed.add(slot)
 
     def start_reduction(self) -> None:
         if self.full is None:
-            self.full = torch.zeros_like(self.flat.full)
+            self.full, self._may_free = torch.zeros_like(self.flat.full), True
         for slot in range(len(self.flat.parameters)):
             if slot not in self._placed:  # not used on this rank by this micro-batch
                 self.flat.layout.view(self.full, slot).zero_()
@@ -59,7 +62,8 @@ class FreedGradientBucket(GradientBucket):
         if self.in_flight and self._sum is not None:
             self.in_flight.wait()
             self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
-            free(self.full)
+            if self._may_free:  # a gradient that autograd made may share its memory with another
+                free(self.full)
             self.in_flight = self.full = self._sum = None
             self._placed = set()
 
