@@ -38,9 +38,6 @@ REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
 LOCAL = "local"
 COLUMNS = (
     "choice",
-    "workload",
-    "world_size",
-    "elements",
     "against",
     "rounds",
     "step_ms_median",
@@ -49,6 +46,9 @@ COLUMNS = (
     "ratio_p75",
     "exposed_ms_median",
     "peak_bytes",
+    "workload",
+    "world_size",
+    "elements",
     "resting_bytes",
     "expected_resting_bytes",
 )
