@@ -90,8 +90,8 @@ def show(table: "pd.DataFrame") -> None:  # noqa: F821
     from rich.table import Table
 
     for (workload, ranks), rows in table.groupby(["workload", "world_size"], sort=False):
-        title = f"{workload}, {rows.elements.iloc[0] / 1e6:.1f} M parameters, {ranks} ranks: MiB a rank"
-        shown = Table("choice", title=title, box=None)
+        print(f"{workload}, {rows.elements.iloc[0] / 1e6:.1f} M parameters, {ranks} ranks: MiB a rank")
+        shown = Table("choice", box=None)
         for heading in ("at rest", "formula", "difference", "peak"):
             shown.add_column(heading, justify="right")
         for row in rows.itertuples():
