@@ -90,12 +90,8 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
 
 def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
     """Columns step, kind, calls, bytes (NaN if a size is unknown): what one rank issued in each analysed step."""
-    calls = timeline.collectives
-    place = np.searchsorted(timeline.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
-    named = calls.assign(
-        step=timeline.steps["number"].to_numpy()[place],
-        kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"),
-    )
+    calls = timeline.collectives_by_step()
+    named = calls.assign(kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"))
     groups = named.groupby(["step", "kind"])["bytes"]
     table = pd.DataFrame({"calls": groups.size(), "bytes": groups.agg(lambda sizes: sizes.sum(skipna=False))})
     return table.reset_index()

@@ -67,9 +67,7 @@ KEY = ["step", "sequence"]
 
 def _numbered(timeline: RankTimeline) -> pd.DataFrame:
     """A rank's collectives with columns rank, step and sequence: their place in the order of issue in the step."""
-    calls = timeline.collectives.sort_values("issued", kind="stable")
-    place = np.searchsorted(timeline.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
-    calls = calls.assign(rank=timeline.rank, step=timeline.steps["number"].to_numpy()[place])
+    calls = timeline.collectives_by_step().assign(rank=timeline.rank)
     return calls.assign(sequence=calls.groupby("step").cumcount())
 
 

@@ -45,6 +45,12 @@ class RankTimeline:
         chosen = self.kernels[self.kernels["lane"] == lane]
         return chosen[["start", "end"]].to_numpy(dtype=np.float64)
 
+    def collectives_by_step(self) -> pd.DataFrame:
+        """`collectives` in the order of issue, with a column step: the number of that in which each was issued."""
+        calls = self.collectives.sort_values("issued", kind="stable")
+        place = np.searchsorted(self.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
+        return calls.assign(step=self.steps["number"].to_numpy()[place])
+
 
 def build_timeline(trace: dict[str, Any], rank: int, path: Path, include_last_step: bool) -> RankTimeline:
     """The timeline of one rank.
