@@ -88,7 +88,7 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
     Shows a progress bar by rank on a terminal.
     """
     from analysis.report.summary_page import write_summary
-    from analysis.summary import analyse_window
+    from analysis.summary import analyse_window, listed
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -99,6 +99,11 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
             options.enable_multiprocessing,
             on_rank=lambda rank: progress.advance(task),
         )
+    for problem in analysis.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    if analysis.problems:
+        used = listed([timeline.rank for timeline in analysis.timelines])
+        print(f"warning: {folder}: incomplete, of rank {used} only, so without what compares ranks", file=sys.stderr)
     write_summary(analysis, choice, folder)
     return analysis.summary
 

@@ -39,8 +39,8 @@ class Exposure:
     clocks: pd.DataFrame
 
 
-def exposure(timelines: list[RankTimeline]) -> Exposure:
-    """Match, align and split the collectives of a window."""
+def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
+    """Match, align and split the collectives of a window; where ranks are missing, nobody knows who was last."""
     calls = pd.concat([_numbered(timeline) for timeline in timelines], ignore_index=True)
     clocks = clock_offsets(calls, [timeline.rank for timeline in timelines])
     offset = calls["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
@@ -49,7 +49,7 @@ def exposure(timelines: list[RankTimeline]) -> Exposure:
     calls["last_arrival"] = together.transform("max") + offset
     is_matched = together.transform("size") == len(timelines)
     same_kind = calls.groupby(["step", "sequence"])["kind"].transform("nunique") == 1
-    calls.loc[~(is_matched & same_kind), "last_arrival"] = np.nan
+    calls.loc[~(is_matched & same_kind & is_complete), "last_arrival"] = np.nan
     latest = arrival.loc[together.idxmax()]
     late = pd.Series(calls.loc[latest.index, "rank"].to_numpy(), pd.MultiIndex.from_frame(calls.loc[latest.index, KEY]))
     calls["late_rank"] = late.reindex(pd.MultiIndex.from_frame(calls[KEY])).to_numpy()

@@ -1,4 +1,4 @@
-"""The figures that Holistic Trace Analysis (HTA) computes, over GPU traces as they are and lowered CPU traces."""
+"""The figures that Holistic Trace Analysis (HTA) computes, over the kernels of GPU traces and of lowered CPU traces."""
 
 import logging
 import tempfile
@@ -34,10 +34,8 @@ class HolisticFigures:
     kernels: pd.DataFrame
 
 
-def holistic_figures(
-    timelines: Sequence[RankTimeline], include_last_step: bool, multiprocessing: bool
-) -> HolisticFigures:
-    """Run HTA over one window.
+def holistic_figures(timelines: Sequence[RankTimeline], multiprocessing: bool) -> HolisticFigures:
+    """Run HTA over one window: over its kernels in the analysed steps and their launches, which is all that it needs.
 
     Raises:
         TraceError: HTA cannot read the traces.
@@ -45,33 +43,29 @@ def holistic_figures(
     with tempfile.TemporaryDirectory(prefix="lowered-traces-") as folder:
         files: dict[int, str] = {}
         for timeline in timelines:
-            files[timeline.rank] = str(timeline.path)
-            if timeline.kind == "cpu":
-                lowered = Path(folder) / f"rank_{timeline.rank}.json"
-                write_for_hta(lowered, timeline.rank, timeline.steps, timeline.kernels)
-                files[timeline.rank] = str(lowered)
-        # A lowered trace holds the analysed steps and an empty one, which is the last.
-        include_last = include_last_step and timelines[0].kind == "cuda"
-        return _run_hta(files, include_last, multiprocessing)
+            path = Path(folder) / f"rank_{timeline.rank}.json"
+            write_for_hta(path, timeline.rank, timeline.steps, timeline.kernels)
+            files[timeline.rank] = str(path)
+        try:
+            return _run_hta(files, multiprocessing)
+        except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
+            raise TraceError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
 
 
-def _run_hta(files: dict[int, str], include_last: bool, multiprocessing: bool) -> HolisticFigures:
+def _run_hta(files: dict[int, str], multiprocessing: bool) -> HolisticFigures:
     logging.disable(logging.WARNING)  # HTA reports its progress as warnings
     from hta.analyzers.breakdown_analysis import BreakdownAnalysis
     from hta.analyzers.communication_analysis import CommunicationAnalysis
     from hta.common.trace import Trace
 
-    try:
-        trace = Trace(files, "")
-        trace.load_traces(include_last, use_multiprocessing=multiprocessing, use_memory_profiling=False)
-        with np.errstate(invalid="ignore"):
-            overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
-        breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
-        _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
-            trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
-        )
-    except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
-        raise TraceError(f"{next(iter(files.values()))}: HTA cannot analyse it ({error!r})") from error
+    trace = Trace(files, "")
+    trace.load_traces(include_last_profiler_step=False, use_multiprocessing=multiprocessing, use_memory_profiling=False)
+    with np.errstate(invalid="ignore"):
+        overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
+    breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
+    _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
+        trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
+    )
     return HolisticFigures(
         breakdown=breakdown.rename(
             columns={

@@ -1,8 +1,12 @@
 """The summary of one window of one choice: a row a rank. `docs/csv-columns.md` explains each column."""
 
+import itertools
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context as multiprocessing_context
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ from analysis.errors import TraceError
 from analysis.exposure import Exposure, exposure
 from analysis.holistic import HolisticFigures, holistic_figures
 from analysis.memory import memory_row
+from analysis.reading import read_trace
 from analysis.timeline import RankTimeline, build_timeline
-from analysis.traces import Window, read_trace, require_all_ranks
+from analysis.traces import OWN_NAME, Window, missing_ranks
 from training.config import RECORD_VERSION
 
 KIND_SENTENCES = {
@@ -34,6 +39,8 @@ class WindowAnalysis:
         summary: The table of `summary.csv`, a row a rank.
         audit: The table of `audit.csv`, a row a check; empty without a run record.
         record: The run record that belongs to the window; None for foreign traces.
+        problems: What cannot be used of the run, a sentence each. A window with any is incomplete, and has no figures
+            that compare ranks.
     """
 
     window: Window
@@ -43,6 +50,7 @@ class WindowAnalysis:
     audit: pd.DataFrame
     exposure: Exposure
     record: dict[str, Any] | None
+    problems: list[str]
 
     @property
     def kind_sentence(self) -> str:
@@ -56,30 +64,79 @@ def analyse_window(
     multiprocessing: bool = False,
     on_rank: Callable[[int], None] = lambda rank: None,
 ) -> WindowAnalysis:
-    """Read and analyse all ranks of a window.
+    """Read and analyse all ranks of a window; what cannot be read makes it incomplete.
 
     Args:
+        multiprocessing: Read ranks, and let HTA read them, in as many processes as there are cores.
         on_rank: Called after each rank's trace is read, for a progress bar.
 
     Raises:
-        TraceError: a trace is broken or missing, or the ranks' traces do not belong together.
+        TraceError: no rank's trace can be used, or the ranks' traces do not belong together.
     """
-    timelines = []
-    for rank, path in window.files.items():
-        timelines.append(build_timeline(read_trace(path), rank, path, include_last_step))
+    timelines, problems = [], []
+    for rank, found in read_ranks(window, include_last_step, multiprocessing):
+        if isinstance(found, RankTimeline):
+            timelines.append(found)
+        else:
+            problems.append(found)
         on_rank(rank)
-    require_all_ranks(window, timelines[0].world_size)
+    if not timelines:
+        more = f" (nor can the {len(problems) - 1} others be used)" if len(problems) > 1 else ""
+        raise TraceError(f"{problems[0]}{more}")
     require_comparable(timelines)
-    figures = holistic_figures(timelines, include_last_step, multiprocessing)
+    missing = missing_ranks(window, timelines[0].world_size)
+    if missing:
+        problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
+    figures = holistic_figures(timelines, multiprocessing)
     record = find_record(window)
     rows = [{**summary_row(timeline, figures), **memory_row(record, timeline.rank)} for timeline in timelines]
     return WindowAnalysis(
-        window, timelines, figures, pd.DataFrame(rows), audit(timelines, record), exposure(timelines), record
+        window=window,
+        timelines=timelines,
+        figures=figures,
+        summary=pd.DataFrame(rows),
+        audit=audit(timelines, record),
+        exposure=exposure(timelines, is_complete=not problems),
+        record=record,
+        problems=problems,
     )
 
 
+def read_ranks(
+    window: Window, include_last_step: bool, multiprocessing: bool
+) -> Iterator[tuple[int, RankTimeline | str]]:
+    """Each rank with its timeline, or with what is wrong with its trace; one trace at a time is held in memory."""
+    jobs = [(path, rank, include_last_step) for rank, path in window.files.items()]
+    if not multiprocessing or len(jobs) == 1:
+        yield from zip(window.files, itertools.starmap(read_rank, jobs), strict=True)
+        return
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing_context("spawn")) as pool:
+        yield from zip(window.files, pool.map(read_rank, *zip(*jobs, strict=True)), strict=True)
+
+
+def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | str:
+    try:
+        trace = read_trace(path)
+        said = trace.info.get("rank")
+        if OWN_NAME.match(path.name) and said not in (None, rank):
+            return f"{path}: the file says that it is of rank {said}; its name, of rank {rank}"
+        return build_timeline(trace, rank, include_last_step)
+    except TraceError as error:
+        return str(error)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`0, 3 and 5`; of many, the first few and how many more."""
+    if len(ranks) > MOST_LISTED:
+        return f"{', '.join(map(str, ranks[:MOST_LISTED]))} and {len(ranks) - MOST_LISTED} more"
+    return " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
+
+
+MOST_LISTED = 8
+
+
 def require_comparable(timelines: list[RankTimeline]) -> None:
-    """Refuse ranks that saw different steps or different kinds of device.
+    """Refuse ranks that saw different steps, different kinds of device or different numbers of ranks.
 
     Raises:
         TraceError: names the file that differs.
@@ -93,6 +150,11 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
             )
         if other.kind != first.kind:
             raise TraceError(f"{other.path} is a {other.kind} trace, but {first.path} is a {first.kind} trace")
+        if other.world_size != first.world_size:
+            raise TraceError(
+                f"{other.path} is of {other.world_size} ranks, but {first.path} of {first.world_size}; these are not "
+                "of the same run"
+            )
 
 
 def hides_communication(timeline: RankTimeline) -> bool:

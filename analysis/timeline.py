@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,14 @@ from analysis.collectives import device_collectives, gloo_collectives
 from analysis.errors import TraceError
 from analysis.intervals import Intervals
 from analysis.lowering import lower_cpu_events
+from analysis.reading import DEVICE_CATEGORIES, RankTrace
 
 STEP_PREFIX = "ProfilerStep#"
+STEP_NAME = STEP_PREFIX + r"\d{1,15}"
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
-DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
-EVENT_COLUMNS = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")
+CLOCK_STEP_US = 10.0
+"""By how much the profiler's rounding may let two steps overlap."""
+LONGEST_STEP_US = 86_400e6
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class RankTimeline:
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
             which the host issued it).
         collectives: Columns kind, start, end, bytes (NaN if unknown), group_size, dtype, stream, issued.
+        left_out: Number of events that had no usable time.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class RankTimeline:
     phases: pd.DataFrame
     kernels: pd.DataFrame
     collectives: pd.DataFrame
+    left_out: int = 0
 
     def intervals(self, lane: str) -> Intervals:
         chosen = self.kernels[self.kernels["lane"] == lane]
@@ -52,33 +56,32 @@ class RankTimeline:
         return calls.assign(step=self.steps["number"].to_numpy()[place])
 
 
-def build_timeline(trace: dict[str, Any], rank: int, path: Path, include_last_step: bool) -> RankTimeline:
+def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> RankTimeline:
     """The timeline of one rank.
 
     Args:
-        trace: Content of the trace file.
         include_last_step: Analyse the last profiled step too; without it, work launched there does not count, since
             its end may have been cut off. A trace of one step is analysed whole.
 
     Raises:
-        TraceError: no ProfilerStep, or nothing ran in the analysed steps.
+        TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps.
     """
-    events = complete_events(trace, path)
-    steps = profiler_steps(events, path)
+    path, info = trace.path, trace.info
+    steps = profiler_steps(trace.events, path)
+    events, absurd = without_absurd(trace.events, steps)
     if not include_last_step and len(steps) > 1:
         steps = steps.iloc[:-1]
-    info = trace.get("distributedInfo") or {}
     world_size = info.get("world_size")
+    world_size = world_size if type(world_size) is int and world_size > 0 else None
     on_device = events["cat"].isin(DEVICE_CATEGORIES)
     kind = "cuda" if on_device.any() else "cpu"
-    kernels = _device_kernels(events, on_device) if kind == "cuda" else lower_cpu_events(events, steps)
+    kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, steps)
     kernels = kernels[kernels["launch"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     if kernels.empty:
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     collectives = gloo_collectives(events, world_size or 1)
     if kind == "cuda":
-        on_streams = events[on_device].assign(launch=_device_kernels(events, on_device)["launch"])
-        collectives = pd.concat([collectives, device_collectives(on_streams)], ignore_index=True)
+        collectives = pd.concat([collectives, device_collectives(events[on_device])], ignore_index=True)
     collectives = collectives[collectives["issued"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(
@@ -91,55 +94,43 @@ def build_timeline(trace: dict[str, Any], rank: int, path: Path, include_last_st
         phases=phases[["name", "start", "end"]].reset_index(drop=True),
         kernels=kernels.reset_index(drop=True),
         collectives=collectives.reset_index(drop=True),
+        left_out=trace.left_out + absurd,
     )
 
 
-def complete_events(trace: dict[str, Any], path: Path) -> pd.DataFrame:
-    """The events with a duration, with columns start and end; those without a sensible time are left out.
-
-    Raises:
-        TraceError: there are none.
-    """
-    chosen = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
-    frame = pd.DataFrame(chosen, columns=list(EVENT_COLUMNS))
-    frame["start"] = pd.to_numeric(frame["ts"], errors="coerce")
-    frame["end"] = frame["start"] + pd.to_numeric(frame["dur"], errors="coerce")
-    frame = frame[np.isfinite(frame["start"]) & (frame["end"] >= frame["start"])]
-    if frame.empty:
-        raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
-    for column in ("name", "pid", "tid"):
-        frame[column] = frame[column].map(str)
-    return frame.drop(columns=["ph", "ts", "dur"]).sort_values("start", kind="stable").reset_index(drop=True)
-
-
 def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Columns number, start, end, pid, tid of the profiled optimizer steps.
+    """Columns number, start, end, pid, tid of the profiled optimizer steps, on the thread that has most of them.
 
     Raises:
-        TraceError: there are none.
+        TraceError: there are none, or they cannot have happened as the clock says.
     """
-    found = events[events["name"].str.startswith(STEP_PREFIX) & (events["cat"] == "user_annotation")].copy()
-    found["number"] = pd.to_numeric(found["name"].str.removeprefix(STEP_PREFIX), errors="coerce")
-    found = found.dropna(subset=["number"]).sort_values("start")
+    found = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
     if found.empty:
         raise TraceError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
-    found["number"] = found["number"].astype(int)
+    found["number"] = found["name"].str.removeprefix(STEP_PREFIX).astype(int)
+    threads = found.groupby(["pid", "tid"])["number"].transform("size")
+    found = found[threads == threads.max()].sort_values("number", kind="stable")
+    found = found[(found["pid"] == found["pid"].iloc[0]) & (found["tid"] == found["tid"].iloc[0])]
+    ends, starts = found["end"].to_numpy()[:-1], found["start"].to_numpy()[1:]
+    for index in np.flatnonzero(starts < ends - CLOCK_STEP_US):
+        first, second = found["number"].iloc[index], found["number"].iloc[index + 1]
+        raise TraceError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
+    longest = found.loc[(found["end"] - found["start"]).idxmax()]
+    if longest["end"] - longest["start"] > LONGEST_STEP_US:
+        raise TraceError(f"{path}: step {longest['number']} lasts longer than a day; its clock is broken")
     return found[["number", "start", "end", "pid", "tid"]]
 
 
-def _device_kernels(events: pd.DataFrame, on_device: pd.Series) -> pd.DataFrame:
-    kernels = events[on_device].copy()
-    arguments = kernels["args"].map(lambda args: args if isinstance(args, dict) else {})
-    kernels["stream"] = arguments.map(lambda args: str(args.get("stream", "?")))
-    kernels["correlation"] = arguments.map(lambda args: args.get("correlation", -1))
-    runtime = events[events["cat"].isin(("cuda_runtime", "cuda_driver"))]
-    launched = {
-        args["correlation"]: start
-        for args, start in zip(runtime["args"], runtime["start"], strict=True)
-        if isinstance(args, dict) and "correlation" in args
-    }
-    kernels["launch"] = kernels["correlation"].map(launched).astype(float)
-    is_nccl = kernels["name"].str.match(r"(?i)^nccl.*kernel")
-    is_copy = kernels["cat"].isin(DEVICE_CATEGORIES) & kernels["name"].str.match(r"^(Memcpy|Memset|dma)")
-    kernels["lane"] = np.select([is_nccl, is_copy], ["communication", "memory"], default="compute")
-    return kernels[["lane", "stream", "name", "start", "end", "launch"]]
+def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """`events` without those that last longer than twice the time of all profiled steps, and how many these are."""
+    span = steps["end"].max() - steps["start"].min()
+    is_sensible = events["end"] - events["start"] <= 2 * span + 1e6
+    return events[is_sensible], int((~is_sensible).sum())
+
+
+def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
+    """Columns lane, stream, name, start, end, launch of what ran on the device."""
+    is_collective = device["name"].str.match(r"(?i)^(nccl|rccl).*kernel")
+    is_copy = device["name"].str.match(r"^(Memcpy|Memset|dma)")
+    lane = np.select([is_collective, is_copy], ["communication", "memory"], default="compute")
+    return device.assign(lane=lane)[["lane", "stream", "name", "start", "end", "launch"]]

@@ -1,18 +1,15 @@
-"""Finding traces on disk, grouping them by window, and reading one with a clear message where it is broken."""
+"""Finding traces on disk, and putting those of one profile window together."""
 
-import gzip
-import json
 import re
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from analysis.errors import TraceError
+from analysis.reading import peek
 
 OWN_NAME = re.compile(r"^(?P<run_id>.+)\.step(?P<step>\d+)\.pt\.trace\.json\.gz$")
-RANK_IN_PATH = re.compile(r"rank[_\-]?(\d+)", re.IGNORECASE)
-RANK_IN_TEXT = re.compile(r'"rank":\s*(\d+)')
+RANK_IN_PATH = re.compile(r"(?<![a-z])rank[_\-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 SUFFIXES = (".json", ".json.gz")
 
 
@@ -22,7 +19,8 @@ class Window:
 
     Attributes:
         run_id: Of the run; of foreign traces, the name of their folder.
-        step: The optimizer step at which the window ends; 0 for foreign traces.
+        step: The optimizer step at which the window ends; of foreign traces, the number of the first profiled step, 0
+            where there is none.
         files: Trace file by rank.
     """
 
@@ -32,7 +30,7 @@ class Window:
 
 
 def find_windows(trace_dir: Path) -> list[Window]:
-    """All windows below `trace_dir`, oldest first. Files that do not have this project's names make one window.
+    """All windows below `trace_dir`, oldest first. Files without this project's names are put together by their steps.
 
     Raises:
         TraceError: there is no such folder, or no trace in it.
@@ -42,7 +40,10 @@ def find_windows(trace_dir: Path) -> list[Window]:
     paths = [
         path
         for path in sorted(trace_dir.rglob("*"))
-        if path.name.endswith(SUFFIXES) and not path.name.startswith(".") and not path.name.endswith(".run.json")
+        if path.name.endswith(SUFFIXES)
+        and not path.name.startswith(".")
+        and not path.name.endswith(".run.json")
+        and path.is_file()
     ]
     if not paths:
         raise TraceError(f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile")
@@ -50,87 +51,57 @@ def find_windows(trace_dir: Path) -> list[Window]:
     return group_by_window(own or paths, trace_dir.resolve().name)
 
 
-def group_by_window(paths: list[Path], foreign_name: str) -> list[Window]:
+def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     """Put the files of one window together.
 
     Raises:
         TraceError: two files of one window claim the same rank, or a file's rank is unknown.
     """
-    groups: dict[tuple[str, int], dict[int, Path]] = {}
+    groups: dict[tuple[str, int], list[tuple[Path, int | None, int | None]]] = {}
     for path in paths:
-        match = OWN_NAME.match(path.name)
-        key = (match["run_id"], int(match["step"])) if match else (foreign_name, 0)
-        rank = rank_of(path)
-        ranks = groups.setdefault(key, {})
-        if rank in ranks:
-            raise TraceError(
-                f"{ranks[rank]} and {path} are both of rank {rank}; give one of each rank in --trace-files"
-            )
-        ranks[rank] = path
-    return [Window(run_id, step, dict(sorted(files.items()))) for (run_id, step), files in sorted(groups.items())]
+        named = rank_in_path(path)
+        if match := OWN_NAME.match(path.name):
+            groups.setdefault((match["run_id"], int(match["step"])), []).append((path, named, named))
+        else:
+            said, step = peek(path)
+            groups.setdefault((foreign_name, step or 0), []).append((path, said, named))
+    if len(groups) > 1:  # beside traces with steps, a file without any is no trace
+        groups = {key: files for key, files in groups.items() if key[0] != foreign_name or key[1]} or groups
+    return [Window(run_id, step, _by_rank(files)) for (run_id, step), files in sorted(groups.items())]
 
 
-def rank_of(path: Path) -> int:
-    """The rank that a path names (`rank_3/...`, `...rank-3...`), else the one that the file itself names.
-
-    Raises:
-        TraceError: neither says.
-    """
+def rank_in_path(path: Path) -> int | None:
+    """The rank that a file's name or its folder's names (`rank_3/...`, `...rank-3...`)."""
     for part in (path.name, path.parent.name):
         if match := RANK_IN_PATH.search(part):
             return int(match[1])
-    if match := RANK_IN_TEXT.search(_read_text(path)):
-        return int(match[1])
-    raise TraceError(
-        f"{path}: neither its name nor its distributedInfo says which rank it is of; name it rank_<n>.json"
-    )
+    return None
 
 
-def read_trace(path: Path) -> dict[str, Any]:
-    """The content of a trace file.
-
-    Raises:
-        TraceError: it is empty, cut short, not JSON, or no trace of torch.profiler.
-    """
-    text = _read_text(path)
-    if not text.strip():
-        raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
-    try:
-        trace = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TraceError(
-            f"{path}: not valid JSON ({error}); the file is cut short or no trace; profile again"
-        ) from None
-    except RecursionError:
-        raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise TraceError(f"{path}: no list traceEvents in it, so this is no trace of torch.profiler")
-    return trace
-
-
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return data.decode("utf-8", errors="replace")
-    except OSError as error:  # gzip.BadGzipFile is one too
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error):
-        raise TraceError(f"{path}: the gzip file is cut short or damaged; profile again") from None
+def _by_rank(files: list[tuple[Path, int | None, int | None]]) -> dict[int, Path]:
+    """Files by the ranks that they say themselves, or, where these are not all known and different, by their names."""
+    problem = ""
+    for source in (1, 2):
+        found: dict[int, Path] = {}
+        for entry in files:
+            path, rank = entry[0], entry[source]
+            if rank is None:
+                problem = (
+                    problem
+                    or f"{path}: neither its distributedInfo nor its name says which rank it is of; "
+                    "name it rank_<n>.json"
+                )
+                break
+            if rank in found:
+                problem = f"{found[rank]} and {path} are both of rank {rank}; give one of each rank in --trace-files"
+                break
+            found[rank] = path
+        else:
+            return dict(sorted(found.items()))
+    raise TraceError(problem)
 
 
-def require_all_ranks(window: Window, world_size: int | None) -> None:
-    """Refuse a window in which ranks are missing.
-
-    Raises:
-        TraceError: names them.
-    """
-    if world_size is None:
-        return
-    missing = sorted(set(range(world_size)) - set(window.files))
-    if missing:
-        raise TraceError(
-            f"run {window.run_id}: no trace of rank {', '.join(map(str, missing))} of {world_size} ranks; copy the "
-            "missing files here, or profile again"
-        )
+def missing_ranks(window: Window, world_size: int | None) -> list[int]:
+    """The ranks of which there is no file; of a run whose size is not known, those below the highest."""
+    ranks = range(world_size or max(window.files) + 1)
+    return sorted(set(ranks) - set(window.files))

@@ -1,6 +1,5 @@
 """Collectives read back from traces that real ranks made: kind, number and bytes, with several under way at once."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.collectives import KINDS, device_collectives, gloo_collectives
-from analysis.timeline import complete_events
+from analysis.reading import read_trace
 from tests.ranks import RankPool
-from tests.traces import event
+from tests.traces import event, parsed
 
 Rows = list[tuple[str, float]]
 
@@ -28,7 +27,7 @@ def profiled(body: Callable[[int, int], None]) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        seen = gloo_collectives(complete_events(json.loads(path.read_text()), path), size)
+        seen = gloo_collectives(read_trace(path).events, size)
     assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
     return list(zip(seen["kind"], seen["bytes"], strict=True))
 
@@ -146,7 +145,7 @@ def test_a_span_from_before_the_window_goes_to_no_later_call() -> None:
         event("cpu_op", "c10d::_allgather_base_", 20, 1, **{"Input Dims": [[10], [5], [], [], []]}),
         event("user_annotation", "gloo:all_gather", 22, 4, 2, **shape),
     ]
-    seen = gloo_collectives(complete_events({"traceEvents": events}, Path("x")), world_size=2)
+    seen = gloo_collectives(parsed(*events).events, world_size=2)
     assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
 
 
@@ -158,7 +157,7 @@ def test_a_scatter_of_unknown_dtype_has_unknown_bytes() -> None:
         "Concrete Inputs": ["", "[]", "", "1", "True", "-1"],
     }
     events = [event("cpu_op", "c10d::scatter_", 0, 1, **call), event("user_annotation", "gloo:scatter", 2, 4, 2)]
-    seen = gloo_collectives(complete_events({"traceEvents": events}, Path("x")), world_size=2)
+    seen = gloo_collectives(parsed(*events).events, world_size=2)
     assert seen["kind"].tolist() == ["scatter"] and seen["bytes"].isna().all()
 
 

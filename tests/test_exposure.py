@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from analysis.collectives import COLUMNS
 from analysis.exposure import bus_factor, clock_offsets, exposure
-from analysis.timeline import RankTimeline, build_timeline
-from tests.traces import cpu_trace, cuda_trace
+from analysis.timeline import RankTimeline
+from tests.traces import cpu_trace, cuda_trace, timeline_of
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -44,7 +44,7 @@ def timeline(
 def test_a_trace_worked_out_by_hand(make: Any) -> None:
     """Docstring of `cpu_trace`: a step of 999 us with 500 of compute and 300 of communication, 100 of it under compute.
     Both ranks arrive together, so all that is exposed is transfer; 299 us are idle."""
-    found = exposure([build_timeline(make(rank), rank, Path("x"), include_last_step=False) for rank in range(2)])
+    found = exposure([timeline_of(make(rank), rank) for rank in range(2)])
     for row in found.steps.to_dict("records"):
         assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, 0.299])
     for row in found.collectives.to_dict("records"):

@@ -1,6 +1,5 @@
 """The collectives that a strategy announces are those that run: counted in the profile, by kind, number and bytes."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.collectives import gloo_collectives
-from analysis.timeline import complete_events
+from analysis.reading import read_trace
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, is_refused, load
 from tests.ranks import RankPool
@@ -38,7 +37,7 @@ def profiled_step(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        seen = gloo_collectives(complete_events(json.loads(path.read_text()), path), dist.get_world_size())
+        seen = gloo_collectives(read_trace(path).events, dist.get_world_size())
     announced: Totals = {}
     sizes = set()
     for collective in strategy.expected_traffic(micro_batches):

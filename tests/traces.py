@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from analysis.reading import RankTrace, parse_trace
+from analysis.timeline import RankTimeline, build_timeline
 from training.config import RECORD_VERSION
 
 
@@ -58,6 +60,15 @@ def cuda_trace(
                 event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation, **more)
             )
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
+
+
+def parsed(*events: dict[str, Any], **info: Any) -> RankTrace:
+    """What is read of a trace of these events."""
+    return parse_trace(json.dumps({"distributedInfo": info, "traceEvents": events}).encode(), Path("trace"))
+
+
+def timeline_of(trace: dict[str, Any], rank: int = 0, include_last_step: bool = False) -> RankTimeline:
+    return build_timeline(parse_trace(json.dumps(trace).encode(), Path("trace")), rank, include_last_step)
 
 
 def write(path: Path, trace: dict[str, Any]) -> Path:

@@ -12,7 +12,7 @@ from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figur
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.summary_tables import audit_table, collectives_table, memory_table
-from analysis.summary import WindowAnalysis, write_text
+from analysis.summary import WindowAnalysis, listed, write_text
 
 KERNEL_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
@@ -50,6 +50,14 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         f"Run {analysis.window.run_id}, optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
         "Times are of profiled steps, which take longer than others; compare step times in the run record instead.",
     ]
+    if len(numbers) == 1:
+        lines.append("Only one step could be analysed, so nothing here says how far steps differ.")
+    if left_out := sum(timeline.left_out for timeline in analysis.timelines):
+        lines.append(f"{left_out} events without a usable time were left out.")
+    if analysis.problems:
+        used = listed([timeline.rank for timeline in analysis.timelines])
+        why = "; ".join(analysis.problems)
+        lines.append(f"INCOMPLETE: only rank {used} could be used, so nothing here compares ranks. {why}.")
     sections = [
         Section(
             f"One step of every rank (step {numbers[-1]})",

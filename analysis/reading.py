@@ -1,0 +1,227 @@
+"""Reading one trace file: decompressed once, parsed once, and only what a figure needs is kept.
+
+Most of a trace is arguments that no figure needs, and on a GPU most events are operators of the host, of which none is
+needed either. So events are decoded with their arguments left as bytes, and those of collectives alone are looked into.
+"""
+
+import gzip
+import json
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from analysis.errors import TraceError
+
+DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"))
+LAUNCH_CATEGORIES = frozenset(("cuda_runtime", "cuda_driver", "Runtime"))
+COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|^(nccl|rccl).*kernel", re.IGNORECASE)
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
+LONGEST_NAME = 300
+LARGEST_TIME_US = 1e17
+"""Three thousand years: no clock says more."""
+STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _File(msgspec.Struct, gc=False):
+    traceEvents: list[_Event]
+    distributedInfo: Any = None
+
+
+class _Info(msgspec.Struct):
+    distributedInfo: Any = None
+
+
+class _DeviceArguments(msgspec.Struct, gc=False):
+    stream: Any = "?"
+    correlation: Any = None
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a trace file says.
+
+    Attributes:
+        info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
+        events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
+            (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN) and
+            args (a dict, of collectives only; else None). Of a trace with device events, operators of the host are
+            left out, but for those that issue collectives.
+        left_out: Number of events without a usable time.
+    """
+
+    path: Path
+    info: dict[str, Any]
+    events: pd.DataFrame
+    left_out: int
+
+
+def read_trace(path: Path) -> RankTrace:
+    """The content of a trace file.
+
+    Raises:
+        TraceError: it is empty, cut short, not JSON, or no trace of torch.profiler.
+    """
+    return parse_trace(read_bytes(path), path)
+
+
+def parse_trace(data: bytes, path: Path) -> RankTrace:
+    """The same, of the file's content; `path` is for messages."""
+    if not data.strip():
+        raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
+    file = _decode(data, path)
+    info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
+    events, left_out = _table(file.traceEvents)
+    if events.empty:
+        raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
+    return RankTrace(path, info, events, left_out)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed.
+
+    Raises:
+        TraceError: it cannot be read, or its end is missing.
+    """
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except OSError as error:  # gzip.BadGzipFile is one too
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error):
+        raise TraceError(f"{path}: the gzip file is cut short or damaged; profile again") from None
+
+
+def peek(path: Path) -> tuple[int | None, int | None]:
+    """The rank and the number of the first profiled step that a trace file names; None for what it does not.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    data = read_bytes(path)
+    try:
+        info = msgspec.json.decode(data, type=_Info).distributedInfo
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        info = None  # whoever reads the whole of it says what is wrong
+    rank = info.get("rank") if isinstance(info, dict) else None
+    steps = [int(number) for number in STEP_NAME.findall(data)]
+    return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
+
+
+def _decode(data: bytes, path: Path) -> _File:
+    decoder = msgspec.json.Decoder(_File)
+    try:
+        try:
+            return decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return decoder.decode(_repaired(data))
+    except RecursionError:
+        raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
+    except msgspec.ValidationError:
+        raise TraceError(f"{path}: no list traceEvents in it, so this is no trace of torch.profiler") from None
+    except (ValueError, msgspec.DecodeError) as error:
+        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or no trace") from None
+
+
+def _repaired(data: bytes) -> bytes:
+    """What the strict decoder refuses and a profiler may have written: NaN, infinity, control characters, broken UTF-8.
+
+    Events that are no objects fall away.
+    """
+    file = json.loads(
+        data.decode("utf-8", errors="replace"),
+        strict=False,
+        parse_constant=lambda _: None,
+        parse_float=lambda text: value if math.isfinite(value := float(text)) else None,
+    )
+    if isinstance(file, dict) and isinstance(file.get("traceEvents"), list):
+        file["traceEvents"] = [event for event in file["traceEvents"] if isinstance(event, dict)]
+    return json.dumps(file, ensure_ascii=False).encode("utf-8", errors="replace")
+
+
+def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
+    """The table `RankTrace.events`, and how many events have no usable time."""
+    complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
+    on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
+    clean = _Names()
+    kept, launched = [], {}
+    for event in complete:
+        event.name = clean[event.name]
+        if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
+            kept.append(event)
+        elif event.cat in LAUNCH_CATEGORIES and (link := _device_arguments(event).correlation) is not None:
+            launched[link] = event.ts
+        elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
+            kept.append(event)
+    device = [_device_arguments(event) if event.cat in DEVICE_CATEGORIES else None for event in kept]
+    frame = pd.DataFrame(
+        {
+            "cat": [event.cat for event in kept],
+            "name": [event.name for event in kept],
+            "pid": [str(event.pid) for event in kept],
+            "tid": [str(event.tid) for event in kept],
+            "start": _numbers([event.ts for event in kept]),
+            "end": _numbers([event.dur for event in kept]),
+            "stream": ["" if of is None else clean[of.stream] for of in device],
+            "launch": _numbers([None if of is None else launched.get(of.correlation) for of in device]),
+            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
+        }
+    )
+    frame["end"] += frame["start"]
+    usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & (frame["end"] >= frame["start"])
+    frame = frame[usable].sort_values("start", kind="stable").reset_index(drop=True)
+    return frame, int((~usable).sum())
+
+
+class _Names(dict[Any, str]):
+    """Names as they may be shown: one line of printable text that is not too long, each kept once."""
+
+    def __missing__(self, name: Any) -> str:
+        text = CONTROL_CHARACTERS.sub(" ", str(name)[: LONGEST_NAME + 1])
+        self[name] = text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
+        return self[name]
+
+    def __getitem__(self, name: Any) -> str:
+        return super().__getitem__(name if isinstance(name, str) else str(name))
+
+
+def _numbers(values: list[Any]) -> "pd.Series[float]":
+    are_times = [type(value) in (int, float) and abs(value) < LARGEST_TIME_US for value in values]
+    return pd.Series(
+        [value if usable else np.nan for value, usable in zip(values, are_times, strict=True)], dtype=float
+    )
+
+
+def _device_arguments(event: _Event) -> _DeviceArguments:
+    try:
+        found = msgspec.json.decode(event.args, type=_DeviceArguments)
+    except msgspec.DecodeError:
+        return _DeviceArguments()
+    if type(found.correlation) is not int or found.correlation < 0:
+        found.correlation = None
+    return found
+
+
+def _arguments(event: _Event) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(event.args)
+    except msgspec.DecodeError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,322 @@
+"""Traces that are broken, of strangers, or hostile: a message that says what is usable, never a traceback."""
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from analysis.command import main
+from analysis.errors import TraceError
+from analysis.reading import LONGEST_NAME, parse_trace
+from analysis.report.summary_page import write_summary
+from analysis.summary import analyse_window, listed
+from analysis.traces import find_windows, group_by_window
+from tests.ranks import RankPool
+from tests.test_audit import TINY
+from tests.traces import cpu_trace, cuda_trace, event, parsed, timeline_of, write, write_run
+
+NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
+
+
+def steps_at(*times: tuple[int, float, float]) -> list[dict[str, Any]]:
+    """Steps as (number, start, duration), each with an operator in its first microsecond."""
+    return [
+        part
+        for number, start, duration in times
+        for part in (
+            event("user_annotation", f"ProfilerStep#{number}", start, duration),
+            event("cpu_op", "aten::mm", start, 1),
+        )
+    ]
+
+
+def deep(levels: int = 100_000) -> bytes:
+    return b'{"traceEvents": [{"ph": "X", "args": ' + b'{"a": ' * levels + b"1" + b"}" * levels + b"}]}"
+
+
+UNUSABLE = {
+    "empty": (b"", "is empty"),
+    "cut short": (gzip.compress(json.dumps(cpu_trace()).encode())[:-200], "cut short or damaged"),
+    "cut short, not zipped": (json.dumps(cpu_trace()).encode()[:-200], "not valid JSON"),
+    "gzip of nothing": (gzip.compress(b""), "is empty"),
+    "nested deeply": (b"[" * 100_000, "nested too deeply"),
+    "nested deeply inside": (deep(), "nested too deeply"),
+    "not a trace": (b'{"traceEvents": 3}', "no list traceEvents"),
+    "a list": (b"[1, 2]", "no list traceEvents"),
+    "no text": (b"\x00\xff\x00\xff", "not valid JSON"),
+    "an endless number": (b'{"traceEvents": [{"ph": "X", "ts": ' + b"9" * 10_000 + b"}]}", "nothing to analyse|valid"),
+    "no steps": ([event("cpu_op", "aten::mm", 0, 1)], "no ProfilerStep#"),
+    "no durations": ([{"ph": "X", "cat": "cpu_op", "name": "x", "ts": 1}], "no event with a duration"),
+    "nothing ran": ([event("user_annotation", "ProfilerStep#1", 0, 9)], "nothing ran"),
+    "a clock that goes back": (steps_at((5, 2000, 900), (6, 1000, 900), (7, 3000, 900)), "its clock went back"),
+    "a step of weeks": (steps_at((5, 0, 1e13), (6, 2e13, 9)), "lasts longer than a day"),
+}
+
+
+def content(what: Any) -> bytes:
+    return what if isinstance(what, bytes) else json.dumps({"traceEvents": what}).encode()
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_used_is_named_and_the_rest_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    data, message = UNUSABLE[case]
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
+    broken.write_bytes(content(data))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and all(line.startswith("warning: ") for line in warnings)
+    assert str(broken) in warnings[0] and re.search(message, warnings[0]), warnings
+    assert "of rank 1 only" in warnings[1]
+    page = tmp_path / "reports" / "x" / "summary.html"
+    assert "INCOMPLETE: only rank 1 could be used" in page.read_text()
+    rows = list(csv.DictReader(page.with_suffix(".csv").open()))
+    assert [row["rank"] for row in rows] == ["1"]
+    before = page.read_bytes()
+    whole.write_bytes(content(data))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "1 others" in error, error
+    assert page.read_bytes() == before
+
+
+def test_an_incomplete_run_has_no_figure_that_compares_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    next(trace_dir.glob("rank_0/*")).unlink()
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    assert "no trace of rank 0; copy the missing files here" in capsys.readouterr().err
+    found = analyse_window(find_windows(trace_dir)[0]).exposure
+    assert found.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
+    assert found.steps[["exposed_wait_ms", "exposed_transfer_ms"]].isna().to_numpy().all()
+    assert found.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: {**cpu_trace(), "traceEvents": cpu_trace()["traceEvents"][8:]}, "not of the same run or window"),
+        (lambda: cuda_trace(0), "is a cpu trace, but"),
+        (lambda: cpu_trace(0, world_size=3), "of 2 ranks, but"),
+    ],
+)
+def test_ranks_that_do_not_belong_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    trace_dir = write_run(tmp_path)
+    write(next(trace_dir.glob("rank_0/*")), change())
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error and not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
+    trace_dir = write_run(tmp_path)
+    write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
+    (problem, _) = analyse_window(find_windows(trace_dir)[0]).problems, None
+    assert "says that it is of rank 1; its name, of rank 0" in problem[0]
+
+
+def test_missing_ranks_are_listed_briefly() -> None:
+    assert [listed(ranks) for ranks in ([3], [0, 3], [0, 1, 3])] == ["3", "0 and 3", "0, 1 and 3"]
+    assert listed(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+# Of strangers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("host1_77.1700000000.pt.trace.json", "host2_78.1700000001.pt.trace.json.gz"),
+        ("trace-rank0.json", "trace-rank1.json"),
+        ("rank_0/trace.json", "rank_1/trace.json"),
+        ("Rank-0.json.gz", "Rank-1.json.gz"),
+    ],
+)
+@pytest.mark.parametrize("says_rank", [True, False])
+def test_ranks_of_foreign_files(tmp_path: Path, names: tuple[str, str], says_rank: bool) -> None:
+    """By distributedInfo; without it, or where it says the same of all, by the names of file or folder."""
+    for rank, name in enumerate(names):
+        trace = cuda_trace(rank)
+        if not says_rank:
+            trace["distributedInfo"] = {"rank": 0, "world_size": 2} if "host" not in name else {}
+        write(tmp_path / name, trace)
+    if "host" in names[0] and not says_rank:
+        with pytest.raises(TraceError, match="which rank it is of"):
+            find_windows(tmp_path)
+    else:
+        (window,) = find_windows(tmp_path)
+        assert {rank: path.name for rank, path in window.files.items()} == {
+            rank: Path(name).name for rank, name in enumerate(names)
+        }
+        assert analyse_window(window).problems == []
+
+
+def test_windows_of_foreign_files_are_told_apart_by_their_steps(tmp_path: Path) -> None:
+    for rank in range(2):
+        for later in (0, 10):
+            trace = cuda_trace(rank)
+            for part in trace["traceEvents"]:
+                part["name"] = re.sub(r"#(\d+)", lambda match, later=later: f"#{int(match[1]) + later}", part["name"])
+            write(tmp_path / f"host_{rank}.{later}.pt.trace.json", trace)
+    write(tmp_path / "notes.json", {"no": "trace"})
+    windows = find_windows(tmp_path)
+    assert [(window.step, list(window.files)) for window in windows] == [(5, [0, 1]), (15, [0, 1])]
+
+
+def test_two_files_of_one_rank(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, cuda_trace(0)) for name in ("a.json", "b.json")]
+    with pytest.raises(TraceError, match=r"a\.json and .*b\.json are both of rank 0"):
+        group_by_window(paths, "x")
+
+
+def test_what_profilers_write_though_json_forbids_it() -> None:
+    text = json.dumps(cpu_trace()).replace('"args": {}', '"args": {"bandwidth": NaN, "rate": Infinity}')
+    data = text.encode().replace(b"MmBackward0", b"Mm\xffBack\x01ward")
+    trace = parse_trace(data, Path("x"))
+    assert len(trace.events) == len(cpu_trace()["traceEvents"]) and "Mm\ufffdBack ward" in "".join(trace.events["name"])
+
+
+def test_one_step_is_analysed_whole() -> None:
+    trace = cpu_trace()
+    trace["traceEvents"] = trace["traceEvents"][:8]
+    assert timeline_of(trace).steps["number"].tolist() == [5]
+
+
+def test_operators_of_the_host_are_not_kept_where_a_device_ran() -> None:
+    events = [*cuda_trace()["traceEvents"], event("cpu_op", "aten::mm", 0, 5), event("python_function", "f", 0, 5)]
+    kept = parsed(*events, event("cpu_op", "record_param_comms", 0, 5, dtype="Float")).events
+    assert set(kept["cat"]) == {"kernel", "user_annotation", "cpu_op"}
+    assert kept.loc[kept["cat"] == "cpu_op", "args"].tolist() == [{"dtype": "Float"}]
+
+
+# Hostile -------------------------------------------------------------------------------------------------------------
+
+HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cmd|'/c calc'!A1", "a\x00\x1b[31mb\u202e"]
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "x" * 2**20])
+def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
+    for rank in range(2):
+        trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})
+        for part in trace["traceEvents"]:
+            part["name"] = part["name"].replace("gemm", name)
+            if "stream" in part["args"]:
+                part["args"]["stream"] = f"{part['args']['stream']}{name}"
+        trace["distributedInfo"]["backend"] = name
+        write(tmp_path / "traces" / f"rank_{rank}.json", trace)
+    page = write_summary(analyse_window(find_windows(tmp_path / "traces")[0]), "<b>choice", tmp_path / "out")
+    text = page.read_text()
+    script = text.index("</style>")
+    assert "<b>choice" not in text[script:] and (name not in text[script:] or not set("<>\x00") & set(name))
+    assert len(text) < 6e6 and "x" * (LONGEST_NAME + 1) not in text
+    for path in page.parent.glob("*.csv"):
+        for row in csv.reader(path.open()):
+            assert not any(re.match(r"[=@\t\r]|[+-](?![\d.])", field) for field in row), (path.name, row)
+
+
+def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
+    trace = cuda_trace(0)
+    trace["distributedInfo"]["world_size"] = 1
+    for number in range(200_000):
+        link = {"stream": 100 + number, "correlation": 1000 + number}
+        trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=link["correlation"]))
+        trace["traceEvents"].append(event("kernel", "ncclDevKernel_AllReduce", 100 + number * 1e-3, 5e-4, **link))
+    write(tmp_path / "rank_0.json", trace)
+    analysis = analyse_window(find_windows(tmp_path)[0])
+    assert len(analysis.timelines[0].kernels) == 200_006
+    assert write_summary(analysis, "x", tmp_path / "out").stat().st_size < 6e6
+
+
+# Mutated -------------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ddp
+    from training.config import RunConfig
+    from training.distributed import Ranks
+    from training.run import train_and_record
+
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    train_and_record(RunConfig(**TINY, choice="bucket_ddp_async", output_dir=folder), ranks, ddp.load)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def real(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
+    """The traces of a real run of two ranks."""
+    folder = tmp_path_factory.mktemp("real")
+    ranks.run(2, trained, str(folder))
+    (window,) = find_windows(folder / "profile")
+    return {rank: gzip.decompress(path.read_bytes()) for rank, path in window.files.items()}
+
+
+nonsense = st.sampled_from([None, -1e18, 1e300, -5, 0, "x", "12", [], {}, True, 10**400, "ProfilerStep#6", HOSTILE[0]])
+
+
+def mutated(data: st.DataObject, content: bytes) -> bytes:
+    """Bytes lost or changed; or events lost, doubled, moved in time, or with a field replaced by nonsense."""
+    how = data.draw(st.sampled_from(["cut", "flip", "fields", "lose", "shift", "double"]))
+    if how == "cut":
+        return content[: data.draw(st.integers(0, len(content)))]
+    if how == "flip":
+        places = data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=20))
+        changed = bytearray(content)
+        for place, value in places:
+            changed[place] = value
+        return bytes(changed)
+    trace = json.loads(content)
+    events = trace["traceEvents"]
+    chosen = data.draw(st.lists(st.integers(0, len(events) - 1), min_size=1, max_size=60))
+    if how == "fields":
+        marks = [i for i, e in enumerate(events) if str(e.get("name")).startswith(("ProfilerStep", "gloo:", "c10d"))]
+        for index in [*chosen, *data.draw(st.lists(st.sampled_from(marks), max_size=4))]:
+            field = data.draw(st.sampled_from(["ts", "dur", "name", "cat", "args", "ph", "tid", "pid"]))
+            events[index] = {**events[index], field: data.draw(nonsense)}
+    if how == "lose":
+        first = min(chosen)
+        del events[first : first + data.draw(st.integers(1, len(events)))]
+    if how == "double":
+        events += [events[index] for index in chosen]
+    if how == "shift":
+        by = data.draw(st.sampled_from([-1e12, -5e5, 1e3, 1e12]))
+        for index in chosen:
+            if "ts" in events[index]:
+                events[index] = {**events[index], "ts": events[index]["ts"] + by}
+    return json.dumps(trace).encode()
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_mutated_real_traces(data: st.DataObject, real: dict[int, bytes], tmp_path_factory: Any) -> None:
+    """Figures that can be, or a message of one line that names a file."""
+    folder = tmp_path_factory.mktemp("mutated")
+    for rank, content in real.items():
+        path = folder / f"rank_{rank}" / NAME
+        path.parent.mkdir()
+        path.write_bytes(mutated(data, content) if rank else content)
+    try:
+        analysis = analyse_window(find_windows(folder)[0])
+    except TraceError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+        return
+    assert all(str(folder) in problem and "\n" not in problem for problem in analysis.problems)
+    steps = analysis.exposure.steps
+    parts = steps[["compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms"]]
+    assert (parts >= -1e-6).to_numpy().all()
+    assert parts.sum(axis="columns").tolist() == pytest.approx(steps["step_ms"].tolist(), rel=5e-3)
+    shares = analysis.summary[["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]].to_numpy(float)
+    assert ((shares >= -0.01) & (shares <= 100.01) | np.isnan(shares)).all()
