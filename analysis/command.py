@@ -33,7 +33,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="analyse the last profiled step too, whose end a GPU trace may have cut off",
     )
-    parser.add_argument("--enable-multiprocessing", action="store_true", help="let HTA read ranks in parallel")
+    parser.add_argument(
+        "--enable-multiprocessing", action="store_true", help="read ranks in parallel, in a process a core"
+    )
     parser.add_argument(
         "--output-dir",
         type=Path,

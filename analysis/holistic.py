@@ -1,20 +1,25 @@
-"""The figures that Holistic Trace Analysis (HTA) computes, over the kernels of GPU traces and of lowered CPU traces."""
+"""The figures that Holistic Trace Analysis (HTA) computes, over the kernels of GPU traces and of lowered CPU traces.
+
+HTA is handed the kernels that were read already, in the form in which it keeps a trace that it has loaded. To let it
+load the files would take several times as long as all else, since it parses every event with all of its arguments.
+"""
 
 import logging
-import tempfile
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
-from analysis.lowering import write_for_hta
+from analysis.lowering import GLOO_PREFIX
 from analysis.timeline import RankTimeline
 
 ALL_KERNELS = 10**9
 """HTA lumps kernels past this number into `others`, and then gives sums in the columns of means and maxima."""
+HTA_COLLECTIVE = re.compile(r"^nccl.*Kernel")
+NS = 1000
+"""HTA reckons in whole numbers, which are microseconds in its own files. It gets nanoseconds, so nothing is rounded."""
 
 
 @dataclass(frozen=True)
@@ -34,49 +39,53 @@ class HolisticFigures:
     kernels: pd.DataFrame
 
 
-def holistic_figures(timelines: Sequence[RankTimeline], multiprocessing: bool) -> HolisticFigures:
-    """Run HTA over one window: over its kernels in the analysed steps and their launches, which is all that it needs.
+def holistic_figures(timelines: Sequence[RankTimeline]) -> HolisticFigures:
+    """Run HTA over one window: over the kernels that were launched in its analysed steps.
 
     Raises:
-        TraceError: HTA cannot read the traces.
+        TraceError: HTA cannot analyse them.
     """
-    with tempfile.TemporaryDirectory(prefix="lowered-traces-") as folder:
-        files: dict[int, str] = {}
-        for timeline in timelines:
-            path = Path(folder) / f"rank_{timeline.rank}.json"
-            write_for_hta(path, timeline.rank, timeline.steps, timeline.kernels)
-            files[timeline.rank] = str(path)
-        try:
-            return _run_hta(files, multiprocessing)
-        except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
-            raise TraceError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
-
-
-def _run_hta(files: dict[int, str], multiprocessing: bool) -> HolisticFigures:
     logging.disable(logging.WARNING)  # HTA reports its progress as warnings
     from hta.analyzers.breakdown_analysis import BreakdownAnalysis
     from hta.analyzers.communication_analysis import CommunicationAnalysis
     from hta.common.trace import Trace
 
-    trace = Trace(files, "")
-    trace.load_traces(include_last_profiler_step=False, use_multiprocessing=multiprocessing, use_memory_profiling=False)
-    with np.errstate(invalid="ignore"):
+    trace = Trace({}, "")
+    try:
+        for timeline in timelines:
+            trace.traces[timeline.rank] = table_for_hta(timeline, trace.symbol_table)
         overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
-    breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
-    _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
-        trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
-    )
+        breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
+        _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
+            trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
+        )
+    except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
+        raise TraceError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
+    times = {f"{part}_time(us)": f"{part}_us" for part in ("compute", "non_compute", "idle")}
+    breakdown = breakdown.rename(columns={**times, "kernel_time(us)": "total_us"})
+    kernels = kernels.rename(columns={"sum (us)": "total_us", "mean (us)": "mean_us", "max (us)": "max_us"})
     return HolisticFigures(
-        breakdown=breakdown.rename(
-            columns={
-                "compute_time(us)": "compute_us",
-                "non_compute_time(us)": "non_compute_us",
-                "idle_time(us)": "idle_us",
-                "kernel_time(us)": "total_us",
-            }
-        )[["rank", "compute_us", "non_compute_us", "idle_us", "total_us"]],
+        breakdown=in_us(breakdown[["rank", "compute_us", "non_compute_us", "idle_us", "total_us"]]),
         overlap=overlap.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}),
-        kernels=kernels.rename(columns={"sum (us)": "total_us", "mean (us)": "mean_us", "max (us)": "max_us"})[
-            ["rank", "kernel_type", "name", "total_us", "mean_us", "max_us"]
-        ],
+        kernels=in_us(kernels[["rank", "kernel_type", "name", "total_us", "mean_us", "max_us"]]),
     )
+
+
+def table_for_hta(timeline: RankTimeline, symbols: "TraceSymbolTable") -> pd.DataFrame:  # noqa: F821
+    """A rank's kernels as HTA's own reader would have left them; times in whole nanoseconds since the first step."""
+    kernels, origin = timeline.kernels, float(timeline.steps["start"].iloc[0])
+    names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
+    symbols.add_symbols(names.unique())
+    start, end = (((kernels[side] - origin) * NS).round().astype("int64") for side in ("start", "end"))
+    streams, _ = pd.factorize(kernels["stream"], sort=True)
+    ids = names.map(symbols.get_sym_id_map())
+    return pd.DataFrame({"ts": start, "dur": end - start, "end": end, "stream": streams + 1, "name": ids})
+
+
+def name_for_hta(name: str) -> str:
+    """A collective's name as HTA knows it for one."""
+    return name if HTA_COLLECTIVE.match(name) else "ncclDevKernel_" + name.removeprefix(GLOO_PREFIX)
+
+
+def in_us(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(**{name: table[name].astype(float) / NS for name in table if name.endswith("_us")})

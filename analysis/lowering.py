@@ -6,10 +6,7 @@ Gloo thread that ran it. What the training thread spends blocked in a collective
 """
 
 import re
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pandas as pd
 
@@ -17,7 +14,6 @@ GLOO_PREFIX = "gloo:"
 COMPUTE_OPERATOR = re.compile(r"^(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd)")
 """Operators with a namespace (`aten::mm`), but not those that only wrap others or issue communication."""
 COMPUTE_STREAM = "compute"
-HTA_COLLECTIVE = re.compile(r"^nccl.*Kernel")
 
 
 def lower_cpu_events(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -43,42 +39,3 @@ def outermost(events: pd.DataFrame) -> pd.DataFrame:
     ends = ordered["end"].to_numpy()
     furthest_before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
     return ordered[ordered["start"].to_numpy() >= furthest_before]
-
-
-def write_for_hta(path: Path, rank: int, steps: pd.DataFrame, kernels: pd.DataFrame) -> None:
-    """Write kernels as a trace of a GPU that holds nothing else, which HTA reads in a fraction of the time.
-
-    HTA keeps a kernel only if a launch with the same correlation lies within the steps; and it leaves out the last
-    step, so an empty one is added after those that are analysed.
-    """
-    end = float(steps["end"].iloc[-1])
-    boundaries = [*zip(steps["number"], steps["start"], steps["end"], strict=True)]
-    boundaries.append((int(steps["number"].iloc[-1]) + 1, end, end + 2))
-    events = [
-        _event("user_annotation", f"ProfilerStep#{number}", start, stop - start, 1)
-        for number, start, stop in boundaries
-    ]
-    names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
-    streams, _ = pd.factorize(kernels["stream"], sort=True)
-    launches = kernels["launch"].clip(upper=end - 1)
-    columns = (names, streams + FIRST_STREAM, kernels["start"], kernels["end"] - kernels["start"], launches)
-    for index, (name, stream, start, duration, launch) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        link = {"correlation": index + 1, "stream": stream}
-        events.append(_event("kernel", name, start, duration, stream, link))
-        events.append(_event("cuda_runtime", "cudaLaunchKernel", launch, 1.0, 1, {"correlation": index + 1}))
-    path.write_bytes(msgspec.json.encode({"distributedInfo": {"rank": rank}, "traceEvents": events}))
-
-
-FIRST_STREAM = 7
-
-
-def name_for_hta(name: str) -> str:
-    """A collective's name as HTA knows it for one."""
-    return name if HTA_COLLECTIVE.match(name) else "ncclDevKernel_" + name.removeprefix(GLOO_PREFIX)
-
-
-def _event(
-    category: str, name: str, start: float, duration: float, tid: int, args: dict[str, int] | None = None
-) -> dict[str, Any]:
-    event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": tid, "ts": start, "dur": duration}
-    return {**event, "args": args or {}}

@@ -67,7 +67,7 @@ def analyse_window(
     """Read and analyse all ranks of a window; what cannot be read makes it incomplete.
 
     Args:
-        multiprocessing: Read ranks, and let HTA read them, in as many processes as there are cores.
+        multiprocessing: Read ranks in as many processes as there are cores.
         on_rank: Called after each rank's trace is read, for a progress bar.
 
     Raises:
@@ -87,7 +87,7 @@ def analyse_window(
     missing = missing_ranks(window, timelines[0].world_size)
     if missing:
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
-    figures = holistic_figures(timelines, multiprocessing)
+    figures = holistic_figures(timelines)
     record = find_record(window)
     rows = [{**summary_row(timeline, figures), **memory_row(record, timeline.rank)} for timeline in timelines]
     return WindowAnalysis(

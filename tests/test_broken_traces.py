@@ -239,6 +239,16 @@ def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
     assert write_summary(analysis, "x", tmp_path / "out").stat().st_size < 6e6
 
 
+@pytest.mark.parametrize("kernels", [20_000, 40_000])
+def test_many_kernels(tmp_path: Path, kernels: int) -> None:
+    """HTA's own reader fails on this many where their correlations are small numbers."""
+    operators = [event("cpu_op", "aten::mm", 1 + 2 * number, 1) for number in range(kernels)]
+    steps = [event("user_annotation", f"ProfilerStep#{number}", number * 3 * kernels, 3 * kernels) for number in (0, 1)]
+    write(tmp_path / "rank_0.json", {"traceEvents": [*steps, *operators]})
+    summary = analyse_window(find_windows(tmp_path)[0]).summary
+    assert summary["compute_pct"].tolist() == pytest.approx([50], abs=0.01)
+
+
 # Mutated -------------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +309,9 @@ def mutated(data: st.DataObject, content: bytes) -> bytes:
     return json.dumps(trace).encode()
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(data=st.data())
 def test_mutated_real_traces(data: st.DataObject, real: dict[int, bytes], tmp_path_factory: Any) -> None:
     """Figures that can be, or a message of one line that names a file."""
