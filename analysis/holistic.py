@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -71,8 +72,12 @@ def holistic_figures(timelines: Sequence[RankTimeline]) -> HolisticFigures:
     )
 
 
-def table_for_hta(timeline: RankTimeline, symbols: "TraceSymbolTable") -> pd.DataFrame:  # noqa: F821
-    """A rank's kernels as HTA's own reader would have left them; times in whole nanoseconds since the first step."""
+def table_for_hta(timeline: RankTimeline, symbols: Any) -> pd.DataFrame:
+    """A rank's kernels as HTA's own reader would have left them; times in whole nanoseconds since the first step.
+
+    Args:
+        symbols: HTA's table of names, to which the kernels' are added.
+    """
     kernels, origin = timeline.kernels, float(timeline.steps["start"].iloc[0])
     names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
     symbols.add_symbols(names.unique())
@@ -88,4 +93,5 @@ def name_for_hta(name: str) -> str:
 
 
 def in_us(table: pd.DataFrame) -> pd.DataFrame:
-    return table.assign(**{name: table[name].astype(float) / NS for name in table if name.endswith("_us")})
+    times = [name for name in table.columns if name.endswith("_us")]
+    return table.astype(dict.fromkeys(times, float)).assign(**{name: table[name] / NS for name in times})

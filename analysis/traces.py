@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from analysis.errors import TraceError
 from analysis.reading import peek
@@ -57,14 +58,14 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
     Raises:
         TraceError: two files of one window claim the same rank, or a file's rank is unknown.
     """
-    groups: dict[tuple[str, int], list[tuple[Path, int | None, int | None]]] = {}
+    groups: dict[tuple[str, int], list[_File]] = {}
     for path in paths:
         named = rank_in_path(path)
         if match := OWN_NAME.match(path.name):
-            groups.setdefault((match["run_id"], int(match["step"])), []).append((path, named, named))
+            groups.setdefault((match["run_id"], int(match["step"])), []).append(_File(path, (named,)))
         else:
             said, step = peek(path)
-            groups.setdefault((foreign_name, step or 0), []).append((path, said, named))
+            groups.setdefault((foreign_name, step or 0), []).append(_File(path, (said, named)))
     if len(groups) > 1:  # beside traces with steps, a file without any is no trace
         groups = {key: files for key, files in groups.items() if key[0] != foreign_name or key[1]} or groups
     return [Window(run_id, step, _by_rank(files)) for (run_id, step), files in sorted(groups.items())]
@@ -78,27 +79,31 @@ def rank_in_path(path: Path) -> int | None:
     return None
 
 
-def _by_rank(files: list[tuple[Path, int | None, int | None]]) -> dict[int, Path]:
-    """Files by the ranks that they say themselves, or, where these are not all known and different, by their names."""
-    problem = ""
-    for source in (1, 2):
+class _File(NamedTuple):
+    """A trace file, and what its rank is by one source and another, the better one first."""
+
+    path: Path
+    ranks: tuple[int | None, ...]
+
+
+def _by_rank(files: list[_File]) -> dict[int, Path]:
+    """Files by their ranks, by the first source that knows the ranks of all of them and no rank twice."""
+    problems = []
+    for ranks in zip(*(file.ranks for file in files), strict=True):
         found: dict[int, Path] = {}
-        for entry in files:
-            path, rank = entry[0], entry[source]
+        for (path, _), rank in zip(files, ranks, strict=True):
             if rank is None:
-                problem = (
-                    problem
-                    or f"{path}: neither its distributedInfo nor its name says which rank it is of; "
-                    "name it rank_<n>.json"
-                )
+                how = "neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
+                problems.append(f"{path}: {how}")
                 break
             if rank in found:
-                problem = f"{found[rank]} and {path} are both of rank {rank}; give one of each rank in --trace-files"
+                both = f"{found[rank]} and {path} are both of rank {rank}"
+                problems.append(f"{both}; give one of each rank in --trace-files")
                 break
             found[rank] = path
         else:
             return dict(sorted(found.items()))
-    raise TraceError(problem)
+    raise TraceError(problems[0])
 
 
 def missing_ranks(window: Window, world_size: int | None) -> list[int]:
