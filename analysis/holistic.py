@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
@@ -55,7 +56,8 @@ def holistic_figures(timelines: Sequence[RankTimeline]) -> HolisticFigures:
     try:
         for timeline in timelines:
             trace.traces[timeline.rank] = table_for_hta(timeline, trace.symbol_table)
-        overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
+        with np.errstate(invalid="ignore"):  # a rank without communication has none that overlaps
+            overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
         breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
         _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
             trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True

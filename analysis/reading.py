@@ -20,7 +20,7 @@ import pandas as pd
 from analysis.errors import TraceError
 
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"))
-LAUNCH_CATEGORIES = frozenset(("cuda_runtime", "cuda_driver", "Runtime"))
+LAUNCH_CATEGORIES = ("_runtime", "_driver", "Runtime")
 COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|^(nccl|rccl).*kernel", re.IGNORECASE)
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
 LONGEST_NAME = 300
@@ -88,6 +88,10 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
     info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
+    if shows_no_device_of_several(file.traceEvents):
+        raise TraceError(
+            f"{path}: shows how work was given to a device, but not what ran there; profile the device too"
+        )
     events, left_out = _table(file.traceEvents)
     if events.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
@@ -156,6 +160,10 @@ def _repaired(data: bytes) -> bytes:
     return json.dumps(file, ensure_ascii=False).encode("utf-8", errors="replace")
 
 
+def _is_nccl(event: _Event) -> bool:
+    return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:"))
+
+
 def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     """The table `RankTrace.events`, and how many events have no usable time."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
@@ -166,7 +174,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
         event.name = clean[event.name]
         if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
             kept.append(event)
-        elif event.cat in LAUNCH_CATEGORIES and (link := _device_arguments(event).correlation) is not None:
+        elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
             launched[link] = event.ts
         elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
             kept.append(event)

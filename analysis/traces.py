@@ -87,7 +87,12 @@ class _File(NamedTuple):
 
 
 def _by_rank(files: list[_File]) -> dict[int, Path]:
-    """Files by their ranks, by the first source that knows the ranks of all of them and no rank twice."""
+    """Files by their ranks, by the first source that knows the ranks of all of them and no rank twice.
+
+    A file that is alone and says nothing is of rank 0.
+    """
+    if len(files) == 1:
+        return {next((rank for rank in files[0].ranks if rank is not None), 0): files[0].path}
     problems = []
     for ranks in zip(*(file.ranks for file in files), strict=True):
         found: dict[int, Path] = {}

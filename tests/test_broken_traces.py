@@ -55,6 +55,11 @@ UNUSABLE = {
     "no steps": ([event("cpu_op", "aten::mm", 0, 1)], "no ProfilerStep#"),
     "no durations": ([{"ph": "X", "cat": "cpu_op", "name": "x", "ts": 1}], "no event with a duration"),
     "nothing ran": ([event("user_annotation", "ProfilerStep#1", 0, 9)], "nothing ran"),
+    "a device that was not profiled": (
+        [*steps_at((5, 0, 9)), event("user_annotation", "nccl:all_reduce", 1, 1)],
+        "not what ran there; profile the device too",
+    ),
+    "launches alone": ([*steps_at((5, 0, 9)), event("cuda_runtime", "cudaLaunchKernel", 1, 1)], "not what ran there"),
     "a clock that goes back": (steps_at((5, 2000, 900), (6, 1000, 900), (7, 3000, 900)), "its clock went back"),
     "a step of weeks": (steps_at((5, 0, 1e13), (6, 2e13, 9)), "lasts longer than a day"),
 }
@@ -173,6 +178,17 @@ def test_windows_of_foreign_files_are_told_apart_by_their_steps(tmp_path: Path) 
     write(tmp_path / "notes.json", {"no": "trace"})
     windows = find_windows(tmp_path)
     assert [(window.step, list(window.files)) for window in windows] == [(5, [0, 1]), (15, [0, 1])]
+
+
+def test_a_file_that_is_alone_needs_no_rank_and_no_collectives(tmp_path: Path) -> None:
+    trace = cuda_trace()
+    alone = [part for part in trace["traceEvents"] if not part["name"].startswith("nccl")]
+    write(tmp_path / "trace.json", {"traceEvents": alone})
+    (window,) = find_windows(tmp_path)
+    assert list(window.files) == [0]
+    analysis = analyse_window(window)
+    assert analysis.problems == [] and analysis.summary["overlap_pct"].isna().all()
+    assert write_summary(analysis, "x", tmp_path / "out").exists()
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:

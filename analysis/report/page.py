@@ -43,7 +43,8 @@ def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> 
 def titled(table_id: str, columns: Sequence[Column], rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Rows of cells with the columns that they show; columns of text are aligned to the left."""
     are_text = [
-        any(isinstance(cell["value"], str) and cell["value"] for cell in column) for column in zip(*rows, strict=True)
+        any(isinstance(row[place]["value"], str) and row[place]["value"] for row in rows)
+        for place in range(len(columns))
     ]
     return {"id": table_id, "columns": list(zip(columns, are_text, strict=True)), "rows": rows}
 
