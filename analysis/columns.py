@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pandas as pd
+
 from analysis.collectives import KINDS
 
 
@@ -17,7 +19,7 @@ class Column:
 
     def show(self, value: object) -> str:
         """The value as a person reads it, without its unit; a dash where there is none."""
-        if value is None or value != value:  # NaN
+        if value is None or value is pd.NA or value != value:  # NaN
             return "–"
         if isinstance(value, str) or self.unit == "":
             return str(value)
@@ -132,6 +134,7 @@ AUDIT_COLUMNS = {
     "measured": Column("measured", "", "by trace or record; of several steps, the value furthest from expected"),
     "difference": Column("difference", "", "measured less expected"),
     "tolerance": Column("tolerance", "", "the largest difference that passes"),
+    "steps": Column("steps", "", "analysed steps held against it, those with a whole global batch; else none"),
     "result": Column("result", "", "pass, fail, or unknown where the trace does not say"),
 }
 

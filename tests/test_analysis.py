@@ -31,7 +31,7 @@ from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import analyse_window
 from analysis.timeline import complete_events
 from analysis.traces import find_windows
-from tests.traces import cpu_trace, cuda_trace, event, record, write, write_run
+from tests.traces import cpu_trace, cuda_trace, event, record, record_of_eight_steps, write, write_run
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -295,7 +295,7 @@ def page_equals_csv(page: Path) -> set[str]:
 def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
     trace_dir = write_run(tmp_path / "profile" / "x")
     (window,) = find_windows(trace_dir)
-    write(trace_dir / f"{window.run_id}.run.json", record("x", 0.2))
+    write(trace_dir / f"{window.run_id}.run.json", record_of_eight_steps("x", 0.2))
     analysis = analyse_window(window)
     assert analysis.summary["model_states_bytes"].tolist() == [144 * 2**20, 72 * 2**20]
     summary_html = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
