@@ -128,6 +128,42 @@ COLLECTIVE_COLUMNS = {
     "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
 }
 
+STRAGGLER_COLUMNS = {
+    "rank": EXPOSURE_COLUMNS["rank"],
+    "step": EXPOSURE_COLUMNS["step"],
+    "collectives": Column("collectives", "", "collectives of the rank in the step that could be matched over ranks"),
+    "last": Column("last", "", "in how many of them it arrived last"),
+    "lateness_ms": Column("lateness", "ms", "the most by which it then was later than the median of the others"),
+    "costs_ms": Column("costs", "ms", "exposed waiting of all other ranks in those in which it arrived last", 1, 2),
+}
+
+BANDWIDTH_COLUMNS = {
+    "kind": Column("collective", "", "kind of collective"),
+    "size_bytes": Column("size", "", "class of payloads: from a power of two up to below the next"),
+    "collectives": Column("count", "", "collectives of this kind and size, each counted once, not once a rank"),
+    "done_after_ms": Column("time", "ms", "median time from the last rank's arrival to the last rank's end", 1, 3),
+    "algbw_gbps": Column("algbw", "GB/s", "median of payload over that time", 1, 3),
+    "busbw_gbps": Column("busbw", "GB/s", "median of algbw times nccl-tests' factor for kind and ranks", 1, 3),
+    "busbw_gbps_p5": Column("p5", "GB/s", "busbw that 5 % of the collectives stay below", 1, 3),
+    "busbw_gbps_p95": Column("p95", "GB/s", "busbw that 95 % of the collectives stay below", 1, 3),
+    "busbw_gbps_best": Column("best", "GB/s", "largest busbw seen in this run at this size", 1, 3),
+    "of_best_pct": Column("of best", "%", "median busbw as share of the best at this size", 1, 0),
+}
+
+BUCKET_COLUMNS = {
+    "group": COLLECTIVE_COLUMNS["group"],
+    "place": Column("place", "", "place among the group's collectives in the step; of several calls, first and last"),
+    "kind": COLLECTIVE_COLUMNS["kind"],
+    "bytes": Column("payload", "MiB/call", "payload of a call in bytes, by nccl-tests' definition of size", MIB, 3),
+    "calls_per_step": Column("calls", "calls/step", "calls in one optimizer step"),
+    "after_backward_ms": Column("start", "ms", "median start, after the end of the step's last backward pass", 1, 2),
+    "duration_ms": Column("duration", "ms/call", "median time from start to end on a rank", 1, 2),
+    "wait_ms": Column("wait", "ms/call", "median time from start to the arrival of the last rank", 1, 2),
+    "total_ms_per_step": Column("total", "ms/step", "sum of durations in one optimizer step, hidden or not", 1, 2),
+    "exposed_ms_per_step": Column("exposed", "ms/step", "time without compute that is laid to them", 1, 2),
+    "busbw_gbps": Column("busbw", "GB/s", "median bus bandwidth", 1, 3),
+}
+
 AUDIT_COLUMNS = {
     "subject": Column("check", "", "what is checked"),
     "rank": Column("rank", "", "on which rank; none for what a run has once"),
