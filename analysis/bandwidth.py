@@ -26,6 +26,7 @@ def bandwidth_by_size(known: pd.DataFrame) -> pd.DataFrame:
                 "kind": kind,
                 "size_bytes": size,
                 "collectives": len(calls),
+                "bytes": calls["bytes"].median(),
                 "done_after_ms": calls["done_after_ms"].median(),
                 "algbw_gbps": calls["algbw_gbps"].median(),
                 "busbw_gbps": median,
@@ -39,7 +40,11 @@ def bandwidth_by_size(known: pd.DataFrame) -> pd.DataFrame:
 
 
 def size_class(size: float) -> str:
-    """`1 to 2 MiB`, for the class that begins with 2**20 bytes."""
+    """`1 MiB to 2 MiB`, for the class that begins with 2**20 bytes."""
+    return f"{binary_size(size)} to {binary_size(2 * size)}"
+
+
+def binary_size(size: float) -> str:
+    """A power of two as people say it: `64 KiB` for 65536."""
     unit = min(int(np.log2(size)) // 10, len(UNITS) - 1)
-    first = size / 1024**unit
-    return f"{first:.0f} to {2 * first:.0f} {UNITS[unit]}"
+    return f"{size / 1024**unit:g} {UNITS[unit]}"

@@ -26,6 +26,9 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
+SCHEMA_VERSION = 2
+"""Of all CSV files together. It goes up when a column comes, goes, moves or changes its meaning or unit."""
+
 MIB = 1 / 2**20
 COMPONENTS = {
     "parameters": "parameters",
@@ -141,6 +144,7 @@ BANDWIDTH_COLUMNS = {
     "kind": Column("collective", "", "kind of collective"),
     "size_bytes": Column("size", "", "class of payloads: from a power of two up to below the next"),
     "collectives": Column("count", "", "collectives of this kind and size, each counted once, not once a rank"),
+    "bytes": Column("payload", "MiB", "median payload of these", MIB, 3),
     "done_after_ms": Column("time", "ms", "median time from the last rank's arrival to the last rank's end", 1, 3),
     "algbw_gbps": Column("algbw", "GB/s", "median of payload over that time", 1, 3),
     "busbw_gbps": Column("busbw", "GB/s", "median of algbw times nccl-tests' factor for kind and ranks", 1, 3),
@@ -218,3 +222,13 @@ OUTCOME_COLUMNS = {
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
 COMPARISON_COLUMNS = {**CHOICE, **SPEED_COLUMNS, **SHARE_COLUMNS, **HELD_COLUMNS, **OUTCOME_COLUMNS}
+
+CSV_COLUMNS = {
+    "summary.csv": SUMMARY_COLUMNS,
+    "exposure.csv": EXPOSURE_COLUMNS,
+    "collectives.csv": COLLECTIVE_COLUMNS,
+    "stragglers.csv": STRAGGLER_COLUMNS,
+    "audit.csv": AUDIT_COLUMNS,
+    "compare.csv": COMPARISON_COLUMNS,
+}
+"""By file, in the order in which `docs/csv-columns.md` has them."""

@@ -3,15 +3,18 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.bandwidth import bandwidth_by_size, bandwidths, size_class
+from analysis.bandwidth import bandwidth_by_size, bandwidths, binary_size, size_class
 from analysis.collectives import KINDS
 from analysis.columns import BANDWIDTH_COLUMNS
 from analysis.report.figures import COLOURS, styled
 from analysis.report.page import Section, drawing, table
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "cross", "x", "pentagon")
+MEDIAN_COLOUR = "#8C8C8C"
 MOST_POINTS = 400
 """Collectives of a kind that are drawn one by one; of more, every n-th. Medians are over all."""
+
+TICKS = {2.0**power: binary_size(2.0**power) for power in range(2, 41, 4)}
 
 
 def bandwidth_section(collectives: pd.DataFrame) -> Section:
@@ -54,20 +57,16 @@ def bandwidth_figure(known: pd.DataFrame, rows: pd.DataFrame) -> go.Figure:
             "algbw %{customdata[1]:.3g} GB/s<extra>" + KINDS[kind] + "</extra>",
         )
         figure.add_scatter(
-            x=(medians["size_bytes"] * 2**0.5).tolist(),
+            x=medians["bytes"].tolist(),
             y=medians["busbw_gbps"].tolist(),
             name=f"{KINDS[kind]}, median by size",
             legendgroup=kind,
             mode="lines+markers",
-            line={"color": COLOURS["compute"], "width": 1},
-            marker={"color": COLOURS["compute"], "symbol": f"{symbol}-open", "size": 11},
+            line={"color": MEDIAN_COLOUR, "width": 1},
+            marker={"color": MEDIAN_COLOUR, "symbol": f"{symbol}-open", "size": 11},
             hovertemplate="median busbw %{y:.3g} GB/s<extra>" + KINDS[kind] + "</extra>",
         )
-    sizes = [size_class(size).split(" to ")[0] + " " + size_class(size).split(" ")[-1] for size in TICKS]
-    figure.update_xaxes(type="log", title="payload", tickvals=list(TICKS), ticktext=sizes)
-    figure.update_yaxes(type="log", title="busbw, GB/s")
+    figure.update_xaxes(type="log", title="payload", tickvals=list(TICKS), ticktext=list(TICKS.values()))
+    figure.update_yaxes(type="log", title="busbw, GB/s", exponentformat="none")
     figure.update_layout(height=420)
     return styled(figure)
-
-
-TICKS = tuple(2.0**power for power in range(2, 41, 4))
