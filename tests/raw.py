@@ -5,6 +5,7 @@ copies that is under way in it.
 """
 
 from bisect import bisect_right
+from itertools import pairwise
 from typing import Any
 
 Spans = list[tuple[float, float]]
@@ -45,16 +46,18 @@ def lanes(trace: dict[str, Any]) -> dict[str, Spans]:
         return found
     for event in events:
         if begin <= event["ts"] <= end:
-            space = event["name"].split("::")[0]
-            is_plain = "::" in event["name"] and not event["name"].split("::")[1].startswith(
-                ("distributed", "autograd")
-            )
             if event["name"].startswith("gloo:"):
                 found["communication"].append(span(event))
-            elif event["cat"] == "cpu_op" and event["tid"] == steps[0]["tid"] and is_plain:
-                if space.isidentifier() and not space.startswith(NO_COMPUTE):
-                    found["compute"].append(span(event))
+            elif event["cat"] == "cpu_op" and event["tid"] == steps[0]["tid"] and computes(event["name"]):
+                found["compute"].append(span(event))
     return found
+
+
+def computes(name: str) -> bool:
+    """Whether an operator does more than wrap others or issue communication."""
+    space, _, rest = name.partition("::")
+    is_wrapper = space.startswith(NO_COMPUTE) or rest.startswith(("distributed", "autograd"))
+    return bool(rest) and space.isidentifier() and not is_wrapper
 
 
 def parts(spans: dict[str, Spans], begin: float, end: float) -> dict[str, float]:
@@ -63,7 +66,7 @@ def parts(spans: dict[str, Spans], begin: float, end: float) -> dict[str, float]
     ends = {lane: sorted(stop for _, stop in each) for lane, each in spans.items()}
     cuts = sorted({begin, end, *(min(max(t, begin), end) for each in spans.values() for pair in each for t in pair)})
     sums = dict.fromkeys([*spans, "idle"], 0.0)
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         active = (lane for lane in spans if bisect_right(starts[lane], first) > bisect_right(ends[lane], first))
         sums[next(active, "idle")] += last - first
     return sums

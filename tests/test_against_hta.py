@@ -34,7 +34,7 @@ device_steps = st.lists(st.lists(kernel, max_size=7), min_size=3, max_size=4)
 
 
 def device_trace(steps: list[Any], rank: int = 0) -> dict[str, Any]:
-    """Steps of 1000 us with a gap of 5 us after each; their work may run past their end. Each has a gemm to begin with."""
+    """Steps of 1000 us with a gap of 5 us after each; their work may run past their end. Each has a gemm at first."""
     events, correlation = [], 0
     for number, kernels in enumerate(steps):
         t = 1005.0 * number
@@ -192,15 +192,16 @@ def test_stragglers_in_nccl_kernels_of_any_era(tmp_path: Path, name: str, hta_se
 
 
 def test_kernels_past_the_shown_ones_have_sums_for_means(tmp_path: Path) -> None:
-    """HTA lumps the kernels past `num_kernels` into `others`, of which its mean column has the sum of the kernels'
-    means and its maximum the sum of their maxima. Ours asks for all, so there are no others."""
+    """Where there are more kernels than `num_kernels`, HTA sums up those past it as `others`, and then takes means and
+    maxima of sums, of every kernel. So `analysis.holistic` asks for all of them."""
     path = write(tmp_path / "rank_0.json", trace := many_kernels())
     analysis = TraceAnalysis(trace_files={0: str(path)}, trace_dir=str(tmp_path))
     _, kernels = analysis.get_gpu_kernel_breakdown(visualize=False, duration_ratio=1.0, num_kernels=1)
-    others = kernels[kernels["name"] == "others"].iloc[0]
-    # By hand, over two analysed steps: `long` 2 x 100 us is shown; of `short` (2 x 10) and `middle` (2 x 30) the mean
-    # is 20 and the maximum 30.
-    assert others["mean (us)"] == 10 + 30 and others["max (us)"] == 10 + 30
+    # By hand, over two analysed steps: `long` runs 2 x 100 us, `middle` 2 x 30, `short` 2 x 10.
+    theirs = kernels.set_index("name")
+    assert theirs["sum (us)"].to_dict() == {"long": 200, "others": 80}
+    assert theirs["mean (us)"].to_dict() == {"long": 200, "others": 40}
+    assert theirs["max (us)"].to_dict() == {"long": 200, "others": 60}
     timeline = build_timeline(trace, 0, path, include_last_step=False)
     ours = holistic_figures([timeline], False, False).kernels.set_index("name")
     assert ours["mean_us"].to_dict() == {"long": 100, "middle": 30, "short": 10}
@@ -213,7 +214,7 @@ def many_kernels() -> dict[str, Any]:
         t = 1000.0 * number
         events.append(event("user_annotation", f"ProfilerStep#{number}", t, 1000))
         for index, (name, us) in enumerate((("long", 100), ("middle", 30), ("short", 10)), start=1):
-            link = {"correlation": 10 * number + index, "stream": 7}
-            events.append(event("cuda_runtime", "cudaLaunchKernel", t + 200 * index, 2, **link))
-            events.append(event("kernel", name, t + 200 * index + 5, us, tid=7, **link))
+            call = 10 * number + index
+            events.append(event("cuda_runtime", "cudaLaunchKernel", t + 200 * index, 2, correlation=call))
+            events.append(event("kernel", name, t + 200 * index + 5, us, tid=7, stream=7, correlation=call))
     return {"distributedInfo": {"rank": 0, "world_size": 1, "backend": "nccl"}, "traceEvents": events}
