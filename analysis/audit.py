@@ -1,9 +1,11 @@
 """Expected against measured: what a run should have done by its own formulas, and what its traces and record show.
 
 A strategy that sends too much, too little or nothing at all still trains and still has a step time; here it is seen.
-Collectives are counted in the trace, in every analysed step of every rank, and held against the strategy's
-`expected_traffic`. Memory at rest is held against the formula of its stage. Steps and samples are held against what the
-configuration asks for.
+Collectives are counted in the trace, in the analysed steps of every rank, and held against the strategy's
+`expected_traffic`. That is the traffic of a full step: the last step of an epoch may have fewer samples and so fewer
+micro-batches, each of which communicates in some strategies. Such steps are left out, and the row says how many steps
+were held against it. Memory at rest is held against the formula of its stage. Steps and samples are held against what
+the configuration asks for.
 """
 
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ class Check(NamedTuple):
         expected: By the formula or the configuration.
         measured: Of several steps, the value that is furthest from what is expected. NaN if the trace does not say.
         tolerance: The largest difference that passes.
+        steps: How many analysed steps were held against it; None for what is not counted in steps.
     """
 
     subject: str
@@ -38,6 +41,7 @@ class Check(NamedTuple):
     expected: float
     measured: float
     tolerance: float = 0.0
+    steps: int | None = None
 
     @property
     def difference(self) -> float:
@@ -55,7 +59,7 @@ def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.Da
     """All checks of a window, a row each; no row without a run record, which says what to expect."""
     checks = [*_run_checks(record), *_traffic_checks(timelines, record), *_memory_checks(record)] if record else []
     rows = [{**check._asdict(), "difference": check.difference, "result": check.result} for check in checks]
-    return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64"})
+    return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64", "steps": "Int64"})
 
 
 def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
@@ -72,20 +76,34 @@ def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
 
 
 def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
-    """Calls and payload of each kind of collective, in each step of each rank."""
+    """Calls and payload of each kind of collective, in each full step of each rank; unknown if none is full."""
     expected: dict[str, tuple[int, int]] = {}
     for part in record["expected_traffic"]:
         calls, payload = expected.get(part["kind"], (0, 0))
         expected[part["kind"]] = calls + part["count"], payload + part["payload_bytes"]
     for timeline in timelines:
+        steps = full_steps(timeline, record)
         measured = calls_by_step(timeline)
         for kind, label in KINDS.items():
             if kind not in expected and kind not in measured["kind"].array:
                 continue
             calls, payload = expected.get(kind, (0, 0))
-            mine = measured[measured["kind"] == kind].set_index("step").reindex(timeline.steps["number"], fill_value=0)
-            yield Check(f"{label}: calls", timeline.rank, "calls/step", calls, furthest(mine["calls"], calls))
-            yield Check(f"{label}: payload", timeline.rank, "bytes/step", payload, furthest(mine["bytes"], payload))
+            of_kind = measured[measured["kind"] == kind].set_index("step")[["calls", "bytes"]]
+            mine = of_kind.reindex(steps, fill_value=0)
+            for figure, expects, unit in (("calls", calls, "calls/step"), ("bytes", payload, "bytes/step")):
+                subject = f"{label}: {'payload' if figure == 'bytes' else figure}"
+                found = furthest(mine[figure], expects)
+                yield Check(subject, timeline.rank, unit, expects, found, steps=len(steps))
+
+
+def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
+    """The analysed steps that trained on a whole global batch.
+
+    `ProfilerStep#n` is the optimizer step n, counted from 0, as the profiler starts before the first.
+    """
+    samples = dict(enumerate(record["step_samples"]))
+    whole = record["config"]["global_batch_size"]
+    return [number for number in timeline.steps["number"] if samples.get(number) == whole]
 
 
 def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
@@ -98,8 +116,8 @@ def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
 
 
 def furthest(values: pd.Series, expected: float) -> float:
-    """The value furthest from `expected`; NaN if one is unknown."""
-    if values.isna().any():
+    """The value furthest from `expected`; NaN if one is unknown, or there is none."""
+    if values.empty or values.isna().any():
         return float("nan")
     return float(values.iloc[int(np.argmax(np.abs(values.to_numpy(dtype=float) - expected)))])
 

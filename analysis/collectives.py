@@ -18,7 +18,10 @@ from analysis.gloo_operators import (
     span_elements,
 )
 
-COLUMNS = ["kind", "start", "end", "bytes", "group_size", "dtype", "stream", "issued"]
+COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
+EVERYBODY = "all ranks"
+"""Name of the only process group of a trace that does not name groups."""
+COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
     "float": 4,
     "double": 8,
@@ -69,13 +72,27 @@ NCCL_KINDS = (
 )
 
 
-def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
-    """Columns kind, start, end, bytes, group_size, dtype, stream, issued; a row for each `c10d::` call.
+def only_group(info: dict[str, Any]) -> str:
+    """`EVERYBODY` where all groups in a trace's `distributedInfo` have the same ranks; empty where they differ.
+
+    Gloo's events do not say of which group they are, nor do NCCL's older ones. Groups of one rank do not communicate.
+    """
+    groups = info.get("pg_config")
+    sets = [group.get("ranks") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    distinct = {tuple(ranks) for ranks in sets if isinstance(ranks, list) and len(ranks) > 1}
+    return EVERYBODY if len(distinct) <= 1 else ""
+
+
+def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> pd.DataFrame:
+    """Columns kind, start, end, bytes, group, group_size, dtype, stream, issued; a row for each `c10d::` call.
 
     A call is matched with the first span of its name and size that began after it and that no earlier call has taken:
     Gloo's threads take work in the order in which it is issued, but two of them may start theirs in either order. Where
     this rank only receives from a scatter, the span shows no size: of several such under way at once, order decides.
     Calls whose span was not recorded are left out.
+
+    Args:
+        group: What `only_group` says. Where it is unknown, so are its size and the payload of what is shared out.
     """
     calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
     waiting: dict[tuple[str, int], deque[Any]] = {}
@@ -90,8 +107,11 @@ def gloo_collectives(events: pd.DataFrame, world_size: int) -> pd.DataFrame:
             item_bytes = 0 if issued.position is None else ITEM_BYTES.get(dtype, np.nan)
             payload = float(payload_elements(call.args, issued, world_size) * item_bytes)
             start, end = min(span.start for span in taken), max(span.end for span in taken)
-            rows.append([issued.kind, start, end, payload, world_size, dtype, f"gloo {taken[0].tid}", call.start])
-    return pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float})
+            size = world_size if group else np.nan
+            if issued.is_share and not group:
+                payload = np.nan
+            rows.append([issued.kind, start, end, payload, group, size, dtype, f"gloo {taken[0].tid}", call.start])
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
 
 
 def _take_spans(call: Any, issued: Issued, world_size: int, waiting: dict[tuple[str, int], deque[Any]]) -> list[Any]:
@@ -126,18 +146,43 @@ def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
     return dtypes
 
 
-def device_collectives(kernels: pd.DataFrame) -> pd.DataFrame:
+def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str = EVERYBODY) -> pd.DataFrame:
     """The same, from NCCL kernels, which have a column `launch` beside their own times.
 
-    `bytes` is NaN where the trace does not carry message sizes."""
+    `bytes` is NaN where the trace does not carry message sizes.
+
+    Args:
+        events: Those of the trace: `record_param_comms` describes a collective where the kernel itself does not.
+        group: That of kernels of which neither says it.
+    """
+    described = {
+        _whole(args, "External id"): args
+        for args in events.loc[events["name"] == "record_param_comms", "args"]
+        if isinstance(args, dict)
+    }
     rows = []
     for kernel in kernels[kernels["name"].str.match(r"(?i)^nccl.*kernel")].itertuples():
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
+        if (operator := _whole(args, "External id")) >= 0:
+            args = {**described.get(operator, {}), **args}
         plain = re.sub(r"[^a-z]", "", str(args.get("Collective name", kernel.name)).lower())
         kind = next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
         dtype = str(args.get("dtype", "")).lower()
-        elements = max(args.get("In msg nelems", -1), args.get("Out msg nelems", -1))
+        elements = max(_whole(args, "In msg nelems"), _whole(args, "Out msg nelems"))
         payload = elements * ITEM_BYTES[dtype] if elements >= 0 and dtype in ITEM_BYTES else np.nan
         stream = f"stream {args.get('stream', '?')}"
-        rows.append([kind, kernel.start, kernel.end, payload, args.get("Group size"), dtype, stream, kernel.launch])
-    return pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float})
+        size, name = max(_whole(args, "Group size"), 0) or np.nan, _group_name(args) or group
+        rows.append([kind, kernel.start, kernel.end, payload, name, size, dtype, stream, kernel.launch])
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
+
+
+def _whole(args: dict[str, Any], name: str) -> int:
+    """A whole number among an event's arguments; -1 where it is missing or none."""
+    value = args.get(name)
+    return value if isinstance(value, int) else -1
+
+
+def _group_name(args: dict[str, Any]) -> str:
+    """The process group of an NCCL kernel: its ranks, and its name, as two groups may have the same ranks."""
+    ranks, name = (str(args.get(f"Process Group {part}", "")) for part in ("Ranks", "Name"))
+    return ", ".join(f"{part} {value}" for part, value in (("ranks", ranks.strip("[]")), ("group", name)) if value)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pandas as pd
+
 from analysis.collectives import KINDS
 
 
@@ -17,12 +19,15 @@ class Column:
 
     def show(self, value: object) -> str:
         """The value as a person reads it, without its unit; a dash where there is none."""
-        if value is None or value != value:  # NaN
+        if value is None or value is pd.NA or value != value:  # NaN
             return "–"
         if isinstance(value, str) or self.unit == "":
             return str(value)
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
+
+SCHEMA_VERSION = 2
+"""Of all CSV files together. It goes up when a column comes, goes, moves or changes its meaning or unit."""
 
 MIB = 1 / 2**20
 COMPONENTS = {
@@ -98,30 +103,70 @@ SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
 EXPOSURE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "step": Column("step", "", "number of the optimizer step"),
-    "step_ms": Column("step", "ms", "duration of the step under the profiler; the parts that follow add up to it"),
+    "step_ms": Column("step", "ms", "duration of the step under the profiler; the next four columns add up to it"),
     "compute_ms": Column("compute", "ms", "time in which compute ran"),
-    "exposed_wait_ms": Column("waiting", "ms", "no compute, and a collective under way whose last rank was not there"),
-    "exposed_transfer_ms": Column("transfer", "ms", "no compute, and a collective under way with all ranks there"),
+    "exposed_ms": Column("exposed", "ms", "no compute, and a collective under way; the last two columns add up to it"),
     "exposed_copy_ms": Column("copies", "ms", "neither of these, and a memory copy under way"),
     "idle_ms": Column("idle", "ms", "nothing of all this"),
+    "exposed_wait_ms": Column("waiting", "ms", "exposed while the collective's last rank was not there"),
+    "exposed_transfer_ms": Column("transfer", "ms", "exposed with all ranks there, or with no rank known to be late"),
 }
 
 COLLECTIVE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "step": Column("step", "", "optimizer step in which the collective was issued"),
-    "sequence": Column("place", "", "its place in the order in which the rank issued collectives in the step, from 0"),
+    "group": Column("group", "", "process group: its ranks and name, or all ranks; empty where the trace does not say"),
+    "sequence": Column("place", "", "its place among the group's collectives that the rank issued in the step, from 0"),
     "kind": Column("collective", "", "kind of collective"),
     "bytes": Column("payload", "MiB", "payload in bytes, by nccl-tests' definition of size", MIB, 3),
     "after_backward_ms": Column("start", "ms", "its start, after the end of the step's last backward pass", 1, 2),
     "duration_ms": Column("duration", "ms", "from its start to its end on this rank", 1, 2),
     "wait_ms": Column("wait", "ms", "from its start to the arrival of the last rank", 1, 2),
-    "transfer_ms": Column("transfer", "ms", "from there to its end", 1, 2),
+    "transfer_ms": Column("transfer", "ms", "from there to its end on this rank", 1, 2),
     "exposed_ms": Column("exposed", "ms", "time without compute that is laid to it", 1, 2),
     "exposed_wait_ms": Column("exposed wait", "ms", "of that, before the last rank's arrival", 1, 2),
     "late_rank": Column("last", "", "rank that arrived last"),
-    "lateness_ms": Column("lateness", "ms", "how much later that was than the median rank's arrival", 1, 2),
-    "algbw_gbps": Column("algbw", "GB/s", "payload over transfer time", 1, 3),
+    "lateness_ms": Column("lateness", "ms", "how much later that was than the median arrival of the others", 1, 2),
+    "done_after_ms": Column("moving", "ms", "from the last rank's arrival to the last rank's end", 1, 2),
+    "algbw_gbps": Column("algbw", "GB/s", "payload over done_after_ms; none where a rank was done before", 1, 3),
     "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
+}
+
+STRAGGLER_COLUMNS = {
+    "rank": EXPOSURE_COLUMNS["rank"],
+    "step": EXPOSURE_COLUMNS["step"],
+    "collectives": Column("collectives", "", "collectives of the rank in the step that could be matched over ranks"),
+    "last": Column("last", "", "in how many of them it arrived last"),
+    "lateness_ms": Column("lateness", "ms", "the most by which it then was later than the median of the others"),
+    "costs_ms": Column("costs", "ms", "exposed waiting of all other ranks in those in which it arrived last", 1, 2),
+}
+
+BANDWIDTH_COLUMNS = {
+    "kind": Column("collective", "", "kind of collective"),
+    "size_bytes": Column("size", "", "class of payloads: from a power of two up to below the next"),
+    "collectives": Column("count", "", "collectives of this kind and size, each counted once, not once a rank"),
+    "bytes": Column("payload", "MiB", "median payload of these", MIB, 3),
+    "done_after_ms": Column("time", "ms", "median time from the last rank's arrival to the last rank's end", 1, 3),
+    "algbw_gbps": Column("algbw", "GB/s", "median of payload over that time", 1, 3),
+    "busbw_gbps": Column("busbw", "GB/s", "median of algbw times nccl-tests' factor for kind and ranks", 1, 3),
+    "busbw_gbps_p5": Column("p5", "GB/s", "busbw that 5 % of the collectives stay below", 1, 3),
+    "busbw_gbps_p95": Column("p95", "GB/s", "busbw that 95 % of the collectives stay below", 1, 3),
+    "busbw_gbps_best": Column("best", "GB/s", "largest busbw seen in this run at this size", 1, 3),
+    "of_best_pct": Column("of best", "%", "median busbw as share of the best at this size", 1, 0),
+}
+
+BUCKET_COLUMNS = {
+    "group": COLLECTIVE_COLUMNS["group"],
+    "place": Column("place", "", "place among the group's collectives in the step; of several calls, first and last"),
+    "kind": COLLECTIVE_COLUMNS["kind"],
+    "bytes": Column("payload", "MiB/call", "payload of a call in bytes, by nccl-tests' definition of size", MIB, 3),
+    "calls_per_step": Column("calls", "calls/step", "calls in one optimizer step"),
+    "after_backward_ms": Column("start", "ms", "median start, after the end of the step's last backward pass", 1, 2),
+    "duration_ms": Column("duration", "ms/call", "median time from start to end on a rank", 1, 2),
+    "wait_ms": Column("wait", "ms/call", "median time from start to the arrival of the last rank", 1, 2),
+    "total_ms_per_step": Column("total", "ms/step", "sum of durations in one optimizer step, hidden or not", 1, 2),
+    "exposed_ms_per_step": Column("exposed", "ms/step", "time without compute that is laid to them", 1, 2),
+    "busbw_gbps": Column("busbw", "GB/s", "median bus bandwidth", 1, 3),
 }
 
 AUDIT_COLUMNS = {
@@ -132,6 +177,7 @@ AUDIT_COLUMNS = {
     "measured": Column("measured", "", "by trace or record; of several steps, the value furthest from expected"),
     "difference": Column("difference", "", "measured less expected"),
     "tolerance": Column("tolerance", "", "the largest difference that passes"),
+    "steps": Column("steps", "", "analysed steps held against it, those with a whole global batch; else none"),
     "result": Column("result", "", "pass, fail, or unknown where the trace does not say"),
 }
 
@@ -177,3 +223,13 @@ OUTCOME_COLUMNS = {
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
 COMPARISON_COLUMNS = {**CHOICE, **SPEED_COLUMNS, **SHARE_COLUMNS, **HELD_COLUMNS, **OUTCOME_COLUMNS}
+
+CSV_COLUMNS = {
+    "summary.csv": SUMMARY_COLUMNS,
+    "exposure.csv": EXPOSURE_COLUMNS,
+    "collectives.csv": COLLECTIVE_COLUMNS,
+    "stragglers.csv": STRAGGLER_COLUMNS,
+    "audit.csv": AUDIT_COLUMNS,
+    "compare.csv": COMPARISON_COLUMNS,
+}
+"""By file, in the order in which `docs/csv-columns.md` has them."""

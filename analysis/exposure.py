@@ -5,22 +5,23 @@ collective is under way and no compute; exposed memory copies; idle. Exposed com
 that was issued first of those under way, since compute needs their results in that order.
 
 A collective can move data only once its last rank has arrived. So its time on a rank is split there: *wait* until the
-last rank's arrival, then *transfer*. Ranks' collectives are matched by their place in the order of issue. Clocks of
-different hosts differ, but collectives in which everybody needs everybody's data end on all ranks at about the same
-moment; the median difference of their ends is taken for the clocks', where it is larger than its own spread.
+last rank's arrival, then *transfer*. Where ranks' calls cannot be matched (`analysis.matching`), no wait is claimed.
+
+Bandwidth is that of the collective, not of a rank: its payload over the time from the last arrival to the last rank's
+end. A rank that only sends may be done before, when it has handed its data to the network's buffers. If one is done
+before the last has arrived, data moved without the latter, nobody can tell when, and no bandwidth is given.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from analysis.columns import COLLECTIVE_COLUMNS, EXPOSURE_COLUMNS
-from analysis.intervals import Intervals, clip, common, length, minus, union
+from analysis.intervals import Intervals, clip, length, minus, union
+from analysis.matching import KEY, matched_calls
 from analysis.timeline import RankTimeline
-
-ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 @dataclass(frozen=True)
@@ -41,113 +42,92 @@ class Exposure:
 
 def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
     """Match, align and split the collectives of a window; where ranks are missing, nobody knows who was last."""
-    calls = pd.concat([_numbered(timeline) for timeline in timelines], ignore_index=True)
-    clocks = clock_offsets(calls, [timeline.rank for timeline in timelines])
-    offset = calls["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
-    arrival = calls["start"] - offset
-    together = arrival.groupby([calls["step"], calls["sequence"]])
-    calls["last_arrival"] = together.transform("max") + offset
-    is_matched = together.transform("size") == len(timelines)
-    same_kind = calls.groupby(["step", "sequence"])["kind"].transform("nunique") == 1
-    calls.loc[~(is_matched & same_kind & is_complete), "last_arrival"] = np.nan
-    latest = arrival.loc[together.idxmax()]
-    late = pd.Series(calls.loc[latest.index, "rank"].to_numpy(), pd.MultiIndex.from_frame(calls.loc[latest.index, KEY]))
-    calls["late_rank"] = late.reindex(pd.MultiIndex.from_frame(calls[KEY])).to_numpy()
-    calls["lateness"] = together.transform("max") - together.transform("median")
+    calls, clocks = matched_calls(timelines, is_complete)
+    calls = calls.assign(**_bandwidths(calls))
     tables = [_split(timeline, calls[calls["rank"] == timeline.rank]) for timeline in timelines]
+    steps = pd.concat([steps for steps, _ in tables], ignore_index=True)
+    if not is_complete:
+        steps[["exposed_wait_ms", "exposed_transfer_ms"]] = np.nan
     return Exposure(
-        steps=pd.concat([steps for steps, _ in tables], ignore_index=True),
+        steps=steps,
         collectives=pd.concat([collectives for _, collectives in tables], ignore_index=True),
         clocks=clocks,
     )
 
 
-KEY = ["step", "sequence"]
+def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns algbw_gbps and busbw_gbps, the same for all ranks of a collective."""
+    members = [calls[name] for name in KEY]
+    first_done = (calls["end"] - calls["last_arrival"]).groupby(members).transform("min")
+    is_known = calls["is_matched"] & (first_done > 0) & (calls["bytes"] > 0)
+    algbw = (calls["bytes"] / calls["done_after"] / 1000).where(is_known)  # bytes a us are MB/s
+    factors = [bus_factor(kind, ranks) for kind, ranks in zip(calls["kind"], calls["group_size"], strict=True)]
+    return {"algbw_gbps": algbw, "busbw_gbps": algbw * np.array(factors, dtype=float)}
 
 
-def _numbered(timeline: RankTimeline) -> pd.DataFrame:
-    """A rank's collectives with columns rank, step and sequence: their place in the order of issue in the step."""
-    calls = timeline.collectives_by_step().assign(rank=timeline.rank)
-    return calls.assign(sequence=calls.groupby("step").cumcount())
-
-
-def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
-    """Columns rank, offset_ms, residual_ms, from the ends of collectives (columns rank, step, sequence, kind, end)."""
-    ends = calls[calls["kind"].isin(ENDS_TOGETHER)].pivot_table(index=KEY, columns="rank", values="end")
-    rows = []
-    for rank in ranks:
-        apart = (ends[rank] - ends[ranks[0]]).dropna() if {rank, ranks[0]} <= set(ends.columns) else pd.Series([0.0])
-        offset = float(apart.median()) if len(apart) else 0.0
-        spread = float((apart - offset).abs().median()) if len(apart) else 0.0
-        if abs(offset) <= 3 * spread:  # no more than ends differ anyway
-            offset = 0.0
-        rows.append((rank, offset / 1000, float((apart - offset).abs().median()) / 1000 if len(apart) else 0.0))
-    return pd.DataFrame(rows, columns=["rank", "offset_ms", "residual_ms"])
+def bus_factor(kind: str, ranks: float) -> float:
+    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN where it has none, or the group's size is unknown."""
+    others = (ranks - 1) / ranks
+    shared = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), others)
+    return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
 
 
 def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The tables `steps` and `collectives` of one rank."""
+    """The tables `steps` and `collectives` of one rank; `calls` are in the order of issue."""
     compute = union(timeline.intervals("compute"))
-    spans = np.concatenate([timeline.intervals("communication"), calls[["start", "end"]].to_numpy(float)])
-    exposed = minus(union(spans), compute)
+    spans = calls[["start", "end"]].to_numpy(float)
+    exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
     copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
-    left, waits, rows = exposed, [np.empty((0, 2))], []
-    backward_ends = _backward_ends(timeline)
-    calls_in_order: list[Any] = list(calls.itertuples())
-    for call in calls_in_order:
-        own = common(left, np.array([[call.start, call.end]]))
-        arrived = np.clip(call.last_arrival, call.start, call.end)  # NaN stays NaN
-        waits.append(clip(own, -np.inf, arrived) if np.isfinite(arrived) else np.empty((0, 2)))
-        left = minus(left, own)
-        rows.append(_collective_row(call, arrived, length(own), length(waits[-1]), backward_ends))
-    waited = union(np.concatenate(waits))
-    steps = [_step_row(timeline.rank, step, compute, exposed, waited, copies) for step in timeline.steps.itertuples()]
-    return pd.DataFrame(steps, columns=list(EXPOSURE_COLUMNS)), pd.DataFrame(rows, columns=list(COLLECTIVE_COLUMNS))
+    wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
+    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float))
+    us = cells[:, 1] - cells[:, 0]
+    waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
+    exposed_us, waited_us = (
+        np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
+    )
+    is_matched = calls["is_matched"]
+    in_us = {
+        "after_backward_ms": calls["start"] - calls["step"].map(_backward_ends(timeline)),
+        "duration_ms": calls["end"] - calls["start"],
+        "wait_ms": (wait_ends - calls["start"]).where(is_matched),
+        "transfer_ms": (calls["end"] - wait_ends).where(is_matched),
+        "exposed_ms": pd.Series(exposed_us, calls.index),
+        "exposed_wait_ms": pd.Series(waited_us, calls.index).where(is_matched),
+        "lateness_ms": calls["lateness"],
+        "done_after_ms": calls["done_after"],
+    }
+    collectives = calls.assign(**{name: values / 1000 for name, values in in_us.items()})[list(COLLECTIVE_COLUMNS)]
+    parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
+    parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
+    steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
+    steps["step_ms"] = (timeline.steps["end"] - timeline.steps["start"]) / 1000
+    bounds = timeline.steps[["start", "end"]].to_numpy()
+    for name, part in parts.items():
+        steps[name] = [length(clip(part, start, end)) / 1000 for start, end in bounds]
+    steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
+    return steps[list(EXPOSURE_COLUMNS)], collectives
+
+
+def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:
+    """Exposed time in cells, cut where a call begins, ends, or has its last rank; and the call that each is laid to.
+
+    Returns:
+        Cells of shape (n, 2), and for each the index of the first-issued call under way, or -1.
+    """
+    edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends]))
+    cells = np.column_stack([edges[:-1], edges[1:]])
+    owner = np.full(len(cells), -1)
+    for index in range(len(calls) - 1, -1, -1):  # so the first one issued has the last word
+        first, last = np.searchsorted(edges, calls[index])
+        owner[first:last] = index
+    begun, ended = (np.searchsorted(exposed[:, side], cells[:, 0], "right") for side in (0, 1))
+    return cells[begun > ended], owner[begun > ended]
 
 
 def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
     """By step, when its last backward pass ended on the training thread."""
     backward = timeline.phases[timeline.phases["name"] == "backward"]
-    steps: list[Any] = list(timeline.steps.itertuples())
-    inside = {step.number: backward[backward["start"].between(step.start, step.end)] for step in steps}
-    return {number: float(rows["end"].max()) for number, rows in inside.items()}
-
-
-def _collective_row(
-    call: Any, arrived: float, exposed: float, waited: float, backward_ends: dict[int, float]
-) -> tuple[object, ...]:
-    duration = call.end - call.start
-    transfer = call.end - arrived
-    algbw = call.bytes / transfer / 1000 if transfer > 0 else np.nan  # bytes a us are MB/s
-    return (
-        call.rank,
-        call.step,
-        call.sequence,
-        call.kind,
-        call.bytes,
-        (call.start - backward_ends[call.step]) / 1000,
-        duration / 1000,
-        (arrived - call.start) / 1000,
-        transfer / 1000,
-        exposed / 1000,
-        waited / 1000,
-        call.late_rank,
-        call.lateness / 1000,
-        algbw,
-        algbw * bus_factor(call.kind, call.group_size),
-    )
-
-
-def bus_factor(kind: str, ranks: float | None) -> float:
-    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN where the group's size is unknown."""
-    others = (ranks - 1) / ranks if ranks else float("nan")
-    return {"all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, others)
-
-
-def _step_row(
-    rank: int, step: Any, compute: Intervals, exposed: Intervals, waits: Intervals, copies: Intervals
-) -> tuple[float, ...]:
-    whole = step.end - step.start
-    parts = [length(clip(part, step.start, step.end)) for part in (compute, waits, exposed, copies)]
-    parts[2] -= parts[1]
-    return (rank, step.number, whole / 1000, *(part / 1000 for part in parts), (whole - sum(parts)) / 1000)
+    return {
+        int(number): float(backward.loc[backward["start"].between(start, end), "end"].max())
+        for number, start, end in timeline.steps[["number", "start", "end"]].to_numpy()
+    }

@@ -88,7 +88,9 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
     info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
-    if shows_no_device_of_several(file.traceEvents):
+    categories = {str(event.cat) for event in file.traceEvents}
+    gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
+    if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
         raise TraceError(
             f"{path}: shows how work was given to a device, but not what ran there; profile the device too"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.collectives import device_collectives, gloo_collectives
+from analysis.collectives import device_collectives, gloo_collectives, only_group
 from analysis.errors import TraceError
 from analysis.intervals import Intervals
 from analysis.lowering import lower_cpu_events
@@ -30,7 +30,8 @@ class RankTimeline:
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
             which the host issued it).
-        collectives: Columns kind, start, end, bytes (NaN if unknown), group_size, dtype, stream, issued.
+        collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
+            dtype, stream, issued.
         left_out: Number of events that had no usable time.
     """
 
@@ -79,9 +80,10 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     kernels = kernels[kernels["launch"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     if kernels.empty:
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
-    collectives = gloo_collectives(events, world_size or 1)
+    group = only_group(info)
+    collectives = gloo_collectives(events, world_size or 1, group)
     if kind == "cuda":
-        collectives = pd.concat([collectives, device_collectives(events[on_device])], ignore_index=True)
+        collectives = pd.concat([collectives, device_collectives(events[on_device], events, group)], ignore_index=True)
     collectives = collectives[collectives["issued"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(

@@ -1,6 +1,8 @@
 """Figures of reports, against traces that can be worked out by hand, brute force, and HTA itself."""
 
 import csv
+import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,14 +16,7 @@ from hypothesis import strategies as st
 
 from analysis import intervals
 from analysis.collectives import gloo_collectives
-from analysis.columns import (
-    AUDIT_COLUMNS,
-    COLLECTIVE_COLUMNS,
-    COMPARISON_COLUMNS,
-    EXPOSURE_COLUMNS,
-    KIND_COLUMNS,
-    SUMMARY_COLUMNS,
-)
+from analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
 from analysis.command import main, report_folder
 from analysis.compare import comparison
 from analysis.errors import TraceError
@@ -30,7 +25,7 @@ from analysis.report.summary_page import write_summary
 from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import analyse_window
 from analysis.traces import find_windows
-from tests.traces import cpu_trace, cuda_trace, event, parsed, record, write, write_run
+from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -199,7 +194,13 @@ def page_equals_csv(page: Path) -> set[str]:
     parser = Cells()
     parser.feed(page.read_text())
     shown: dict[str, list[str]] = {}
-    for name in ("kernels", "exposure", "late", "places"):  # which no CSV has, or only what they are means of
+    for name in (
+        "kernels",
+        "exposure",
+        "late",
+        "places",
+        "bandwidth",
+    ):  # which no CSV has, or only what they are means of
         parser.tables.pop(name, None)
     if audit := parser.tables.pop("audit", None):
         checks = pd.read_csv(page.with_name("audit.csv"), dtype={"rank": object}).fillna({"rank": "all"})
@@ -222,7 +223,7 @@ def page_equals_csv(page: Path) -> set[str]:
 def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
     trace_dir = write_run(tmp_path / "profile" / "x")
     (window,) = find_windows(trace_dir)
-    write(trace_dir / f"{window.run_id}.run.json", record("x", 0.2))
+    write(trace_dir / f"{window.run_id}.run.json", record_of_eight_steps("x", 0.2))
     analysis = analyse_window(window)
     assert analysis.summary["model_states_bytes"].tolist() == [144 * 2**20, 72 * 2**20]
     summary_html = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
@@ -291,18 +292,26 @@ def test_labels_of_points_cover_each_other_as_little_as_can_be(points: Any) -> N
 
 
 def test_every_column_is_documented(tmp_path: Path) -> None:
-    documented = re.findall(r"^\| `([^`]+)` \|", (DOCS / "csv-columns.md").read_text(), re.MULTILINE)
-    below = [*EXPOSURE_COLUMNS, *COLLECTIVE_COLUMNS, *AUDIT_COLUMNS]
-    assert documented == [*SUMMARY_COLUMNS, *below, *COMPARISON_COLUMNS]
-    (window,) = find_windows(write_run(tmp_path))
+    text = (DOCS / "csv-columns.md").read_text()
+    for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
+        assert name in part.splitlines()[0]
+        assert re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE) == list(columns)
+    (window,) = find_windows(write_run(tmp_path / "x"))
     analysis = analyse_window(window)
-    summary = analysis.summary
-    assert summary.columns.tolist() == list(SUMMARY_COLUMNS)
-    assert analysis.audit.columns.tolist() == list(AUDIT_COLUMNS)
-    assert analysis.exposure.steps.columns.tolist() == list(EXPOSURE_COLUMNS)
-    assert analysis.exposure.collectives.columns.tolist() == list(COLLECTIVE_COLUMNS)
-    table = comparison({"x": record("x", 1.0)}, {"x": summary}, "x")
-    assert table.columns.tolist() == list(COMPARISON_COLUMNS)
+    write_summary(analysis, "x", tmp_path)
+    table = comparison({"x": record("x", 1.0)}, {"x": analysis.summary}, "x")
+    table.to_csv(tmp_path / "compare.csv", index=False)
+    for name, columns in CSV_COLUMNS.items():
+        assert pd.read_csv(tmp_path / name).columns.tolist() == list(columns)
+
+
+def test_columns_change_with_the_version_of_the_schema() -> None:
+    """If this fails, raise SCHEMA_VERSION, say in docs/csv-columns.md what changed, and put the new hash here."""
+    names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
+    found = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    assert (SCHEMA_VERSION, found) == (2, "ec67ebd7be35")
+    text = (DOCS / "csv-columns.md").read_text()
+    assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text
 
 
 def test_a_trace_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,5 +178,5 @@ def test_a_scatter_of_unknown_dtype_has_unknown_bytes() -> None:
 def test_kinds_that_nccl_names(name: str, kind: str) -> None:
     args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16", "stream": 20}
     kernels = pd.DataFrame([{"name": "ncclDevKernel_Generic", "start": 1.0, "end": 2.0, "launch": 0.0, "args": args}])
-    seen = device_collectives(kernels)
+    seen = device_collectives(kernels, kernels)
     assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.collectives import COLUMNS
-from analysis.exposure import bus_factor, clock_offsets, exposure
+from analysis.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
+from analysis.exposure import bus_factor, exposure
+from analysis.matching import KEY, clock_offsets
 from analysis.timeline import RankTimeline
 from tests.traces import cpu_trace, cuda_trace, timeline_of
 
@@ -19,24 +20,34 @@ PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_m
 
 
 def timeline(
-    rank: int, steps: list[Any], compute: list[Any], calls: list[Any], copies: list[Any] | None = None
+    rank: int,
+    steps: list[Any],
+    compute: list[Any],
+    calls: list[Any],
+    copies: list[Any] | None = None,
+    world_size: int = 2,
 ) -> RankTimeline:
-    """Made of pairs of times in us; `calls` are (kind, bytes, start, end), issued in this order."""
+    """Made of pairs of times in us; `calls` are (kind, bytes, start, end), issued in this order.
+
+    A call may have two members more: the name of its group, and the group's size."""
     kernels = [("compute", "0", "mm", start, end, start) for start, end in compute]
     kernels += [("memory", "1", "copy", start, end, start) for start, end in copies or []]
-    kernels += [("communication", "2", "x", start, end, start) for _, _, start, end in calls]
-    rows = [(kind, start, end, size, 2, "float", "2", start) for kind, size, start, end in calls]
+    kernels += [("communication", "2", "x", start, end, start) for _, _, start, end, *_ in calls]
+    rows = [
+        (kind, start, end, size, *(group or (EVERYBODY, world_size)), "float", "2", start)
+        for kind, size, start, end, *group in calls
+    ]
     numbered = [(number, start, end) for number, (start, end) in enumerate(steps)]
     return RankTimeline(
         rank=rank,
-        world_size=2,
+        world_size=world_size,
         backend="gloo",
         kind="cpu",
         path=Path("trace"),
         steps=pd.DataFrame(numbered, columns=["number", "start", "end"]),
         phases=pd.DataFrame([("backward", 0.0, 50.0)], columns=["name", "start", "end"]),
         kernels=pd.DataFrame(kernels, columns=["lane", "stream", "name", "start", "end", "launch"]),
-        collectives=pd.DataFrame(rows, columns=COLUMNS).astype({"bytes": float, "issued": float}),
+        collectives=pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES),
     )
 
 
@@ -67,7 +78,7 @@ def test_waiting_is_laid_to_the_late_rank() -> None:
         pytest.approx([0.08, 0, 0.02, 0, 0.02]),
     ]
     rows = found.collectives.set_index("rank")
-    assert rows["late_rank"].tolist() == [1, 1] and rows["lateness_ms"].tolist() == pytest.approx([0.03, 0.03])
+    assert rows["late_rank"].tolist() == [1, 1] and rows["lateness_ms"].tolist() == pytest.approx([0.06, 0.06])
     assert rows["wait_ms"].tolist() == pytest.approx([0.06, 0]) and rows["transfer_ms"].tolist() == [0.02, 0.02]
     assert rows["exposed_wait_ms"].tolist() == pytest.approx([0.04, 0])
     assert rows["algbw_gbps"].tolist() == pytest.approx([0.1, 0.1])
@@ -93,8 +104,8 @@ def test_ends_that_scatter_are_no_difference_of_clocks() -> None:
     rng = np.random.default_rng(0)
     ends = rng.normal(0, 1000, size=(2, 40)) + 1e6 * np.arange(40)
     calls = pd.DataFrame(
-        [(rank, 0, place, "all_reduce", ends[rank, place]) for rank in range(2) for place in range(40)],
-        columns=["rank", "step", "sequence", "kind", "end"],
+        [(rank, 0, EVERYBODY, place, "all_reduce", ends[rank, place]) for rank in range(2) for place in range(40)],
+        columns=["rank", *KEY, "kind", "end"],
     )
     assert clock_offsets(calls, [0, 1])["offset_ms"].tolist() == [0, 0]
 
@@ -105,6 +116,9 @@ def test_what_ranks_do_not_share_is_not_split() -> None:
     more = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 8, 50, 60)]
     found = exposure([first, timeline(1, [(0, 100)], [(0, 5)], more)])
     known = found.collectives["wait_ms"].notna()
+    told = ["late_rank", "lateness_ms", "transfer_ms", "exposed_wait_ms", "done_after_ms", "algbw_gbps", "busbw_gbps"]
+    assert found.collectives.loc[known, told].notna().all(axis=None)
+    assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 3
     assert found.collectives.loc[known, "sequence"].tolist() == [0, 0]
     assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 5)
 
@@ -114,10 +128,12 @@ def test_a_rank_that_communicates_nothing() -> None:
     assert found.collectives.empty and found.steps[PARTS].iloc[0].tolist() == pytest.approx([0.06, 0, 0, 0, 0.04])
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)]
+)
 def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
     assert bus_factor(kind, 4) == factor
-    assert np.isnan(bus_factor("all_reduce", None))
+    assert np.isnan(bus_factor("all_reduce", float("nan")))
 
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda s: (s[0], s[0] + s[1])), max_size=6)
@@ -131,7 +147,7 @@ def test_parts_against_a_grid(ranks: list[Any], cut: int) -> None:
     made = []
     for rank, (compute, calls, copies) in enumerate(ranks):
         calls = sorted(calls)[:fewest]
-        made.append(timeline(rank, [(0, 90)], compute, [("broadcast", 8, *span) for span in calls], copies))
+        made.append(timeline(rank, [(0, 90)], compute, [("broadcast", 8, *span) for span in calls], copies, len(ranks)))
     made = [
         dataclasses.replace(
             t, steps=pd.DataFrame([(n, *span) for n, span in enumerate(steps)], columns=["number", "start", "end"])

@@ -125,6 +125,12 @@ def record(choice: str, step: float) -> dict[str, Any]:
     }
 
 
+def record_of_eight_steps(choice: str, step: float) -> dict[str, Any]:
+    """The same, of a run of eight steps with 8 samples each, but for the last; traces are of steps 5 and 6."""
+    steps = {"train_samples": 60, "step_samples": [8] * 7 + [4], "train_loss": [2.0] * 7 + [1.0]}
+    return {**record(choice, step), **steps}
+
+
 def memory_of(rank: int, scale: float) -> dict[str, Any]:
     """A rank's row: `rank` 0 holds most."""
     sizes = {"parameters": 40, "gradients": 20, "optimizer_state": 80, "buffers": 4}

@@ -3,11 +3,14 @@
 import pandas as pd
 import plotly.graph_objects as go
 
+from analysis.buckets import MOST_PLACES, buckets
 from analysis.collectives import KINDS
-from analysis.columns import COLLECTIVE_COLUMNS, EXPOSURE_COLUMNS, Column
+from analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS
 from analysis.exposure import Exposure
+from analysis.report.bandwidth_figure import bandwidth_section
 from analysis.report.figures import COLOURS, styled
 from analysis.report.page import Section, drawing, table
+from analysis.report.straggler_section import straggler_section
 
 PARTS = {
     "compute_ms": ("compute", COLOURS["compute"]),
@@ -16,20 +19,8 @@ PARTS = {
     "exposed_copy_ms": ("exposed memory copies", COLOURS["memory copy"]),
     "idle_ms": ("idle", COLOURS["idle"]),
 }
-SHOWN = 20
-LATE_COLUMNS = {
-    "rank": EXPOSURE_COLUMNS["rank"],
-    "last_pct": Column("arrives last", "%", "share of the collectives in which the rank arrived last"),
-    "costs_ms": Column("costs others", "ms/step", "exposed waiting of all other ranks in these collectives", 1, 2),
-    "offset_ms": Column("clock", "ms", "how far the rank's clock is ahead of the first rank's; taken off", 1, 3),
-    "residual_ms": Column("residual", "ms", "half of the collectives end within this of each other after that", 1, 3),
-}
-PLACE_COLUMNS = {
-    **{name: COLLECTIVE_COLUMNS[name] for name in ("sequence", "kind", "bytes", "after_backward_ms")},
-    **{name: COLLECTIVE_COLUMNS[name] for name in ("duration_ms", "wait_ms", "transfer_ms", "exposed_ms")},
-    "late_rank": Column("last, mostly", "", "rank that arrived last most often"),
-    **{name: COLLECTIVE_COLUMNS[name] for name in ("algbw_gbps", "busbw_gbps")},
-}
+SHOWN = 32
+"""Rows of the table of buckets."""
 
 
 def exposure_sections(exposure: Exposure) -> list[Section]:
@@ -38,25 +29,49 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
         Section(
             "Exposed communication",
             "Means over the analysed steps; the parts add up to the step. Waiting: a collective is under way, no "
-            "compute is, and the last rank has not arrived. Transfer: all have. exposure.csv has every step.",
+            "compute is, and the last rank has not arrived. Transfer: all have. exposure.csv has every step."
+            + unmatched(exposure.collectives),
             table=table("exposure", by_rank, EXPOSURE_COLUMNS),
             figure=drawing(exposure_figure(by_rank)),
         )
     ]
     if exposure.collectives.empty:
         return sections
-    places = by_place(exposure.collectives)
-    most = places.sort_values("exposed_ms", ascending=False).head(SHOWN).sort_values("sequence")
-    few = f"The {len(most)} of {len(places)} that are exposed longest; " if len(most) < len(places) else ""
     return [
         *sections,
-        Section("Who was late", "", table=table("late", late_ranks(exposure), LATE_COLUMNS)),
-        Section(
-            "Collectives by their place in a step",
-            f"{few}medians over steps and ranks. collectives.csv has every call of every rank.",
-            table=table("places", most, PLACE_COLUMNS),
-        ),
+        straggler_section(exposure),
+        bucket_section(exposure.collectives),
+        bandwidth_section(exposure.collectives),
     ]
+
+
+def unmatched(calls: pd.DataFrame) -> str:
+    """What the reader must know about calls that could not be matched over ranks; empty where all could."""
+    share = calls["wait_ms"].isna().mean() if len(calls) else 0.0
+    if not share:
+        return ""
+    why = (
+        "the traces do not say of which process group they are"
+        if (calls["group"] == "").any()
+        else "not every rank of their group has one, or they are messages between two ranks"
+    )
+    return f" {100 * share:.0f} % of the calls could not be matched over ranks ({why}): all their time is transfer."
+
+
+def bucket_section(calls: pd.DataFrame) -> Section:
+    """Calls by bucket, those exposed longest where there are too many to show."""
+    rows = buckets(calls)
+    most = rows.sort_values("exposed_ms_per_step", ascending=False, kind="stable").head(SHOWN).sort_index()
+    few = f"The {len(most)} of {len(rows)} that are exposed longest. " if len(most) < len(rows) else ""
+    columns = {name: column for name, column in BUCKET_COLUMNS.items() if name != "group" or rows[name].nunique() > 1}
+    shown = most.assign(kind=most["kind"].map(KINDS).fillna(most["kind"]))
+    return Section(
+        "Calls by bucket",
+        f"{few}A row a call of the step; where a step has more than {MOST_PLACES}, those of one kind and size share a "
+        "row. Means over steps and ranks; times of a call are medians. A start below 0 lies before the end of "
+        "backward: only then can a bucket hide. collectives.csv has every call of every rank.",
+        table=table("places", shown, columns),
+    )
 
 
 def exposure_figure(by_rank: pd.DataFrame) -> go.Figure:
@@ -76,24 +91,3 @@ def exposure_figure(by_rank: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title="ms a step, under the profiler")
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
-
-
-def late_ranks(exposure: Exposure) -> pd.DataFrame:
-    """A row a rank (`LATE_COLUMNS`)."""
-    calls = exposure.collectives
-    each = calls.drop_duplicates(["step", "sequence"])["late_rank"].value_counts(normalize=True)
-    others = calls[calls["late_rank"] != calls["rank"]].groupby("late_rank")["exposed_wait_ms"].sum()
-    steps = exposure.steps["step"].nunique()
-    return exposure.clocks.assign(
-        last_pct=100 * exposure.clocks["rank"].map(each).fillna(0),
-        costs_ms=exposure.clocks["rank"].map(others).fillna(0) / steps,
-    )[list(LATE_COLUMNS)]
-
-
-def by_place(calls: pd.DataFrame) -> pd.DataFrame:
-    """A row a place in the step (`PLACE_COLUMNS`): medians over steps and ranks."""
-    groups = calls.groupby(["sequence", "kind"])
-    medians = groups.median(numeric_only=True)
-    medians["late_rank"] = groups["late_rank"].agg(lambda ranks: ranks.mode().iloc[0])
-    places = medians.reset_index()
-    return places.assign(kind=places["kind"].map(KINDS).fillna(places["kind"]))[list(PLACE_COLUMNS)]

@@ -12,6 +12,7 @@ from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figur
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.summary_tables import audit_table, collectives_table, memory_table
+from analysis.stragglers import stragglers
 from analysis.summary import WindowAnalysis, listed, write_text
 
 KERNEL_COLUMNS = {
@@ -35,6 +36,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     write_text(folder / "audit.csv", analysis.audit.to_csv(index=False))
     write_text(folder / "exposure.csv", analysis.exposure.steps.to_csv(index=False))
     write_text(folder / "collectives.csv", analysis.exposure.collectives.to_csv(index=False))
+    write_text(folder / "stragglers.csv", stragglers(analysis.exposure).to_csv(index=False))
     page = folder / "summary.html"
     write_text(page, summary_page(analysis, choice))
     return page

@@ -1,0 +1,39 @@
+"""Calls by bucket: what each message of a step costs, the table with which bucket sizes are argued about."""
+
+import pandas as pd
+
+from analysis.columns import BUCKET_COLUMNS
+
+MOST_PLACES = 32
+"""Calls of a step that get a row each. Where there are more, those of one kind and size share a row."""
+
+
+def buckets(collectives: pd.DataFrame) -> pd.DataFrame:
+    """The table of `collectives.csv` as a row a place in the step, or a kind and size (`BUCKET_COLUMNS`).
+
+    Counts and sums are means over the steps of the ranks that take part; times of a call are medians.
+    """
+    place = ["group", "sequence", "kind"]
+    own_row = len(collectives[place].drop_duplicates()) <= MOST_PLACES
+    rows = []
+    for _, calls in collectives.groupby(place if own_row else ["group", "kind", "bytes"], dropna=False):
+        steps = collectives["step"].nunique() * calls["rank"].nunique()
+        first, last = calls["sequence"].min(), calls["sequence"].max()
+        rows.append(
+            {
+                "group": calls["group"].iloc[0],
+                "place": f"{first}" if first == last else f"{first} to {last}",
+                "kind": calls["kind"].iloc[0],
+                "bytes": calls["bytes"].median(),
+                "calls_per_step": len(calls) / steps,
+                "after_backward_ms": calls["after_backward_ms"].median(),
+                "duration_ms": calls["duration_ms"].median(),
+                "wait_ms": calls["wait_ms"].median(),
+                "total_ms_per_step": calls["duration_ms"].sum() / steps,
+                "exposed_ms_per_step": calls["exposed_ms"].sum() / steps,
+                "busbw_gbps": calls["busbw_gbps"].median(),
+                "first": first,
+            }
+        )
+    table = pd.DataFrame(rows).sort_values(["group", "first"], kind="stable")
+    return table[list(BUCKET_COLUMNS)].reset_index(drop=True)
