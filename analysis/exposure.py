@@ -40,9 +40,9 @@ class Exposure:
     clocks: pd.DataFrame
 
 
-def exposure(timelines: list[RankTimeline]) -> Exposure:
-    """Match, align and split the collectives of a window."""
-    calls, clocks = matched_calls(timelines)
+def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
+    """Match, align and split the collectives of a window; where ranks are missing, nobody knows who was last."""
+    calls, clocks = matched_calls(timelines, is_complete)
     calls = calls.assign(**_bandwidths(calls))
     tables = [_split(timeline, calls[calls["rank"] == timeline.rank]) for timeline in timelines]
     return Exposure(

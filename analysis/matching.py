@@ -18,8 +18,8 @@ KEY = ["step", "group", "sequence"]
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
-def matched_calls(timelines: list[RankTimeline]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The collectives of all ranks, and the clocks.
+def matched_calls(timelines: list[RankTimeline], is_complete: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The collectives of all ranks, and the clocks. Nothing is matched unless the traces of all ranks are there.
 
     Returns:
         The ranks' `collectives_by_step`, with columns rank, sequence (place among those of the group in the step),
@@ -27,7 +27,7 @@ def matched_calls(timelines: list[RankTimeline]) -> tuple[pd.DataFrame, pd.DataF
         (us, from the last arrival to the last rank's end); empty where a call is not matched. Then `clock_offsets`.
     """
     calls = pd.concat([_numbered(timeline) for timeline in timelines], ignore_index=True)
-    calls["is_matched"] = _is_matched(calls, len(timelines))
+    calls["is_matched"] = is_complete & _is_matched(calls, len(timelines))
     matched = calls[calls["is_matched"]]
     clocks = clock_offsets(matched, [timeline.rank for timeline in timelines])
     ahead = calls["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000

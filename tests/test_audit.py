@@ -15,12 +15,12 @@ import sharding
 from analysis.audit import audit, calls_by_step
 from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
-from analysis.timeline import RankTimeline, build_timeline
+from analysis.timeline import RankTimeline
 from analysis.traces import find_windows
 from ddp.bucket_ddp_async import Bucket, BucketDDP
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
 from tests.ranks import RankPool
-from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps
+from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.run import train_and_record
@@ -29,7 +29,7 @@ TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_s
 
 
 def timelines(make: Callable[..., dict[str, Any]] = cpu_trace) -> list[RankTimeline]:
-    return [build_timeline(make(rank), rank, Path("trace"), include_last_step=False) for rank in range(2)]
+    return [timeline_of(make(rank), rank) for rank in range(2)]
 
 
 def results(table: pd.DataFrame) -> dict[tuple[str, int | None], str]:

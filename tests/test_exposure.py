@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from analysis.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
 from analysis.exposure import bus_factor, exposure
 from analysis.matching import KEY, clock_offsets
-from analysis.timeline import RankTimeline, build_timeline
-from tests.traces import cpu_trace, cuda_trace
+from analysis.timeline import RankTimeline
+from tests.traces import cpu_trace, cuda_trace, timeline_of
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -55,7 +55,7 @@ def timeline(
 def test_a_trace_worked_out_by_hand(make: Any) -> None:
     """Docstring of `cpu_trace`: a step of 999 us with 500 of compute and 300 of communication, 100 of it under compute.
     Both ranks arrive together, so all that is exposed is transfer; 299 us are idle."""
-    found = exposure([build_timeline(make(rank), rank, Path("x"), include_last_step=False) for rank in range(2)])
+    found = exposure([timeline_of(make(rank), rank) for rank in range(2)])
     for row in found.steps.to_dict("records"):
         assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, 0.299])
     for row in found.collectives.to_dict("records"):
@@ -121,6 +121,15 @@ def test_what_ranks_do_not_share_is_not_split() -> None:
     assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 3
     assert found.collectives.loc[known, "sequence"].tolist() == [0, 0]
     assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 5)
+
+
+def test_where_ranks_are_missing_nobody_is_called_late() -> None:
+    """Two of three ranks, whose world the traces give as three; and two whose third file could not be read."""
+    calls = [("all_reduce", 8, 10, 20)]
+    for world_size, is_complete in ((3, True), (2, False)):
+        made = [timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=world_size) for rank in range(2)]
+        found = exposure(made, is_complete).collectives
+        assert found[["late_rank", "wait_ms", "busbw_gbps"]].isna().all(axis=None) and len(found) == 2
 
 
 def test_a_rank_that_communicates_nothing() -> None:

@@ -19,7 +19,6 @@ from analysis.matching import KEY
 from analysis.report.summary_page import write_summary
 from analysis.stragglers import by_rank, stragglers, verdict
 from analysis.summary import analyse_window
-from analysis.timeline import complete_events
 from analysis.traces import find_windows
 from tests import raw
 from tests.ranks import RankPool
@@ -153,7 +152,7 @@ def test_groups_of_nccl_kernels() -> None:
     told = {"Collective name": "allreduce", "Process Group Name": "7", "Process Group Ranks": "[0, 2]", "Group size": 2}
     sizes = {"In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float"}
     issued = event("cpu_op", "record_param_comms", 0, 1, **told, **sizes, **{"External id": 5})
-    events = complete_events({"traceEvents": [issued]}, Path("x"))
+    events = pd.DataFrame([issued])
     args = [told, {"External id": 5}, {"External id": 6}, {"External id": [], "Group size": "two"}]
     rows = [{"name": "ncclDevKernel_X", "start": 1.0, "end": 2.0, "launch": 0.0, "args": each} for each in args]
     found = device_collectives(pd.DataFrame(rows), events, "")

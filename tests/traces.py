@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from analysis.timeline import RankTimeline, build_timeline
 from training.config import RECORD_VERSION
 
 
@@ -58,6 +59,10 @@ def cuda_trace(
                 event("kernel", name, t + start, duration, tid=stream, stream=stream, correlation=correlation, **more)
             )
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
+
+
+def timeline_of(trace: dict[str, Any], rank: int = 0, include_last_step: bool = False) -> RankTimeline:
+    return build_timeline(trace, rank, Path("trace"), include_last_step)
 
 
 def write(path: Path, trace: dict[str, Any]) -> Path:
