@@ -102,7 +102,7 @@ SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
 
 EXPOSURE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
-    "step": Column("step", "", "number of the optimizer step"),
+    "step": Column("step", "", "number of the optimizer step, from 0"),
     "step_ms": Column("step", "ms", "duration of the step under the profiler; the parts that follow add up to it"),
     "compute_ms": Column("compute", "ms", "time in which compute ran"),
     "exposed_wait_ms": Column("waiting", "ms", "no compute, and a collective under way whose last rank was not there"),
