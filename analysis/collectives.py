@@ -21,6 +21,8 @@ from analysis.gloo_operators import (
 COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
 EVERYBODY = "all ranks"
 """Name of the only process group of a trace that does not name groups."""
+LONGEST_NAME = 100
+"""Characters that are kept of a group's ranks, and of its name."""
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
     "float": 4,
@@ -185,4 +187,5 @@ def _whole(args: dict[str, Any], name: str) -> int:
 def _group_name(args: dict[str, Any]) -> str:
     """The process group of an NCCL kernel: its ranks, and its name, as two groups may have the same ranks."""
     ranks, name = (str(args.get(f"Process Group {part}", "")) for part in ("Ranks", "Name"))
-    return ", ".join(f"{part} {value}" for part, value in (("ranks", ranks.strip("[]")), ("group", name)) if value)
+    parts = (("ranks", ranks.strip("[]")), ("group", name))
+    return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

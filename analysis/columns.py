@@ -102,7 +102,7 @@ SUMMARY_COLUMNS = {**TIME_COLUMNS, **KIND_COLUMNS, **MEMORY_COLUMNS}
 
 EXPOSURE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
-    "step": Column("step", "", "number of the optimizer step"),
+    "step": Column("step", "", "number of the optimizer step, from 0"),
     "step_ms": Column("step", "ms", "duration of the step under the profiler; the next four columns add up to it"),
     "compute_ms": Column("compute", "ms", "time in which compute ran"),
     "exposed_ms": Column("exposed", "ms", "no compute, and a collective under way; the last two columns add up to it"),

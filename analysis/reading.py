@@ -191,7 +191,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             "end": _numbers([event.dur for event in kept]),
             "stream": ["" if of is None else clean[of.stream] for of in device],
             "launch": _numbers([None if of is None else launched.get(of.correlation) for of in device]),
-            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
+            "args": [_arguments(event, clean) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )
     frame["end"] += frame["start"]
@@ -229,9 +229,11 @@ def _device_arguments(event: _Event) -> _DeviceArguments:
     return found
 
 
-def _arguments(event: _Event) -> dict[str, Any] | None:
+def _arguments(event: _Event, clean: _Names) -> dict[str, Any] | None:
     try:
         found = msgspec.json.decode(event.args)
     except msgspec.DecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    return {name: clean[value] if isinstance(value, str) else value for name, value in found.items()}

@@ -123,6 +123,15 @@ def test_what_ranks_do_not_share_is_not_split() -> None:
     assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 5)
 
 
+def test_where_ranks_are_missing_nobody_is_called_late() -> None:
+    """Two of three ranks, whose world the traces give as three; and two whose third file could not be read."""
+    calls = [("all_reduce", 8, 10, 20)]
+    for world_size, is_complete in ((3, True), (2, False)):
+        made = [timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=world_size) for rank in range(2)]
+        found = exposure(made, is_complete).collectives
+        assert found[["late_rank", "wait_ms", "busbw_gbps"]].isna().all(axis=None) and len(found) == 2
+
+
 def test_a_rank_that_communicates_nothing() -> None:
     found = exposure([timeline(0, [(0, 100)], [(0, 60)], [])])
     assert found.collectives.empty and found.steps[PARTS].iloc[0].tolist() == pytest.approx([0.06, 0, 0, 0, 0.04])

@@ -67,6 +67,6 @@ def bandwidth_figure(known: pd.DataFrame, rows: pd.DataFrame) -> go.Figure:
             hovertemplate="median busbw %{y:.3g} GB/s<extra>" + KINDS[kind] + "</extra>",
         )
     figure.update_xaxes(type="log", title="payload", tickvals=list(TICKS), ticktext=list(TICKS.values()))
-    figure.update_yaxes(type="log", title="busbw, GB/s", exponentformat="none")
+    figure.update_yaxes(type="log", title="busbw, GB/s", exponentformat="none", dtick="D2")
     figure.update_layout(height=420)
     return styled(figure)
