@@ -1,14 +1,17 @@
-"""Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere."""
+"""Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere.
+
+A colour `var(--name)` is one of the page's style sheet, which has another in its dark theme.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.intervals import Intervals, bridge, clip, minus, union
-from analysis.timeline import PHASES, RankTimeline
+from analysis.report.lanes import MOST_INTERVALS, MOST_KERNELS, bounds, compute_lane, phase_of, shown_kernels
+from analysis.report.page import readable
+from analysis.timeline import RankTimeline
 
 COLOURS = {
     "forward": "#56B4E9",
@@ -18,74 +21,67 @@ COLOURS = {
     "compute": "#0072B2",
     "communication": "#E69F00",
     "exposed": "#D55E00",
-    "idle": "#E4E4E4",
+    "idle": "var(--idle)",
     "memory copy": "#CC79A7",
 }
 LANE_HEIGHT_PX = 30
-SMALLEST_GAP_US = 30.0
-"""Gaps below this are not drawn: thousands of them would make a page heavy, and nobody could see one."""
+LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": "copies"}
 
 
 def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
-    """One optimizer step of every rank: what its compute lane did, and each communication lane under it.
+    """One optimizer step of every rank: what its compute lane did, and single kernels by stream under it.
 
     Time 0 is the start of the step on that rank's own clock.
     """
-    figure = go.Figure()
-    segments: dict[str, list[tuple[str, float, float]]] = {name: [] for name in COLOURS}
-    lanes: list[str] = []
+    parts, lanes = [], {}
     for timeline in timelines:
-        bounds = timeline.steps[timeline.steps["number"] == step]
-        start, end = float(bounds["start"].iloc[0]), float(bounds["end"].iloc[0])
-        main_lane = f"rank {timeline.rank}  compute"
-        lanes.append(main_lane)
-        for name, intervals in compute_lane(timeline, start, end).items():
-            segments[name] += [(main_lane, first - start, last - start) for first, last in intervals]
-        for lane, name in (("communication", "communication"), ("memory", "memory copy")):
-            kernels = timeline.kernels[timeline.kernels["lane"] == lane]
-            for index, (_, stream) in enumerate(kernels.groupby("stream", sort=True)):
-                label = f"rank {timeline.rank}  {name} {index + 1}"
-                lanes.append(label)
-                drawn = clip(stream[["start", "end"]].to_numpy(float), start, end)
-                segments[name] += [(label, first - start, last - start) for first, last in union(drawn)]
-    for name, drawn_segments in segments.items():
-        if drawn_segments:
-            frame = pd.DataFrame(drawn_segments, columns=["lane", "start", "end"])
+        start, end = bounds(timeline, step)
+        main = f"rank {timeline.rank}"
+        lanes[main] = f"<b>rank {timeline.rank}</b>"
+        for name, spans in compute_lane(timeline, start, end, MOST_INTERVALS // len(timelines)).items():
+            merged = pd.DataFrame(spans - start, columns=["start", "end"])
+            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), edge=0))
+        kernels = shown_kernels(timeline, start, end, MOST_KERNELS // len(timelines))
+        for lane, label in STREAM_NAMES.items():
+            streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
+            for index, (stream, calls) in enumerate(streams):
+                place = f"{main} {label} {index + 1}"
+                lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
+                part = phase_of(timeline, calls["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
+                text = [literal(f"{name} (stream {stream})") for name in calls["name"]]
+                single = pd.DataFrame({"start": calls["start"] - start, "end": calls["end"] - start})
+                parts.append(single.assign(lane=place, part=part, text=text, edge=0.5))
+    bars = pd.concat(parts)
+    figure = go.Figure()
+    for name in COLOURS:
+        drawn = bars[bars["part"] == name]
+        if len(drawn):
             figure.add_bar(
-                y=frame["lane"],
-                base=(frame["start"] / 1000).round(3),
+                y=drawn["lane"].tolist(),
+                base=(drawn["start"] / 1000).round(3).tolist(),
                 name=LANE_NAMES.get(name, name),
                 orientation="h",
-                x=((frame["end"] - frame["start"]) / 1000).round(3),
-                marker={"color": COLOURS[name], "line": {"width": 0}},
-                hovertemplate="%{fullData.name}: %{x:.2f} ms, from %{base:.2f} ms<extra></extra>",
+                x=((drawn["end"] - drawn["start"]) / 1000).round(3).tolist(),
+                customdata=drawn["text"].tolist(),
+                marker={"color": COLOURS[name], "line": {"width": drawn["edge"].tolist(), "color": "var(--paper)"}},
+                hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
             )
-    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes))
-    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], title=None)
+    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
+    order = list(lanes)[::-1]
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]
+    )
     figure.update_xaxes(title="ms since the step began")
     return styled(figure)
 
 
-LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 
 
-def compute_lane(timeline: RankTimeline, start: float, end: float) -> dict[str, Intervals]:
-    """The compute lane between two moments: compute by phase, and what the rest of the time was."""
-    compute = clip(timeline.intervals("compute"), start, end)
-    communication = clip(timeline.intervals("communication"), start, end)
-    drawn: dict[str, Intervals] = {}
-    rest = compute
-    for phase in PHASES:
-        if phase != "gradient_sync" and timeline.kind == "cpu":  # on a device, kernels run later than their range
-            bounds = timeline.phases[timeline.phases["name"] == phase][["start", "end"]].to_numpy(float)
-            inside = np.array([((bounds[:, 0] <= s) & (s < bounds[:, 1])).any() for s in rest[:, 0]], dtype=bool)
-            drawn[phase] = bridge(rest[inside], SMALLEST_GAP_US)
-            rest = rest[~inside] if len(rest) else rest
-    drawn["other compute" if timeline.kind == "cpu" else "compute"] = bridge(rest, SMALLEST_GAP_US)
-    busy = bridge(compute, SMALLEST_GAP_US)
-    drawn["exposed"] = minus(union(communication), busy)
-    drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, communication])))
-    return drawn
+def literal(text: str) -> str:
+    """A foreign name as Plotly shows it letter by letter, since it takes some tags for its own."""
+    return readable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
@@ -154,11 +150,17 @@ def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
 
 
 def styled(figure: go.Figure) -> go.Figure:
+    """What all figures share; the page's script adds fonts and the colours of its theme.
+
+    A drag zooms along x where the figure's `meta` says that it zooms, and scrolls the page elsewhere.
+    """
+    zooms = bool((figure.layout.meta or {}).get("zooms"))
     figure.update_layout(
-        template="plotly_white",
-        margin={"l": 10, "r": 20, "t": 20, "b": 40},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "traceorder": "normal"},
-        font={"family": "system-ui, sans-serif", "size": 13},
+        template="none",
+        margin={"l": 10, "r": 20, "t": 20, "b": 45},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
+        dragmode="zoom" if zooms else False,
     )
-    figure.update_yaxes(automargin=True)
+    figure.update_xaxes(fixedrange=not zooms)
+    figure.update_yaxes(automargin=True, fixedrange=True)
     return figure

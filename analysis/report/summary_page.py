@@ -8,6 +8,7 @@ from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from analysis.report.collective_figure import collectives_figure, kinds_seen
 from analysis.report.exposure_section import exposure_sections
 from analysis.report.figures import breakdown_figure, lanes_figure
+from analysis.report.lanes import kernels_sentence
 from analysis.report.memory_figures import MOST_RANKS, memory_by_component_figure
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
@@ -53,9 +54,10 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     sections = [
         Section(
             f"One step of every rank (step {numbers[-1]})",
-            "Communication hides where a collective lies under compute. Where it does not, the compute lane shows "
-            "exposed communication.",
+            "Communication hides where a collective lies under compute. Where it does not, a rank's first lane shows "
+            f"exposed communication. {kernels_sentence(analysis.timelines, numbers[-1])}",
             figure=drawing(lanes_figure(analysis.timelines, numbers[-1])),
+            traces=[(timeline.rank, "/".join(timeline.path.parts[-2:])) for timeline in analysis.timelines],
         ),
         Section(
             "Where the time went",
