@@ -7,6 +7,7 @@ from analysis.collectives import KINDS
 from analysis.columns import COLLECTIVE_COLUMNS, EXPOSURE_COLUMNS, Column
 from analysis.exposure import Exposure
 from analysis.report.figures import COLOURS, styled
+from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, table
 
 PARTS = {
@@ -40,7 +41,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
             "Means over the analysed steps; the parts add up to the step. Waiting: a collective is under way, no "
             "compute is, and the last rank has not arrived. Transfer: all have. exposure.csv has every step.",
             table=table("exposure", by_rank, EXPOSURE_COLUMNS),
-            figure=drawing(exposure_figure(by_rank)),
+            figure=drawing(exposure_figure(by_rank[by_rank["rank"].isin(representatives(exposure.steps))])),
         )
     ]
     if exposure.collectives.empty:

@@ -63,16 +63,17 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 name=LANE_NAMES.get(name, name),
                 orientation="h",
                 x=((drawn["end"] - drawn["start"]) / 1000).round(3).tolist(),
-                customdata=drawn["text"].tolist(),
+                customdata=list(zip(drawn["text"], ((drawn["end"] - drawn["start"]) / 1000).round(3), strict=True)),
                 marker={"color": COLOURS[name], "line": {"width": drawn["edge"].tolist(), "color": "var(--paper)"}},
-                hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
+                hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
             )
     figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
     order = list(lanes)[::-1]
     figure.update_yaxes(
         categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]
     )
-    figure.update_xaxes(title="ms since the step began")
+    longest = max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
+    figure.update_xaxes(title="ms since the step began", range=[0, longest / 1000])
     return styled(figure)
 
 
@@ -158,7 +159,11 @@ def styled(figure: go.Figure) -> go.Figure:
     figure.update_layout(
         template="none",
         margin={"l": 10, "r": 20, "t": 20, "b": 45},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",
+            **{"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"},
+        },
         dragmode="zoom" if zooms else False,
     )
     figure.update_xaxes(fixedrange=not zooms)

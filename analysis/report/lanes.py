@@ -28,9 +28,7 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
     return float(found["start"].iloc[0]), float(found["end"].iloc[0])
 
 
-def compute_lane(
-    timeline: RankTimeline, start: float, end: float, most: int = MOST_INTERVALS
-) -> dict[str, Intervals]:
+def compute_lane(timeline: RankTimeline, start: float, end: float, most: int = MOST_INTERVALS) -> dict[str, Intervals]:
     """The compute lane between two moments: compute by phase, and what the rest of the time was."""
     compute = union(clip(timeline.intervals("compute"), start, end))
     communication = union(clip(timeline.intervals("communication"), start, end))

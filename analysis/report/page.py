@@ -75,12 +75,17 @@ def drawing(figure: go.Figure, label: str = "") -> Markup:
     Args:
         label: What a reader is told who cannot see the figure; by default, what its axes and legend say.
     """
-    meta = figure.layout.meta or {}
     parts: Any = templates().get_template("parts.html.j2").module
-    json = htmlsafe_json_dumps(figure, dumps=lambda drawn: drawn.to_json())
-    height = figure.layout.height or 450
+    meta = figure.layout.meta or {}
     return Markup(
-        parts.show_figure(json, label or legend_of(figure), height, meta.get("narrowest", 0), meta.get("zooms", False))
+        parts.show_figure(
+            json=htmlsafe_json_dumps(figure, dumps=lambda drawn: drawn.to_json()),
+            label=label or legend_of(figure),
+            height=figure.layout.height or 450,
+            entries=len({trace.name for trace in figure.data if trace.name}),
+            narrowest=meta.get("narrowest", 0),
+            zooms=meta.get("zooms", False),
+        )
     )
 
 

@@ -15,7 +15,11 @@ function resolved(part, key = "") {
 }
 
 function template(narrow) {
-  const axis = { gridcolor: value("--grid"), linecolor: value("--line"), zerolinecolor: value("--line"), automargin: true };
+  const soft = { color: value("--soft"), size: narrow ? 11 : 12 };
+  const axis = {
+    gridcolor: value("--grid"), linecolor: value("--line"), zerolinecolor: value("--line"), automargin: true,
+    tickfont: soft, title: { font: soft, standoff: 8 }, ticklabelstandoff: 4,
+  };
   const font = { color: value("--ink"), family: "system-ui, sans-serif", size: narrow ? 11 : 13 };
   return { layout: {
     font, paper_bgcolor: value("--paper"), plot_bgcolor: value("--paper"), xaxis: axis, yaxis: axis,
@@ -27,7 +31,7 @@ function template(narrow) {
 function draw(plot, width) {
   const { data, layout } = resolved(JSON.parse(plot.closest(".drawing").querySelector("script").textContent));
   const narrow = (width ?? plot.clientWidth) < 600;
-  Object.assign(layout, { template: template(narrow), uirevision: "kept", width, autosize: !width });
+  Object.assign(layout, { template: template(narrow), uirevision: "kept", width, height: plot.clientHeight, autosize: !width });
   Plotly.react(plot, data, layout, { displayModeBar: false, responsive: !width, scrollZoom: false, doubleClick: "reset" });
   if (!plot.whole && plot.layout.xaxis) {
     plot.whole = [...plot.layout.xaxis.range];
@@ -126,7 +130,7 @@ function explain(target) {
   tip.hidden = !explained;
   if (tip.hidden) return;
   const heading = explained.closest("table").tHead.rows[0].cells[explained.cellIndex];
-  const label = heading.querySelector("button").firstChild.textContent;
+  const label = heading.querySelector("span").textContent;
   const unit = heading.querySelector("small").textContent;
   tip.textContent = `${label}${unit && `, ${unit}`}: ${heading.querySelector("[hidden]").textContent}`;
   placeTip();
