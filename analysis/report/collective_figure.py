@@ -9,7 +9,7 @@ from analysis.columns import MIB
 from analysis.report.figures import COLOURS, styled
 
 KIND_PATTERNS = {
-    kind: {"shape": shape, "size": 6}
+    kind: {"shape": shape, "size": 8, "solidity": 0.25, "fgopacity": 0.6}
     for kind, shape in zip(KINDS, ("", "/", "x", "\\", ".", "|", "-", "+", ""), strict=True)
 }
 """Hatching: all kinds are communication, so they share its colour; `other` is grey."""
@@ -23,7 +23,7 @@ def kinds_seen(summary: pd.DataFrame) -> list[str]:
 def collectives_figure(summary: pd.DataFrame) -> go.Figure:
     """A bar a rank, twice: time and payload of one step, by kind."""
     panels = (("ms", 1.0, "ms a step, hidden or not"), ("bytes", MIB, "MiB a step, payload"))
-    figure = make_subplots(rows=len(panels), vertical_spacing=90 / (130 + 60 * len(summary)))
+    figure = make_subplots(rows=len(panels), vertical_spacing=60 / (130 + 60 * len(summary)))
     for kind in kinds_seen(summary):
         colour = COLOURS["other compute" if kind == "other" else "communication"]
         for place, (column, scale, title) in enumerate(panels, start=1):

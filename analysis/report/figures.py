@@ -41,7 +41,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
         lanes[main] = f"<b>rank {timeline.rank}</b>"
         for name, spans in compute_lane(timeline, start, end, MOST_INTERVALS // len(timelines)).items():
             merged = pd.DataFrame(spans - start, columns=["start", "end"])
-            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), edge=0))
+            parts.append(merged.assign(lane=main, part=name, text="", about=LANE_NAMES.get(name, name), edge=0))
         kernels = shown_kernels(timeline, start, end, MOST_KERNELS // len(timelines))
         for lane, label in STREAM_NAMES.items():
             streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
@@ -49,9 +49,10 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
                 part = phase_of(timeline, calls["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
-                text = [literal(f"{name} (stream {stream})") for name in calls["name"]]
-                single = pd.DataFrame({"start": calls["start"] - start, "end": calls["end"] - start})
-                parts.append(single.assign(lane=place, part=part, text=text, edge=0.5))
+                text = calls["name"].map(literal)
+                about = text + literal(f" (stream {stream})")
+                single = calls[["start", "end"]] - start
+                parts.append(single.assign(lane=place, part=part, text=text, about=about, edge=0.5))
     bars = pd.concat(parts)
     figure = go.Figure()
     for name in COLOURS:
@@ -63,11 +64,17 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 name=LANE_NAMES.get(name, name),
                 orientation="h",
                 x=((drawn["end"] - drawn["start"]) / 1000).round(3).tolist(),
-                customdata=list(zip(drawn["text"], ((drawn["end"] - drawn["start"]) / 1000).round(3), strict=True)),
+                customdata=list(zip(drawn["about"], ((drawn["end"] - drawn["start"]) / 1000).round(3), strict=True)),
                 marker={"color": COLOURS[name], "line": {"width": drawn["edge"].tolist(), "color": "var(--paper)"}},
+                text=drawn["text"].tolist(),
+                insidetextfont={"color": "white" if COLOURS[name] == COLOURS["compute"] else "black"},
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
             )
     figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
+    figure.update_layout(uniformtext={"mode": "hide", "minsize": 10})  # names where there is room for them
     order = list(lanes)[::-1]
     figure.update_yaxes(
         categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]

@@ -84,9 +84,8 @@ def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
         shown = shown_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
         drawn, total = drawn + len(shown), total + len(every)
         drawn_us, total_us = drawn_us + shown["length"].sum(), total_us + every["length"].sum()
+    rest = "are drawn one by one: zoom in for their names, and point at one for its times."
     if drawn == total:
-        return f"All {total:,} kernels of the step are drawn one by one: zoom in, and point at one for its name."
-    return (
-        f"The longest {drawn:,} of {total:,} kernels of the step, {100 * drawn_us / total_us:.0f} % of their time, are "
-        "drawn one by one: zoom in, and point at one for its name. The trace has all of them."
-    )
+        return f"All {total:,} kernels of the step {rest}"
+    share = 100 * drawn_us / total_us
+    return f"The longest {drawn:,} of {total:,} kernels of the step, {share:.0f} % of their time, {rest} The trace has all."

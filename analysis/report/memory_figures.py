@@ -141,4 +141,5 @@ def roomy(figure: go.Figure, height: int) -> go.Figure:
     figure.update_layout(height=height, meta={"narrowest": 560})
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     styled(figure)
-    return figure.update_layout(margin={"t": 60})
+    above = {"yref": "paper", "yanchor": "bottom", "y": 1 + 30 / (height - 130), "xref": "paper"}
+    return figure.update_layout(margin={"t": 75}, legend=above)

@@ -94,9 +94,9 @@ def lanes_section(timelines: Sequence[RankTimeline], step: int) -> Section:
 
 
 def kernels_section(analysis: WindowAnalysis) -> Section:
-    kernels = analysis.figures.kernels.head(KERNELS_SHOWN).copy()
+    kernels = analysis.figures.kernels.sort_values("total_us", ascending=False).head(KERNELS_SHOWN)
     if analysis.timelines[0].kind == "cpu":  # the lowering gave collectives the name that HTA needs
-        kernels["name"] = kernels["name"].str.replace("ncclDevKernel_", "gloo:", regex=False)
+        kernels = kernels.assign(name=kernels["name"].str.replace("ncclDevKernel_", "gloo:", regex=False))
     return Section(
         "Kernels with the most time",
         f"The {len(kernels)} largest over all ranks and analysed steps.",

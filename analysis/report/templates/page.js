@@ -131,7 +131,7 @@ function explain(target) {
   if (tip.hidden) return;
   const heading = explained.closest("table").tHead.rows[0].cells[explained.cellIndex];
   const label = heading.querySelector("span").textContent;
-  const unit = heading.querySelector("small").textContent;
+  const unit = heading.querySelector("small")?.textContent;
   tip.textContent = `${label}${unit && `, ${unit}`}: ${heading.querySelector("[hidden]").textContent}`;
   placeTip();
 }
