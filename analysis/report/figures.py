@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.report.lanes import MOST_INTERVALS, MOST_KERNELS, bounds, compute_lane, phase_of, shown_kernels
+from analysis.report.lanes import MOST_KERNELS, bounds, compute_lane, gap_to_close, phase_of, shown_kernels
 from analysis.report.page import readable
 from analysis.timeline import RankTimeline
 
@@ -24,6 +24,8 @@ COLOURS = {
     "idle": "var(--idle)",
     "memory copy": "#CC79A7",
 }
+TEXT_COLOURS = {"backward": "white", "compute": "white", "idle": "var(--ink)"}
+"""Of text on a bar; black on all others."""
 LANE_HEIGHT_PX = 30
 LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
 STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": "copies"}
@@ -35,13 +37,14 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
     Time 0 is the start of the step on that rank's own clock.
     """
     parts, lanes = [], {}
+    gap = gap_to_close(timelines, step)
     for timeline in timelines:
         start, end = bounds(timeline, step)
         main = f"rank {timeline.rank}"
         lanes[main] = f"<b>rank {timeline.rank}</b>"
-        for name, spans in compute_lane(timeline, start, end, MOST_INTERVALS // len(timelines)).items():
+        for name, spans in compute_lane(timeline, start, end, gap).items():
             merged = pd.DataFrame(spans - start, columns=["start", "end"])
-            parts.append(merged.assign(lane=main, part=name, text="", about=LANE_NAMES.get(name, name), edge=0))
+            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), about="", edge=0))
         kernels = shown_kernels(timeline, start, end, MOST_KERNELS // len(timelines))
         for lane, label in STREAM_NAMES.items():
             streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
@@ -50,7 +53,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
                 part = phase_of(timeline, calls["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
                 text = calls["name"].map(literal)
-                about = text + literal(f" (stream {stream})")
+                about = literal(f"stream {stream}")
                 single = calls[["start", "end"]] - start
                 parts.append(single.assign(lane=place, part=part, text=text, about=about, edge=0.5))
     bars = pd.concat(parts)
@@ -58,20 +61,22 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
     for name in COLOURS:
         drawn = bars[bars["part"] == name]
         if len(drawn):
+            length = ((drawn["end"] - drawn["start"]) / 1000).round(3).tolist()
             figure.add_bar(
                 y=drawn["lane"].tolist(),
                 base=(drawn["start"] / 1000).round(3).tolist(),
                 name=LANE_NAMES.get(name, name),
                 orientation="h",
-                x=((drawn["end"] - drawn["start"]) / 1000).round(3).tolist(),
-                customdata=list(zip(drawn["about"], ((drawn["end"] - drawn["start"]) / 1000).round(3), strict=True)),
+                x=length,
+                customdata=list(zip(drawn["about"], length, strict=True)),  # x is where the bar ends
                 marker={"color": COLOURS[name], "line": {"width": drawn["edge"].tolist(), "color": "var(--paper)"}},
                 text=drawn["text"].tolist(),
-                insidetextfont={"color": "white" if COLOURS[name] == COLOURS["compute"] else "black"},
+                insidetextfont={"color": TEXT_COLOURS.get(name, "black")},
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
-                hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
+                hovertemplate="%{text}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<br>"
+                "%{customdata[0]}<extra>%{y}</extra>",
             )
     figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
     figure.update_layout(uniformtext={"mode": "hide", "minsize": 10})  # names where there is room for them
@@ -88,8 +93,8 @@ PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 
 
 def literal(text: str) -> str:
-    """A foreign name as Plotly shows it letter by letter, since it takes some tags for its own."""
-    return readable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """A foreign name as Plotly shows it letter by letter, since it takes some tags for its own; cut to what fits."""
+    return readable(text, 60).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:

@@ -15,9 +15,9 @@ from analysis.timeline import PHASES, RankTimeline
 SMALLEST_GAP_US = 30.0
 """Gaps below this are not drawn: nobody could see one."""
 MOST_INTERVALS = 4000
-"""Merged intervals that all compute lanes of a figure have together; where they would have more, larger gaps close."""
-MOST_KERNELS = 1600
-"""Kernels that a figure shows one by one."""
+"""Merged intervals that all compute lanes of a figure have together; where there would be more, larger gaps close."""
+MOST_KERNELS = 2400
+"""Kernels that a figure shows one by one at most."""
 MOST_STREAMS = 4
 """Streams of a kind that a rank has lanes for: those with the most time."""
 
@@ -28,20 +28,35 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
     return float(found["start"].iloc[0]), float(found["end"].iloc[0])
 
 
-def compute_lane(timeline: RankTimeline, start: float, end: float, most: int = MOST_INTERVALS) -> dict[str, Intervals]:
-    """The compute lane between two moments: compute by phase, and what the rest of the time was."""
+def compute_lane(
+    timeline: RankTimeline, start: float, end: float, gap: float = SMALLEST_GAP_US
+) -> dict[str, Intervals]:
+    """The compute lane between two moments: compute by phase, and what the rest of the time was.
+
+    Args:
+        gap: Gaps in compute below this (us) are closed.
+    """
     compute = union(clip(timeline.intervals("compute"), start, end))
-    communication = union(clip(timeline.intervals("communication"), start, end))
+    sent = union(clip(timeline.intervals("communication"), start, end))
     phase = phase_of(timeline, compute[:, 0])
-    gap = SMALLEST_GAP_US
-    while True:
-        drawn = {name: bridge(compute[phase == name], gap) for name in dict.fromkeys(phase)}
-        busy, sent = bridge(compute, gap), bridge(communication, gap if gap > SMALLEST_GAP_US else 0)
-        drawn["exposed"] = minus(sent, busy)
-        drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, sent])))
-        if sum(map(len, drawn.values())) <= most or gap > end - start:
-            return drawn
+    drawn = {name: bridge(compute[phase == name], gap) for name in dict.fromkeys(phase)}
+    busy = bridge(compute, gap)
+    if gap > SMALLEST_GAP_US:  # collectives count against the budget, too
+        sent = bridge(sent, gap)
+    drawn["exposed"] = minus(sent, busy)
+    drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, sent])))
+    return drawn
+
+
+def gap_to_close(timelines: Sequence[RankTimeline], step: int) -> float:
+    """The smallest gap (us) to close so that the compute lanes of all ranks keep to `MOST_INTERVALS`."""
+    gap, length = SMALLEST_GAP_US, max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
+    while gap < length:
+        lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline in timelines]
+        if sum(len(intervals) for lane in lanes for intervals in lane.values()) <= MOST_INTERVALS:
+            break
         gap *= 2
+    return gap
 
 
 def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
@@ -67,12 +82,14 @@ def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame
 
 
 def shown_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
-    """The `most` longest of `kernels_of`, on the streams that have lanes."""
+    """The longest of `kernels_of` on streams that have lanes: half of `most` are compute, a quarter each the others."""
     kernels = kernels_of(timeline, start, end)
     time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
     streams = time.sort_values("length", ascending=False).groupby("lane").head(MOST_STREAMS)
     with_lane = kernels.merge(streams[["lane", "stream"]], on=["lane", "stream"])
-    return with_lane.loc[with_lane["length"].nlargest(most).index].sort_values("start")
+    place = with_lane.groupby("lane")["length"].rank(method="first", ascending=False)
+    limit = np.where(with_lane["lane"] == "compute", most // 2, most // 4)
+    return with_lane[place <= limit].sort_values("start")
 
 
 def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
@@ -81,11 +98,12 @@ def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
     drawn_us = total_us = 0.0
     for timeline in timelines:
         every = kernels_of(timeline, *bounds(timeline, step))
-        shown = shown_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
-        drawn, total = drawn + len(shown), total + len(every)
-        drawn_us, total_us = drawn_us + shown["length"].sum(), total_us + every["length"].sum()
-    rest = "are drawn one by one: zoom in for their names, and point at one for its times."
+        longest = shown_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
+        drawn, total = drawn + len(longest), total + len(every)
+        drawn_us, total_us = drawn_us + longest["length"].sum(), total_us + every["length"].sum()
+    gap = f"Gaps in compute below {gap_to_close(timelines, step) / 1000:g} ms are closed."
+    shown = "are drawn one by one: zoom in for their names, and point at one for its times."
     if drawn == total:
-        return f"All {total:,} kernels of the step {rest}"
-    share = 100 * drawn_us / total_us
-    return f"The longest {drawn:,} of {total:,} kernels of the step, {share:.0f} % of their time, {rest} The trace has all."
+        return f"All {total:,} kernels of the step {shown} {gap}"
+    share = f"{100 * drawn_us / total_us:.0f} % of their time"
+    return f"The longest {drawn:,} of {total:,} kernels of the step, {share}, {shown} {gap} The trace has all."

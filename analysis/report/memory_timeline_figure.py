@@ -70,8 +70,8 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
             hovertemplate=f"peak: {top:.2f} MiB<extra>{literal(peak['where'])}</extra>",
             **place,
         )
-        title = f"rank {row['rank']}: peak {top:,.1f} MiB in {row['peak_phase']}, at {peak['ms']:,.0f} ms"
-        figure.layout.annotations[index].text = literal(title)
+        title = literal(f"peak {top:,.1f} MiB in {row['peak_phase']}, at {peak['ms']:,.0f} ms")
+        figure.layout.annotations[index].text = f"<b>rank {row['rank']}</b>: {title}"
         figure.update_yaxes(range=[0, max(top, expected) * 1.2], title="MiB", **place)
         figure.update_xaxes(range=[0, last], **place)
     figure.update_xaxes(title="ms since the step began, sampling taken out", row=len(panels), col=1)
