@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from analysis.columns import Column
 from analysis.compare import comparison
+from analysis.holistic import HolisticFigures
 from analysis.report.compare_page import write_comparison
 from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, readable, render, table
@@ -322,9 +323,18 @@ def test_the_slowest_is_not_who_waits() -> None:
 RANKS = 64
 
 
+def without_hta(timelines: list[RankTimeline], *_: Any) -> HolisticFigures:
+    """Any figures: what HTA says of 64 ranks is of no concern here, and takes long."""
+    ranks = [timeline.rank for timeline in timelines]
+    parts = {"compute_us": 1000.0, "non_compute_us": 400.0, "idle_us": 600.0, "total_us": 2000.0}
+    kernels = {"kernel_type": "COMPUTATION", "name": "aten::mm", "total_us": 1.0, "mean_us": 1.0, "max_us": 1.0}
+    overlap = pd.DataFrame({"rank": ranks, "overlap_pct": [float(rank) for rank in ranks]})
+    return HolisticFigures(pd.DataFrame({"rank": ranks} | parts), overlap, pd.DataFrame([{"rank": 0} | kernels]))
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 ranks: the later a rank, the longer its second operator, so that rank 63 is the slowest and 0 the fastest."""
+    """64 ranks: the later a rank, the longer its second operator and the later it arrives; rank 63 is the slowest."""
     folder = tmp_path_factory.mktemp("many")
 
     def make(rank: int) -> dict[str, Any]:
@@ -332,6 +342,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for each in trace["traceEvents"]:
             if each["name"] == "aten::add_":
                 each["dur"] = 100 + rank
+            if each["name"] == "gloo:all_reduce":
+                each["ts"], each["dur"] = each["ts"] + rank, each["dur"] - rank
         return trace
 
     files = {}
@@ -340,7 +352,9 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID}
     content["memory"] = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
     write(folder / f"{RUN_ID}.run.json", content)
-    write_summary(analyse_window(Window(RUN_ID, 7, files)), "x", folder / "reports")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("analysis.summary.holistic_figures", without_hta)
+        write_summary(analyse_window(Window(RUN_ID, 7, files)), "x", folder / "reports")
     return folder / "reports"
 
 
@@ -351,6 +365,8 @@ def test_many_ranks_are_three_ranks_and_their_spread(many: Path, open_page: Open
     expect(page.locator("section").first).to_contain_text("rank 0 (fastest), rank 32 (median), rank 63 (slowest)")
     heat = page.locator(".plot").first.evaluate("plot => plot.data.map(map => [map.z.length, map.z[0].length])")
     assert heat == [[RANKS, 2], [RANKS, 2]]
+    waits = page.locator(".plot").first.evaluate("plot => plot.data[1].z.map(row => row[0])")
+    assert waits == pytest.approx([(63 - rank) / 1000 for rank in range(RANKS)])
     for of_table, rows in (("time", 3), ("exposure", 3), ("late", 3), ("memory", 3 * 7), ("collectives", 3)):
         assert page.locator(f"#{of_table} tbody tr").count() == rows, of_table
         assert page.locator(f"#{of_table} tfoot tr").count() == rows, of_table

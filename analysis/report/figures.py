@@ -6,6 +6,7 @@ A colour `var(--name)` is one of the page's style sheet, which has another in it
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -44,7 +45,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
         lanes[main] = f"<b>rank {timeline.rank}</b>"
         for name, spans in compute_lane(timeline, start, end, gap).items():
             merged = pd.DataFrame(spans - start, columns=["start", "end"])
-            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), about="", edge=0))
+            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), about="", edge=""))
         kernels = shown_kernels(timeline, start, end, MOST_KERNELS // len(timelines))
         for lane, label in STREAM_NAMES.items():
             streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
@@ -55,12 +56,14 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 text = calls["name"].map(literal)
                 about = literal(f"stream {stream}")
                 single = calls[["start", "end"]] - start
-                parts.append(single.assign(lane=place, part=part, text=text, about=about, edge=0.5))
+                edge = np.where(single["end"] - single["start"] > (end - start) / 500, "var(--paper)", "")
+                parts.append(single.assign(lane=place, part=part, text=text, about=about, edge=edge))
     bars = pd.concat(parts)
     figure = go.Figure()
     for name in COLOURS:
         drawn = bars[bars["part"] == name]
         if len(drawn):
+            edges = [edge or COLOURS[name] for edge in drawn["edge"]]  # the shortest are seen by their edge alone
             length = ((drawn["end"] - drawn["start"]) / 1000).round(3).tolist()
             figure.add_bar(
                 y=drawn["lane"].tolist(),
@@ -69,7 +72,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
                 orientation="h",
                 x=length,
                 customdata=list(zip(drawn["about"], length, strict=True)),  # x is where the bar ends
-                marker={"color": COLOURS[name], "line": {"width": drawn["edge"].tolist(), "color": "var(--paper)"}},
+                marker={"color": COLOURS[name], "line": {"width": 0.5, "color": edges}},
                 text=drawn["text"].tolist(),
                 insidetextfont={"color": TEXT_COLOURS.get(name, "black")},
                 textposition="inside",

@@ -99,6 +99,7 @@ def ranks_figure(steps: pd.DataFrame) -> go.Figure:
             x=[f"{step}" for step in by_step.columns],
             y=by_step.index.tolist(),
             name=name,
+            zmin=0 if column == "exposed_wait_ms" else None,
             colorscale="Cividis",
             colorbar={"title": "ms", "thickness": 12, "x": 0.44 if index == 1 else 1.01, "xanchor": "left"},
             hovertemplate=f"rank %{{y}}, step %{{x}}: {name} %{{z:.1f}} ms<extra></extra>",
@@ -108,5 +109,6 @@ def ranks_figure(steps: pd.DataFrame) -> go.Figure:
     figure.update_layout(height=min(900, 160 + 8 * steps["rank"].nunique()), meta={"narrowest": 560})
     figure.update_xaxes(title="step", type="category", showgrid=False)
     figure.update_yaxes(title="rank", autorange="reversed", col=1)
+    figure.update_annotations(font={"size": 13})
     styled(figure)
     return figure.update_layout(margin={"t": 40})

@@ -32,6 +32,7 @@ function draw(plot, width) {
   const { data, layout } = resolved(JSON.parse(plot.closest(".drawing").querySelector("script").textContent));
   const narrow = (width ?? plot.clientWidth) < 600;
   Object.assign(layout, { template: template(narrow), uirevision: "kept", width, height: plot.clientHeight, autosize: !width });
+  if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page; buttons zoom
   Plotly.react(plot, data, layout, { displayModeBar: false, responsive: !width, scrollZoom: false, doubleClick: "reset" });
   if (!plot.whole && plot.layout.xaxis) {
     plot.whole = [...plot.layout.xaxis.range];
