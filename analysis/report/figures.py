@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.report.lanes import MOST_KERNELS, bounds, compute_lane, gap_to_close, phase_of, shown_kernels
+from analysis.intervals import Intervals
+from analysis.report.lanes import MOST_KERNELS, bounds, compute_lane, gap_to_close, lane_kernels, merged, phase_of
 from analysis.report.page import readable
 from analysis.timeline import RankTimeline
 
@@ -44,20 +45,23 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
         main = f"rank {timeline.rank}"
         lanes[main] = f"<b>rank {timeline.rank}</b>"
         for name, spans in compute_lane(timeline, start, end, gap).items():
-            merged = pd.DataFrame(spans - start, columns=["start", "end"])
-            parts.append(merged.assign(lane=main, part=name, text=LANE_NAMES.get(name, name), about="", edge=""))
-        kernels = shown_kernels(timeline, start, end, MOST_KERNELS // len(timelines))
+            parts.append(merged_bars(spans - start, main, name, LANE_NAMES.get(name, name)))
+        most = MOST_KERNELS // len(timelines)
+        kernels = lane_kernels(timeline, start, end, most)
         for lane, label in STREAM_NAMES.items():
             streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
             for index, (stream, calls) in enumerate(streams):
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
-                part = phase_of(timeline, calls["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
-                text = calls["name"].map(literal)
-                about = literal(f"stream {stream}")
-                single = calls[["start", "end"]] - start
-                edge = np.where(single["end"] - single["start"] > (end - start) / 500, "var(--paper)", "")
-                parts.append(single.assign(lane=place, part=part, text=text, about=about, edge=edge))
+                single = calls[calls["single"]]
+                if lane != "compute":  # whose other kernels stand in the main lane
+                    rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)
+                    parts.append(merged_bars(rest - start, place, PARTS_OF_LANES[lane], f"shorter {label}"))
+                edge = np.where(single["length"] > (end - start) / 500, "var(--paper)", "")
+                part = phase_of(timeline, single["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
+                text, about = single["name"].map(literal), literal(f"stream {stream}")
+                bars = single[["start", "end"]] - start
+                parts.append(bars.assign(lane=place, part=part, text=text, about=about, edge=edge))
     bars = pd.concat(parts)
     figure = go.Figure()
     for name in COLOURS:
@@ -93,6 +97,11 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
 
 
 PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
+
+
+def merged_bars(spans: Intervals, lane: str, part: str, text: str) -> pd.DataFrame:
+    """Bars that stand for more than one kernel."""
+    return pd.DataFrame(spans, columns=["start", "end"]).assign(lane=lane, part=part, text=text, about="", edge="")
 
 
 def literal(text: str) -> str:

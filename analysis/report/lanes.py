@@ -81,15 +81,25 @@ def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame
     return cut.assign(length=cut["end"] - cut["start"]).sort_values("start")
 
 
-def shown_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
-    """The longest of `kernels_of` on streams that have lanes: half of `most` are compute, a quarter each the others."""
+def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
+    """`kernels_of` on streams that have lanes, with a column single: whether it is among those drawn one by one.
+
+    These are the longest: half of `most` in compute, a quarter each in communication and memory copies.
+    """
     kernels = kernels_of(timeline, start, end)
     time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
     streams = time.sort_values("length", ascending=False).groupby("lane").head(MOST_STREAMS)
     with_lane = kernels.merge(streams[["lane", "stream"]], on=["lane", "stream"])
     place = with_lane.groupby("lane")["length"].rank(method="first", ascending=False)
     limit = np.where(with_lane["lane"] == "compute", most // 2, most // 4)
-    return with_lane[place <= limit].sort_values("start")
+    return with_lane.assign(single=place <= limit).sort_values("start")
+
+
+def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
+    """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones where needed."""
+    while len(found := bridge(intervals, gap)) > most:
+        gap *= 2
+    return found
 
 
 def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
@@ -98,7 +108,8 @@ def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
     drawn_us = total_us = 0.0
     for timeline in timelines:
         every = kernels_of(timeline, *bounds(timeline, step))
-        longest = shown_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
+        kernels = lane_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
+        longest = kernels[kernels["single"]]
         drawn, total = drawn + len(longest), total + len(every)
         drawn_us, total_us = drawn_us + longest["length"].sum(), total_us + every["length"].sum()
     gap = f"Gaps in compute below {gap_to_close(timelines, step) / 1000:g} ms are closed."
