@@ -233,6 +233,23 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def write_csv(path: Path, table: pd.DataFrame) -> None:
+    """Write `table` as CSV, whole or not at all; text that a spreadsheet would run as a formula gets a `'` before it.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+
+    def harmless(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+
+    write_text(path, table.map(harmless).to_csv(index=False))
+
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""OWASP, CSV Injection."""
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` whole or not at all.
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
     assert str(broken) in warnings[0] and re.search(message, warnings[0]), warnings
     assert "of rank 1 only" in warnings[1]
     page = tmp_path / "reports" / "x" / "summary.html"
-    assert "INCOMPLETE: only rank 1 could be used" in page.read_text()
+    assert "Incomplete: of rank 1 only" in page.read_text()
     rows = list(csv.DictReader(page.with_suffix(".csv").open()))
     assert [row["rank"] for row in rows] == ["1"]
     before = page.read_bytes()

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "80", "--eval-samples", "4"]
 TIMEOUT_S = 240
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def command(*arguments: str, under: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -263,28 +261,3 @@ def test_thin_benchmark(tmp_path: Path, rounds: int) -> None:
     assert table.ratio_median.notna().all() == bool(rounds)
     if rounds:
         assert table.ratio_median[0] == 1.0 and table.step_ms_median.gt(0).all()
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
-def test_pages_open_in_a_browser_without_errors(tmp_path: Path) -> None:
-    trained(tmp_path, {"baseline": {}, "zero1": {}})
-    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-        "--disable-background-networking",
-        "--disable-component-update",
-        f"--user-data-dir={tmp_path / 'browser'}",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=5000",
-    ]
-    folder = tmp_path / "reports_sharding"
-    for page, figures in ((folder / "zero1" / "summary.html", 6), (folder / "compare.html", 5)):
-        answer = command(*flags, "--dump-dom", page.as_uri(), under=[str(BROWSER)])
-        assert "CONSOLE" not in answer.stderr, answer.stderr
-        assert len(re.findall(r'class="[^"]*svg-container', answer.stdout)) == figures, "a figure was not drawn"

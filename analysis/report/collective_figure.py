@@ -6,15 +6,13 @@ from plotly.subplots import make_subplots
 
 from analysis.collectives import KINDS
 from analysis.columns import MIB
-from analysis.report.figures import styled
+from analysis.report.figures import COLOURS, styled
 
-KIND_COLOURS = dict(
-    zip(
-        KINDS,
-        ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C564B", "#8C8C8C"),
-        strict=True,
-    )
-)
+KIND_PATTERNS = {
+    kind: {"shape": shape, "size": 8, "solidity": 0.25, "fgopacity": 0.6}
+    for kind, shape in zip(KINDS, ("", "/", "x", "\\", ".", "|", "-", "+", ""), strict=True)
+}
+"""Hatching: all kinds are communication, so they share its colour; `other` is grey."""
 
 
 def kinds_seen(summary: pd.DataFrame) -> list[str]:
@@ -24,24 +22,24 @@ def kinds_seen(summary: pd.DataFrame) -> list[str]:
 
 def collectives_figure(summary: pd.DataFrame) -> go.Figure:
     """A bar a rank, twice: time and payload of one step, by kind."""
-    figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.05)
-    ranks = [f"rank {rank}" for rank in summary["rank"]]
+    panels = (("ms", 1.0, "ms a step, hidden or not"), ("bytes", MIB, "MiB a step, payload"))
+    figure = make_subplots(rows=len(panels), vertical_spacing=60 / (130 + 60 * len(summary)))
     for kind in kinds_seen(summary):
-        for place, column, scale, unit in ((1, "ms", 1.0, "ms"), (2, "bytes", MIB, "MiB")):
+        colour = COLOURS["other compute" if kind == "other" else "communication"]
+        for place, (column, scale, title) in enumerate(panels, start=1):
             figure.add_bar(
-                y=ranks,
+                y=[f"rank {rank}" for rank in summary["rank"]],
                 x=summary[f"{kind}_{column}_per_step"] * scale,
                 orientation="h",
                 name=KINDS[kind],
                 legendgroup=kind,
                 showlegend=place == 1,
-                marker={"color": KIND_COLOURS[kind]},
-                hovertemplate=f"%{{y}}: {KINDS[kind]} %{{x:.2f}} {unit} a step<extra></extra>",
-                row=1,
-                col=place,
+                marker={"color": colour, "pattern": KIND_PATTERNS[kind] | {"fillmode": "overlay", "fgcolor": "black"}},
+                hovertemplate=f"%{{y}}: {KINDS[kind]} %{{x:.2f}} {title}<extra></extra>",
+                row=place,
+                col=1,
             )
-    figure.update_layout(barmode="stack", height=130 + 30 * len(ranks))
-    figure.update_xaxes(title="ms a step (sum of durations, hidden or not)", row=1, col=1)
-    figure.update_xaxes(title="MiB a step (payload)", row=1, col=2)
+            figure.update_xaxes(title=title, row=place, col=1)
+    figure.update_layout(barmode="stack", height=200 + 60 * len(summary))
     figure.update_yaxes(autorange="reversed")
     return styled(figure)

@@ -9,22 +9,25 @@ from analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS
 from analysis.exposure import Exposure
 from analysis.report.bandwidth_figure import bandwidth_section
 from analysis.report.figures import COLOURS, styled
+from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, table
 from analysis.report.straggler_section import straggler_section
 
 PARTS = {
-    "compute_ms": ("compute", COLOURS["compute"]),
-    "exposed_wait_ms": ("exposed: waiting for the last rank", COLOURS["communication"]),
-    "exposed_transfer_ms": ("exposed: transfer", COLOURS["exposed"]),
-    "exposed_copy_ms": ("exposed memory copies", COLOURS["memory copy"]),
-    "idle_ms": ("idle", COLOURS["idle"]),
+    "compute_ms": ("compute", COLOURS["compute"], ""),
+    "exposed_wait_ms": ("exposed: waiting for the last rank", COLOURS["exposed"], "/"),
+    "exposed_transfer_ms": ("exposed: transfer", COLOURS["exposed"], ""),
+    "exposed_copy_ms": ("exposed memory copies", COLOURS["memory copy"], ""),
+    "idle_ms": ("idle", COLOURS["idle"], ""),
 }
+"""The parts that a step has: name, colour and hatching."""
 SHOWN = 32
 """Rows of the table of buckets."""
 
 
 def exposure_sections(exposure: Exposure) -> list[Section]:
     by_rank = exposure.steps.drop(columns="step").groupby("rank").mean().reset_index()
+    drawn = by_rank[by_rank["rank"].isin(representatives(exposure.steps))]
     sections = [
         Section(
             "Exposed communication",
@@ -32,7 +35,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
             "compute is, and the last rank has not arrived. Transfer: all have. exposure.csv has every step."
             + unmatched(exposure.collectives),
             table=table("exposure", by_rank, EXPOSURE_COLUMNS),
-            figure=drawing(exposure_figure(by_rank)),
+            figure=drawing(exposure_figure(drawn)),
         )
     ]
     if exposure.collectives.empty:
@@ -77,14 +80,16 @@ def bucket_section(calls: pd.DataFrame) -> Section:
 def exposure_figure(by_rank: pd.DataFrame) -> go.Figure:
     """A bar a rank, of the parts of its mean step."""
     figure = go.Figure()
-    for column, (name, colour) in PARTS.items():
+    if by_rank["exposed_wait_ms"].isna().all():  # of an incomplete run, nobody knows who waited for whom
+        by_rank = by_rank.assign(exposed_transfer_ms=by_rank["exposed_ms"])
+    for column, (name, colour, hatching) in PARTS.items():
         if by_rank[column].any():
             figure.add_bar(
                 y=[f"rank {rank}" for rank in by_rank["rank"]],
                 x=by_rank[column],
                 name=name,
                 orientation="h",
-                marker={"color": colour},
+                marker={"color": colour, "pattern": {"shape": hatching}},
                 hovertemplate="%{y}: %{x:.1f} ms a step, " + name + "<extra></extra>",
             )
     figure.update_layout(barmode="stack", height=130 + 28 * len(by_rank))

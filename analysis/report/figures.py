@@ -1,4 +1,7 @@
-"""Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere."""
+"""Plotly figures. Colours (Okabe and Ito's, safe for colour-blind readers) mean the same everywhere.
+
+A colour `var(--name)` is one of the page's style sheet, which has another in its dark theme.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +10,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.intervals import Intervals, bridge, clip, minus, union
-from analysis.timeline import PHASES, RankTimeline
+from analysis.intervals import Intervals
+from analysis.report.lanes import MOST_KERNELS, bounds, compute_lane, gap_to_close, lane_kernels, merged, phase_of
+from analysis.report.page import readable
+from analysis.timeline import RankTimeline
 
 COLOURS = {
     "forward": "#56B4E9",
@@ -18,74 +23,90 @@ COLOURS = {
     "compute": "#0072B2",
     "communication": "#E69F00",
     "exposed": "#D55E00",
-    "idle": "#E4E4E4",
+    "idle": "var(--idle)",
     "memory copy": "#CC79A7",
 }
+TEXT_COLOURS = {"backward": "white", "compute": "white", "idle": "var(--ink)"}
+"""Of text on a bar; black on all others."""
 LANE_HEIGHT_PX = 30
-SMALLEST_GAP_US = 30.0
-"""Gaps below this are not drawn: thousands of them would make a page heavy, and nobody could see one."""
+LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": "copies"}
 
 
 def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
-    """One optimizer step of every rank: what its compute lane did, and each communication lane under it.
+    """One optimizer step of every rank: what its compute lane did, and single kernels by stream under it.
 
     Time 0 is the start of the step on that rank's own clock.
     """
-    figure = go.Figure()
-    segments: dict[str, list[tuple[str, float, float]]] = {name: [] for name in COLOURS}
-    lanes: list[str] = []
+    parts, lanes = [], {}
+    gap = gap_to_close(timelines, step)
     for timeline in timelines:
-        bounds = timeline.steps[timeline.steps["number"] == step]
-        start, end = float(bounds["start"].iloc[0]), float(bounds["end"].iloc[0])
-        main_lane = f"rank {timeline.rank}  compute"
-        lanes.append(main_lane)
-        for name, intervals in compute_lane(timeline, start, end).items():
-            segments[name] += [(main_lane, first - start, last - start) for first, last in intervals]
-        for lane, name in (("communication", "communication"), ("memory", "memory copy")):
-            kernels = timeline.kernels[timeline.kernels["lane"] == lane]
-            for index, (_, stream) in enumerate(kernels.groupby("stream", sort=True)):
-                label = f"rank {timeline.rank}  {name} {index + 1}"
-                lanes.append(label)
-                drawn = clip(stream[["start", "end"]].to_numpy(float), start, end)
-                segments[name] += [(label, first - start, last - start) for first, last in union(drawn)]
-    for name, drawn_segments in segments.items():
-        if drawn_segments:
-            frame = pd.DataFrame(drawn_segments, columns=["lane", "start", "end"])
+        start, end = bounds(timeline, step)
+        main = f"rank {timeline.rank}"
+        lanes[main] = f"<b>rank {timeline.rank}</b>"
+        for name, spans in compute_lane(timeline, start, end, gap).items():
+            parts.append(merged_bars(spans - start, main, name, LANE_NAMES.get(name, name)))
+        most = MOST_KERNELS // len(timelines)
+        kernels = lane_kernels(timeline, start, end, most)
+        for lane, label in STREAM_NAMES.items():
+            streams = list(kernels[kernels["lane"] == lane].groupby("stream", sort=True))
+            for index, (stream, calls) in enumerate(streams):
+                place = f"{main} {label} {index + 1}"
+                lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
+                single = calls[calls["single"]]
+                if lane != "compute":  # whose other kernels stand in the main lane
+                    rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)
+                    parts.append(merged_bars(rest - start, place, PARTS_OF_LANES[lane], f"shorter {label}"))
+                edge = np.where(single["length"] > (end - start) / 500, "var(--paper)", "")
+                part = phase_of(timeline, single["start"].to_numpy()) if lane == "compute" else PARTS_OF_LANES[lane]
+                text, about = single["name"].map(literal), literal(f"stream {stream}")
+                bars = single[["start", "end"]] - start
+                parts.append(bars.assign(lane=place, part=part, text=text, about=about, edge=edge))
+    bars = pd.concat(parts)
+    figure = go.Figure()
+    for name in COLOURS:
+        drawn = bars[bars["part"] == name]
+        if len(drawn):
+            edges = [edge or COLOURS[name] for edge in drawn["edge"]]  # the shortest are seen by their edge alone
+            length = ((drawn["end"] - drawn["start"]) / 1000).round(3).tolist()
             figure.add_bar(
-                y=frame["lane"],
-                base=(frame["start"] / 1000).round(3),
+                y=drawn["lane"].tolist(),
+                base=(drawn["start"] / 1000).round(3).tolist(),
                 name=LANE_NAMES.get(name, name),
                 orientation="h",
-                x=((frame["end"] - frame["start"]) / 1000).round(3),
-                marker={"color": COLOURS[name], "line": {"width": 0}},
-                hovertemplate="%{fullData.name}: %{x:.2f} ms, from %{base:.2f} ms<extra></extra>",
+                x=length,
+                customdata=list(zip(drawn["about"], length, strict=True)),  # x is where the bar ends
+                marker={"color": COLOURS[name], "line": {"width": 0.5, "color": edges}},
+                text=drawn["text"].tolist(),
+                insidetextfont={"color": TEXT_COLOURS.get(name, "black")},
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                hovertemplate="%{text}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<br>"
+                "%{customdata[0]}<extra>%{y}</extra>",
             )
-    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes))
-    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], title=None)
-    figure.update_xaxes(title="ms since the step began")
+    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
+    figure.update_layout(uniformtext={"mode": "hide", "minsize": 10})  # names where there is room for them
+    order = list(lanes)[::-1]
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]
+    )
+    longest = max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
+    figure.update_xaxes(title="ms since the step began", range=[0, longest / 1000])
     return styled(figure)
 
 
-LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 
 
-def compute_lane(timeline: RankTimeline, start: float, end: float) -> dict[str, Intervals]:
-    """The compute lane between two moments: compute by phase, and what the rest of the time was."""
-    compute = clip(timeline.intervals("compute"), start, end)
-    communication = clip(timeline.intervals("communication"), start, end)
-    drawn: dict[str, Intervals] = {}
-    rest = compute
-    for phase in PHASES:
-        if phase != "gradient_sync" and timeline.kind == "cpu":  # on a device, kernels run later than their range
-            bounds = timeline.phases[timeline.phases["name"] == phase][["start", "end"]].to_numpy(float)
-            inside = np.array([((bounds[:, 0] <= s) & (s < bounds[:, 1])).any() for s in rest[:, 0]], dtype=bool)
-            drawn[phase] = bridge(rest[inside], SMALLEST_GAP_US)
-            rest = rest[~inside] if len(rest) else rest
-    drawn["other compute" if timeline.kind == "cpu" else "compute"] = bridge(rest, SMALLEST_GAP_US)
-    busy = bridge(compute, SMALLEST_GAP_US)
-    drawn["exposed"] = minus(union(communication), busy)
-    drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, communication])))
-    return drawn
+def merged_bars(spans: Intervals, lane: str, part: str, text: str) -> pd.DataFrame:
+    """Bars that stand for more than one kernel."""
+    return pd.DataFrame(spans, columns=["start", "end"]).assign(lane=lane, part=part, text=text, about="", edge="")
+
+
+def literal(text: str) -> str:
+    """A foreign name as Plotly shows it letter by letter, since it takes some tags for its own; cut to what fits."""
+    return readable(text, 60).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
@@ -154,11 +175,21 @@ def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
 
 
 def styled(figure: go.Figure) -> go.Figure:
+    """What all figures share; the page's script adds fonts and the colours of its theme.
+
+    A drag zooms along x where the figure's `meta` says that it zooms, and scrolls the page elsewhere.
+    """
+    zooms = bool((figure.layout.meta or {}).get("zooms"))
     figure.update_layout(
-        template="plotly_white",
-        margin={"l": 10, "r": 20, "t": 20, "b": 40},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "traceorder": "normal"},
-        font={"family": "system-ui, sans-serif", "size": 13},
+        template="none",
+        margin={"l": 10, "r": 20, "t": 20, "b": 45},
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",
+            **{"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"},
+        },
+        dragmode="zoom" if zooms else False,
     )
-    figure.update_yaxes(automargin=True)
+    figure.update_xaxes(fixedrange=not zooms)
+    figure.update_yaxes(automargin=True, fixedrange=True)
     return figure

@@ -12,18 +12,19 @@ from analysis.memory import OTHER
 from analysis.report.figures import styled
 
 MEMORY_COLOURS = {
-    "parameters": "#332288",
+    "parameters": "var(--parameters)",
     "gradients": "#CC6677",
     "optimizer_state": "#44AA99",
     "buffers": "#AA4499",
-    "model_states": "#444444",
-    OTHER: "#CFCFCF",
-    "peak": "#CFCFCF",
+    "model_states": "var(--states)",
+    OTHER: "var(--pale)",
+    "peak": "var(--pale)",
     "all": "#777777",
 }
 """Paul Tol's muted colours, none of which stands for a phase or a kind of time elsewhere."""
-MOST_RANKS = 8
-"""Ranks that a figure with a panel a rank shows; the tables and the CSV have them all."""
+MOST_PANELS = 8
+"""Ranks that a figure with a panel a rank shows."""
+PANEL_PX = 210
 BAR_WIDTH = 0.62
 
 
@@ -32,21 +33,15 @@ def bars(y: Iterable[str], x: Iterable[float], name: str, colour: Any, **more: A
     return go.Bar(y=list(y), x=list(x), name=name, orientation="h", width=BAR_WIDTH, marker=marker, **more)
 
 
-def paler(colour: str) -> str:
-    """`#rrggbb` as the same colour, seen through."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.4)"
-
-
 def formula_ticks(y: Iterable[str], x: Iterable[float], in_legend: bool) -> go.Scatter:
-    """A black line across each bar where the formula expects its end."""
+    """A line across each bar where the formula expects its end."""
     return go.Scatter(
         x=list(x),
         y=list(y),
         mode="markers",
         name="formula, at rest",
         showlegend=in_legend,
-        marker={"symbol": "line-ns", "size": 26, "line": {"width": 2.5, "color": "black"}},
+        marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "var(--ink)"}},
         hovertemplate="%{y}: %{x:.2f} MiB at rest by the formula<extra></extra>",
         cliponaxis=False,
     )
@@ -68,24 +63,22 @@ def labels(y: Iterable[str], x: Iterable[float], text: Iterable[str]) -> go.Scat
 
 def memory_by_component_figure(summary: pd.DataFrame) -> go.Figure:
     """A panel a rank: of each component what it holds at rest and at most, and what the formula expects."""
-    shown = summary.head(MOST_RANKS)
-    columns = min(len(shown), 2)
     figure = make_subplots(
-        rows=-(-len(shown) // columns),
-        cols=columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.05,
-        vertical_spacing=0.14,
-        subplot_titles=[f"<b>rank {rank}</b>" for rank in shown["rank"]],
+        rows=len(summary),
+        shared_xaxes=True,
+        vertical_spacing=40 / (PANEL_PX * len(summary)),
+        subplot_titles=[f"<b>rank {rank}</b>" for rank in summary["rank"]],
     )
     widest = 0.0
-    for index, row in enumerate(shown.to_dict("records")):
-        place = {"row": index // columns + 1, "col": index % columns + 1}
+    for index, row in enumerate(summary.to_dict("records")):
+        place = {"row": index + 1, "col": 1}
         rows = component_rows(row)
         names, first = rows["name"].tolist(), index == 0
         hover = "%{y}: peak in the step %{x:.2f} MiB<extra></extra>"
-        colours = rows["colour"].map(paler)
-        peaks = bars(names, rows["peak"], "peak in the step", colours, showlegend=first, hovertemplate=hover)
+        colours = rows["colour"]
+        peaks = bars(
+            names, rows["peak"], "peak in the step", colours, opacity=0.4, showlegend=first, hovertemplate=hover
+        )
         figure.add_trace(peaks, **place)
         resting = rows.dropna(subset=["rest"])
         hover = "%{y}: at rest %{x:.2f} MiB<extra></extra>"
@@ -98,9 +91,10 @@ def memory_by_component_figure(summary: pd.DataFrame) -> go.Figure:
         figure.add_trace(labels(names, rows[["peak", "formula"]].max(axis="columns"), rows["text"]), **place)
         widest = max(widest, rows[["peak", "formula"]].max().max())
     figure.update_layout(barmode="overlay")
-    figure.update_xaxes(title="MiB", range=[0, widest * (1.5 if columns > 1 else 1.25)])
+    figure.update_xaxes(range=[0, widest * 1.3])
+    figure.update_xaxes(title="MiB", row=len(summary), col=1)
     figure.update_yaxes(autorange="reversed")
-    return roomy(figure, 90 + 250 * -(-len(shown) // columns))
+    return roomy(figure, 130 + PANEL_PX * len(summary))
 
 
 def component_rows(row: Mapping[Any, Any]) -> pd.DataFrame:
@@ -127,23 +121,25 @@ def memory_by_choice_figure(table: pd.DataFrame) -> go.Figure:
     for component, name in COMPONENTS.items():
         held = table[f"{component}_bytes"] * MIB
         if held.max() >= 0.1:
-            hover = f"%{{y}}: {name} at rest %{{x:.2f}} MiB<extra></extra>"
-            figure.add_trace(bars(names, held, name, MEMORY_COLOURS[component], base=begin, hovertemplate=hover))
+            hover = f"%{{y}}: {name} at rest %{{customdata:.2f}} MiB<extra></extra>"  # x is where the bar ends
+            colour = MEMORY_COLOURS[component]
+            figure.add_trace(bars(names, held, name, colour, base=begin, customdata=held, hovertemplate=hover))
         begin = begin + held
     expected = table["expected_model_states_bytes"] * MIB
     figure.add_trace(formula_ticks(names, expected, in_legend=True))
     text = [f"{rest:,.1f} MiB, peak {most:,.1f} MiB" for rest, most in zip(begin, peak, strict=True)]
     ends = pd.concat([peak, expected], axis="columns").max(axis="columns")
     figure.add_trace(labels(names, ends, text))
-    figure.update_layout(barmode="overlay", height=140 + 34 * len(table))
+    figure.update_layout(barmode="overlay", height=140 + 34 * len(table), meta={"narrowest": 560})
     figure.update_xaxes(title="MiB, of the rank that has most", range=[0, ends.max() * 1.3])
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
 
 
 def roomy(figure: go.Figure, height: int) -> go.Figure:
-    """Styled, with room for a legend above the titles of panels."""
-    figure.update_layout(height=height)
+    """Styled, with the titles of panels to the left; narrower than their labels need, it scrolls."""
+    figure.update_layout(height=height, meta={"narrowest": 560})
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     styled(figure)
-    figure.update_layout(margin={"t": 80}, legend={"y": 1 + 34 / (height - 120)})
-    return figure
+    above = {"yref": "paper", "yanchor": "bottom", "y": 1 + 30 / (height - 130), "xref": "paper"}
+    return figure.update_layout(margin={"t": 75}, legend=above)

@@ -14,7 +14,7 @@ FAMILIES = {
     "hand-written": ("hand-written", "#0072B2", "circle"),
     "pytorch": ("PyTorch", "#D55E00", "square"),
     "deepspeed": ("DeepSpeed", "#009E73", "diamond"),
-    "reference": ("", "#000000", "star"),
+    "reference": ("", "var(--ink)", "star"),
 }
 """Label, colour and symbol, by what stands before a choice's first underscore; all others are hand-written."""
 

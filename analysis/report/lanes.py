@@ -1,0 +1,120 @@
+"""What the lanes of one step show: merged intervals to see at a glance, and single kernels to zoom in on.
+
+Both have a budget, so that a page stays light whatever a trace holds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from analysis.intervals import Intervals, bridge, clip, minus, union
+from analysis.timeline import PHASES, RankTimeline
+
+SMALLEST_GAP_US = 30.0
+"""Gaps below this are not drawn: nobody could see one."""
+MOST_INTERVALS = 4000
+"""Merged intervals that all compute lanes of a figure have together; where there would be more, larger gaps close."""
+MOST_KERNELS = 2400
+"""Kernels that a figure shows one by one at most."""
+MOST_STREAMS = 4
+"""Streams of a kind that a rank has lanes for: those with the most time."""
+
+
+def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
+    """Start and end of a step."""
+    found = timeline.steps[timeline.steps["number"] == step]
+    return float(found["start"].iloc[0]), float(found["end"].iloc[0])
+
+
+def compute_lane(
+    timeline: RankTimeline, start: float, end: float, gap: float = SMALLEST_GAP_US
+) -> dict[str, Intervals]:
+    """The compute lane between two moments: compute by phase, and what the rest of the time was.
+
+    Args:
+        gap: Gaps in compute below this (us) are closed.
+    """
+    compute = union(clip(timeline.intervals("compute"), start, end))
+    sent = union(clip(timeline.intervals("communication"), start, end))
+    phase = phase_of(timeline, compute[:, 0])
+    drawn = {name: bridge(compute[phase == name], gap) for name in dict.fromkeys(phase)}
+    busy = bridge(compute, gap)
+    if gap > SMALLEST_GAP_US:  # collectives count against the budget, too
+        sent = bridge(sent, gap)
+    drawn["exposed"] = minus(sent, busy)
+    drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, sent])))
+    return drawn
+
+
+def gap_to_close(timelines: Sequence[RankTimeline], step: int) -> float:
+    """The smallest gap (us) to close so that the compute lanes of all ranks keep to `MOST_INTERVALS`."""
+    gap, length = SMALLEST_GAP_US, max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
+    while gap < length:
+        lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline in timelines]
+        if sum(len(intervals) for lane in lanes for intervals in lane.values()) <= MOST_INTERVALS:
+            break
+        gap *= 2
+    return gap
+
+
+def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
+    """The phase in which compute that starts at each of `moments` belongs.
+
+    On a device kernels run later than the range that launched them, so there it is `compute` alone.
+    """
+    phase = np.full(len(moments), "compute" if timeline.kind == "cuda" else "other compute", dtype=object)
+    for name in PHASES if timeline.kind == "cpu" else ():
+        if name != "gradient_sync":
+            spans = union(timeline.phases.loc[timeline.phases["name"] == name, ["start", "end"]].to_numpy(float))
+            inside = np.searchsorted(spans[:, 0], moments, "right") > np.searchsorted(spans[:, 1], moments, "right")
+            phase[inside & (phase == "other compute")] = name
+    return phase
+
+
+def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame:
+    """Kernels between two moments, cut to them, in time order, with a column length."""
+    kernels = timeline.kernels
+    inside = kernels[(kernels["start"] < end) & (kernels["end"] > start)]
+    cut = inside.assign(start=inside["start"].clip(lower=start), end=inside["end"].clip(upper=end))
+    return cut.assign(length=cut["end"] - cut["start"]).sort_values("start")
+
+
+def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
+    """`kernels_of` on streams that have lanes, with a column single: whether it is among those drawn one by one.
+
+    These are the longest: half of `most` in compute, a quarter each in communication and memory copies.
+    """
+    kernels = kernels_of(timeline, start, end)
+    time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
+    streams = time.sort_values("length", ascending=False).groupby("lane").head(MOST_STREAMS)
+    with_lane = kernels.merge(streams[["lane", "stream"]], on=["lane", "stream"])
+    place = with_lane.groupby("lane")["length"].rank(method="first", ascending=False)
+    limit = np.where(with_lane["lane"] == "compute", most // 2, most // 4)
+    return with_lane.assign(single=place <= limit).sort_values("start")
+
+
+def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
+    """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones where needed."""
+    while len(found := bridge(intervals, gap)) > most:
+        gap *= 2
+    return found
+
+
+def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
+    """How much of a step's kernels the figure shows one by one."""
+    drawn = total = 0
+    drawn_us = total_us = 0.0
+    for timeline in timelines:
+        every = kernels_of(timeline, *bounds(timeline, step))
+        kernels = lane_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
+        longest = kernels[kernels["single"]]
+        drawn, total = drawn + len(longest), total + len(every)
+        drawn_us, total_us = drawn_us + longest["length"].sum(), total_us + every["length"].sum()
+    gap = f"Gaps in compute below {gap_to_close(timelines, step) / 1000:g} ms are closed."
+    shown = "are drawn one by one: zoom in for their names, and point at one for its times."
+    if drawn == total:
+        return f"All {total:,} kernels of the step {shown} {gap}"
+    share = f"{100 * drawn_us / total_us:.0f} % of their time"
+    return f"The longest {drawn:,} of {total:,} kernels of the step, {share}, {shown} {gap} The trace has all."
