@@ -38,6 +38,7 @@ class Estimate(NamedTuple):
         high: Upper end.
         p_value: Of Wilcoxon's signed-rank test, two-sided.
         pairs: Pairs that there were.
+        batches: Of so many pairs each, averaged, the test was made.
     """
 
     value: float
@@ -45,6 +46,7 @@ class Estimate(NamedTuple):
     high: float
     p_value: float
     pairs: int
+    batches: int
 
 
 def paired(differences: Sequence[float] | NDArray[np.float64]) -> Estimate:
@@ -52,12 +54,13 @@ def paired(differences: Sequence[float] | NDArray[np.float64]) -> Estimate:
     values = np.asarray(differences, dtype=float)
     means = batch_means(values)
     if len(means) < FEWEST_BATCHES:
-        return Estimate(np.nan, np.nan, np.nan, np.nan, len(values))
+        return Estimate(np.nan, np.nan, np.nan, np.nan, len(values), len(means))
     rows, columns = np.triu_indices(len(means))
     averages = np.sort((means[rows] + means[columns]) / 2)
     outside = averages_outside(len(means))
     p_value = float(stats.wilcoxon(means).pvalue) if means.any() else 1.0
-    return Estimate(float(np.median(averages)), averages[outside], averages[-1 - outside], p_value, len(values))
+    low, high = float(averages[outside]), float(averages[-1 - outside])
+    return Estimate(float(np.median(averages)), low, high, p_value, len(values), len(means))
 
 
 def batch_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -82,7 +85,29 @@ def paired_ratio(reference: pd.Series, values: pd.Series) -> Estimate:
     """The ratio of `values` to `reference`, both above 0 and indexed by step; NaN where a step was not timed."""
     logs = (np.log(values) - np.log(reference)).dropna().sort_index()
     found = paired(logs.to_numpy())
-    return Estimate(*np.exp(found[:3]).tolist(), found.p_value, found.pairs)
+    value, low, high = np.exp(found[:3]).tolist()
+    return found._replace(value=value, low=low, high=high)
+
+
+def directions(estimates: Sequence[Estimate], null: float) -> list[tuple[float, int | None]]:
+    """Of each estimate the p-value, corrected for their number, and what it says.
+
+    Args:
+        null: The value of no difference: 1 of ratios, 0 of differences.
+
+    Returns:
+        -1 where the value is below `null`, 1 where it is above, 0 where no difference is seen, and None where there are
+        too few pairs to see one, whatever they say.
+    """
+    corrected = holm([estimate.p_value for estimate in estimates])
+    tests = sum(not np.isnan(estimate.p_value) for estimate in estimates)
+    answers: list[tuple[float, int | None]] = []
+    for estimate, p_value in zip(estimates, corrected, strict=True):
+        if np.isnan(p_value) or tests * 2.0 ** (1 - estimate.batches) > LEVEL:
+            answers.append((p_value, None))
+        else:
+            answers.append((p_value, int(np.sign(estimate.value - null)) if p_value <= LEVEL else 0))
+    return answers
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
