@@ -166,7 +166,10 @@ SPEED_COLUMNS = {
 }
 PART_COLUMNS = {
     "profiled_step_ms": Column("step", "ms", f"profiled step, which the following add up to; {OF_STEPS}"),
-    **{name: replace(EXPOSURE_COLUMNS[name], meaning=f"{EXPOSURE_COLUMNS[name].meaning}; {OF_STEPS}") for name in TIME_PARTS},
+    **{
+        name: replace(EXPOSURE_COLUMNS[name], meaning=f"{EXPOSURE_COLUMNS[name].meaning}; {OF_STEPS}")
+        for name in TIME_PARTS
+    },
 }
 SHARE_COLUMNS = {
     "compute_pct": Column("compute", "%", "mean over ranks of summary.csv's column"),

@@ -40,6 +40,12 @@ class Traced:
     step: int
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """When that step began and ended, in microseconds on the rank's own clock."""
+        chosen = self.timeline.steps[self.timeline.steps["number"] == self.step]
+        return float(chosen["start"].iloc[0]), float(chosen["end"].iloc[0])
+
+    @property
     def failed_checks(self) -> list[str]:
         """Subjects of the audit that fail, each once."""
         return self.audit.loc[self.audit["result"] == "fail", "subject"].unique().tolist()
@@ -50,7 +56,7 @@ def keep(analysis: WindowAnalysis) -> Traced:
     even number, the shorter of the two in the middle."""
     durations = analysis.exposure.steps.pivot_table(index="step", columns="rank", values="step_ms")
     step = middle(durations.mean(axis="columns"))
-    rank = middle(durations.loc[step])
+    rank = middle(durations.T[step])
     timeline = next(timeline for timeline in analysis.timelines if timeline.rank == rank)
     return Traced(analysis.summary, analysis.exposure.steps, analysis.audit, timeline, step)
 
@@ -97,7 +103,7 @@ def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
     return times.dropna() * 1000
 
 
-def comparison(records: dict[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str) -> pd.DataFrame:
+def comparison(records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str) -> pd.DataFrame:
     """One row a choice; `docs/csv-columns.md` explains each column.
 
     Args:

@@ -12,13 +12,13 @@ from analysis.fairness import MEMORY, TIME
 FASTER, ALIKE, SLOWER = VERDICTS[-1], VERDICTS[0], VERDICTS[1]
 WORTH_NAMING = 0.2
 """A part of a step is named among the reasons where its difference is at least this share of the whole difference."""
-Row = Mapping[Any, Any]
+Row = dict[Any, Any]
 
 
 def fastest(table: pd.DataFrame) -> str | None:
     """The choice with the lowest median step time; None where none was timed."""
     timed = table.dropna(subset=["step_time_ms_median"])
-    return str(timed.loc[timed["step_time_ms_median"].idxmin(), "choice"]) if len(timed) else None
+    return str(timed.set_index("choice")["step_time_ms_median"].idxmin()) if len(timed) else None
 
 
 def conclusion(table: pd.DataFrame, to_fastest: Mapping[str, Standing], bent: Sequence[str] = ()) -> str:
@@ -42,7 +42,7 @@ def speed(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> list[str]:
     timed = table.dropna(subset=["step_time_ms_median"]).sort_values("step_time_ms_median", kind="stable")
     if len(timed) < 2:
         return ["Fewer than two choices have steps that were timed, so nothing can be said of speed."]
-    ranked: list[Row] = timed.to_dict("records")
+    ranked: list[Row] = list(timed.to_dict("records"))
     best, other = ranked[0], next((row for row in ranked[1:] if row["verdict"] == IS_REFERENCE), ranked[1])
     tied = [row["choice"] for row in ranked if shown(row, "step_time_ms_median") == shown(best, "step_time_ms_median")]
     if len(tied) > 1:
@@ -58,7 +58,7 @@ def against(best: Row, other: Row, standing: Standing | None) -> list[str]:
     name, rival = called(best), called(other)
     verdict = standing.verdict if standing else UNKNOWN
     if other["verdict"] == IS_REFERENCE:  # the table has said it, from the other side
-        verdict = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], best["verdict"])
+        verdict = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], str(best["verdict"]))
     if standing is None or verdict == UNKNOWN:
         times = f"{shown(best, 'step_time_ms_median')} ms against {shown(other, 'step_time_ms_median')} ms of {rival}"
         few = "too few steps were timed in both to say whether that is more than chance"
@@ -84,7 +84,9 @@ def why(best: Row, other: Row) -> list[str]:
         return ["Without traces of both, nothing says why."]
     if whole <= 0:
         return ["The profiled steps do not show why: under the profiler it is not the faster one."]
-    notable = sorted((part for part in gains if abs(gains[part]) >= WORTH_NAMING * whole), key=lambda part: -gains[part])
+    notable = sorted(
+        (part for part in gains if abs(gains[part]) >= WORTH_NAMING * whole), key=lambda part: -gains[part]
+    )
     named = [f"{abs(gains[part]):,.1f} ms {'less' if gains[part] > 0 else 'more'} on {part}" for part in notable]
     spent = f"In the profiled steps it spends {whole:,.1f} ms a step less than {other['choice']}: {listed(named)}."
     mine, theirs = (sent(row) for row in (best, other))
@@ -118,7 +120,7 @@ def memory(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> list[str]
     known = table.dropna(subset=["peak_bytes"])
     if len(known) < 2:
         return []
-    rows: list[Row] = known.sort_values("step_time_ms_median", kind="stable").to_dict("records")
+    rows: list[Row] = list(known.sort_values("step_time_ms_median", kind="stable").to_dict("records"))
     least = shown(min(rows, key=lambda row: row["peak_bytes"]), "peak_bytes")
     lean = [row for row in rows if shown(row, "peak_bytes") == least]
     if len(lean) == len(rows):
