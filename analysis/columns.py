@@ -223,3 +223,20 @@ COMPARISON_COLUMNS = {
     **HELD_COLUMNS,
     **OUTCOME_COLUMNS,
 }
+
+CHANGE_COLUMNS = {
+    "figure": Column("figure", "", "what is compared"),
+    "unit": Column("unit", "", "of baseline, run and change"),
+    "baseline": Column(
+        "baseline", "", "of the baseline run: medians of step times, means over ranks and profiled steps"
+    ),
+    "run": Column("run", "", "of the other run"),
+    "change": Column("change", "", "run less baseline"),
+    "change_pct": Column(
+        "change", "%", "as share of baseline; where pairs of steps were tested, Hodges and Lehmann's estimate"
+    ),
+    "interval_low": Column("from", "%", "lower end of its 95 % interval"),
+    "interval_high": Column("to", "%", "upper end of its 95 % interval"),
+    "p_value": PValue("p", "", "of Wilcoxon's signed-rank test over pairs of steps, corrected by Holm", 1, 4),
+    "result": Column("result", "", "better, worse, no difference seen, equal, or unknown where nobody can tell"),
+}

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from analysis.collectives import KINDS
 from analysis.columns import MIB
-from analysis.compare import IS_REFERENCE, Traced, kinds_run
+from analysis.compare import IS_REFERENCE, Traced, kinds_run, timed_steps_ms
 from analysis.intervals import Intervals, clip, union
 from analysis.report.collective_figure import KIND_COLOURS
 from analysis.report.exposure_section import PARTS
@@ -144,17 +144,31 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
 
 def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Training loss over optimizer steps. Choices that compute the same lie on top of each other."""
+    losses = {name: pd.Series(record["train_loss"], dtype=float) for name, record in records.items()}
+    return lines_figure(losses, "training loss, nats", "%{y:.4f} nats, mean over the global batch")
+
+
+def step_times_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
+    """Step time over optimizer steps; a gap where the profiler ran."""
+    times = {name: timed_steps_ms(record) for name, record in records.items()}
+    gapped = {name: series.reindex(range(1, len(records[name]["step_time_s"]))) for name, series in times.items()}
+    return lines_figure(gapped, "step time, ms", "%{y:.1f} ms on rank 0, outside the profiler")
+
+
+def lines_figure(lines: Mapping[str, pd.Series], title: str, shown: str) -> go.Figure:
+    """A line a choice over optimizer steps, by which each series is indexed."""
     figure = go.Figure()
     dashes = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
-    for index, (choice, record) in enumerate(records.items()):
+    for index, (name, series) in enumerate(lines.items()):
         figure.add_scatter(
-            y=record["train_loss"],
-            name=choice,
+            x=series.index,
+            y=series,
+            name=name,
             mode="lines",
             line={"dash": dashes[index % len(dashes)]},
-            hovertemplate=choice + ", step %{x}: %{y:.4f}<extra></extra>",
+            hovertemplate=f"{name}, step %{{x}}: {shown}<extra></extra>",
         )
     figure.update_xaxes(title="optimizer step")
-    figure.update_yaxes(title="training loss, nats")
-    figure.update_layout(height=360)
+    figure.update_yaxes(title=title)
+    figure.update_layout(height=360, showlegend=True)
     return styled(figure)
