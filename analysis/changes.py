@@ -144,13 +144,13 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 def single_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """Figures of which a run has one, measured: where they differ, nobody knows by what chance."""
     apart = largest_difference(run.record, baseline.record)
-    accuracies = (None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new))
+    accuracy = [None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new)]
     return [
         *(plain(HELD[name], "bytes", old[name], new[name]) for name in NO_SPREAD),
         plain("final training loss", "nats", old["final_train_loss"], new["final_train_loss"]),
         Change(LOSSES_APART, "nats", np.nan, np.nan, apart, np.nan, result=UNKNOWN if apart else EQUAL),
         plain("eval loss", "nats", old["eval_loss"], new["eval_loss"]),
-        plain("accuracy", "%", *accuracies),
+        plain("accuracy", "%", accuracy[0], accuracy[1]),
     ]
 
 
@@ -161,7 +161,7 @@ def exceeding(table: pd.DataFrame, percent: float) -> pd.DataFrame:
 
 def summary(table: pd.DataFrame) -> str:
     """What changed, in plain words."""
-    rows = [Change(**row) for row in table.to_dict("records")]  # type: ignore[misc]
+    rows = rows_of(table)
     first, rest = rows[0], rows[2:]  # throughput says what step time does
     sentences = [f"Step time: {first.result}{certainty(first)}."]
     for result in (WORSE, BETTER):
@@ -173,12 +173,15 @@ def summary(table: pd.DataFrame) -> str:
     return " ".join([*sentences, f"Other figures: {others}." if others else ""]).strip()
 
 
+def rows_of(table: pd.DataFrame) -> list[Change]:
+    return [Change(*row) for row in table.itertuples(index=False)]
+
+
 def certainty(row: Change) -> str:
     """The change and its interval, where they are known."""
     if np.isnan(row.interval_low):
-        return (
-            "" if np.isnan(row.change_pct) else f", {signed(row.change_pct)} by the medians, in too few pairs to tell"
-        )
+        medians = f", {signed(row.change_pct)} by the medians; too few steps were timed in both to tell"
+        return "" if np.isnan(row.change_pct) else medians
     return f", {signed(row.change_pct)} (95 % interval {signed(row.interval_low)} to {signed(row.interval_high)})"
 
 

@@ -12,6 +12,7 @@ from analysis.fairness import MEMORY, TIME
 FASTER, ALIKE, SLOWER = VERDICTS[-1], VERDICTS[0], VERDICTS[1]
 WORTH_NAMING = 0.2
 """A part of a step is named among the reasons where its difference is at least this share of the whole difference."""
+DRIFT = "The choices ran one after the other, so a machine that changed between them would show in this as well."
 Row = dict[Any, Any]
 
 
@@ -47,10 +48,13 @@ def speed(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> list[str]:
     tied = [row["choice"] for row in ranked if shown(row, "step_time_ms_median") == shown(best, "step_time_ms_median")]
     if len(tied) > 1:
         return [f"{listed(tied)} tie for the lowest median step time, {shown(best, 'step_time_ms_median')} ms."]
-    return [
-        *against(best, other, to_fastest.get(other["choice"])),
-        *others(to_fastest, other["choice"]),
-    ]
+    standing = to_fastest.get(other["choice"])
+    sentences = [*against(best, other, standing), *others(to_fastest, other["choice"])]
+    if (best["audit_failures"] or 0) > 0:
+        sentences.append(f"But {best['choice']} fails its audit, so it may be fast for not doing its work.")
+    if standing is not None and standing.verdict != UNKNOWN:
+        sentences.append(DRIFT)
+    return sentences
 
 
 def against(best: Row, other: Row, standing: Standing | None) -> list[str]:
@@ -92,7 +96,7 @@ def why(best: Row, other: Row) -> list[str]:
     mine, theirs = (sent(row) for row in (best, other))
     if mine == theirs:
         return [spent, f"Both make {mine}."]
-    return [spent, f"It makes {mine}, {other['choice']} {theirs}."]
+    return [spent, f"It makes {mine}; {other['choice']} makes {theirs}."]
 
 
 def sent(row: Row) -> str:

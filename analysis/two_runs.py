@@ -7,7 +7,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from analysis.changes import EQUAL, Change, Run, signed
+from analysis.changes import EQUAL, Run, rows_of, signed
 from analysis.choices import last_window
 from analysis.compare import keep
 from analysis.errors import TraceError
@@ -94,7 +94,7 @@ def print_changes(table: pd.DataFrame, console: Console) -> None:
     shown = Table(box=None, pad_edge=False)
     for label in ("figure", "unit", "baseline", "run", "change", "95 % interval", "result"):
         shown.add_column(label, justify="left" if label in ("figure", "unit", "result") else "right", no_wrap=True)
-    rows = [Change(**row) for row in table.to_dict("records")]  # type: ignore[misc]
+    rows = rows_of(table)
     chosen = [row for row in rows if row.result != EQUAL or row.figure in ALWAYS_SHOWN]
     for row in chosen:
         known = row.interval_low == row.interval_low

@@ -19,13 +19,16 @@ from analysis.summary import write_text
 
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
 WHICH = {"choice": Column("run", "", "which of the two")}
+ORDER = ("figure", "result", *(name for name in CHANGE_COLUMNS if name not in ("figure", "result")))
+"""The result stands where a narrow screen still shows it."""
 IN_UNIT = ("baseline", "run", "change")
 HOW_TESTED = (
     "Step k of both runs trains on the same samples, so figures with spread are compared step by step, over batches of "
     "consecutive steps: Hodges and Lehmann's estimate and 95 % interval, and the p of Wilcoxon's signed-rank test, "
-    f"corrected for the number of figures by Holm. Below {FEWEST_PAIRS} steps in both runs they are unknown, as are "
-    "figures of which a run has only one. Calls and bytes are counted, so every difference counts. The limit: the runs "
-    "were made one after the other, and a machine that was slower during one of them is in these figures."
+    f"corrected for the number of figures by Holm. Below {FEWEST_PAIRS} steps in both runs they are unknown (to test "
+    "the parts of a step, train with a larger --profile-active), as are figures of which a run has only one. Calls and "
+    "bytes are counted, so every difference counts. The limit: the runs were made one after the other, and a machine "
+    "that was slower during one of them is in these figures."
 )
 
 
@@ -90,10 +93,8 @@ def changes_table(rows: pd.DataFrame) -> dict[str, Any]:
     cells = []
     for row in rows.to_dict("records"):
         of_unit = Column("", row["unit"], "", 1, DIGITS.get(row["unit"], 2))
-        cells.append(
-            [cell(name, row[name], of_unit if name in IN_UNIT else shown) for name, shown in CHANGE_COLUMNS.items()]
-        )
-    return titled("changes", list(CHANGE_COLUMNS.values()), cells)
+        cells.append([cell(name, row[name], of_unit if name in IN_UNIT else CHANGE_COLUMNS[name]) for name in ORDER])
+    return titled("changes", [CHANGE_COLUMNS[name] for name in ORDER], cells)
 
 
 def trace_sections(runs: TwoRuns) -> list[Section]:

@@ -152,7 +152,9 @@ def step_times_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Step time over optimizer steps; a gap where the profiler ran."""
     times = {name: timed_steps_ms(record) for name, record in records.items()}
     gapped = {name: series.reindex(range(1, len(records[name]["step_time_s"]))) for name, series in times.items()}
-    return lines_figure(gapped, "step time, ms", "%{y:.1f} ms on rank 0, outside the profiler")
+    return lines_figure(gapped, "step time, ms", "%{y:.1f} ms on rank 0, outside the profiler").update_yaxes(
+        rangemode="tozero"
+    )
 
 
 def lines_figure(lines: Mapping[str, pd.Series], title: str, shown: str) -> go.Figure:
