@@ -105,12 +105,13 @@ def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int | None
     Args:
         in_logs: The estimate is of differences of logarithms; otherwise of differences in the row's unit.
     """
-    if sign is None:
+    if np.isnan(estimate.value):
         return row
     ends = np.array([estimate.value, estimate.low, estimate.high])
     with np.errstate(divide="ignore", invalid="ignore"):
         value, low, high = (100 * np.expm1(ends) if in_logs else 100 * ends / row.baseline).tolist()
-    result = EQUAL if row.change == 0 and estimate.low == estimate.high == 0 else {-1: BETTER, 0: ALIKE, 1: WORSE}[sign]
+    is_equal = row.change == 0 and estimate.low == estimate.high == 0
+    result = EQUAL if is_equal else {-1: BETTER, 0: ALIKE, 1: WORSE, None: UNKNOWN}[sign]
     return row._replace(change_pct=value, interval_low=low, interval_high=high, p_value=p_value, result=result)
 
 

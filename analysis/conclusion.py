@@ -64,9 +64,11 @@ def against(best: Row, other: Row, standing: Standing | None) -> list[str]:
     if other["verdict"] == IS_REFERENCE:  # the table has said it, from the other side
         verdict = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], str(best["verdict"]))
     if standing is None or verdict == UNKNOWN:
-        times = f"{shown(best, 'step_time_ms_median')} ms against {shown(other, 'step_time_ms_median')} ms of {rival}"
+        mine, theirs = (shown(row, "step_time_ms_median") for row in (best, other))
         few = "too few steps were timed in both to say whether that is more than chance"
-        return [f"{name} has the lowest median step time, {times}, but {few}."]
+        return [
+            f"{name} has the lowest median step time, {mine} ms against {other['choice']}'s {theirs} ms, but {few}."
+        ]
     ratio = f"{standing.estimate.value:.2f} times its step time {sure(standing)}"
     if verdict == SLOWER:
         return [f"{name} is fastest here: {rival} takes {ratio}.", *why(best, other)]

@@ -6,7 +6,7 @@ consecutive ones first (batch means). Ten batches or a few more are enough, howe
 are worth more than more of them (Schmeiser, "Batch size effects in the analysis of simulation output", Operations
 Research 30(3), 1982). Batches are tested with Wilcoxon's signed-rank test; estimate and interval are Hodges and
 Lehmann's, which belong to it (Hollander, Wolfe and Chicken, "Nonparametric Statistical Methods", 3rd ed., sections 3.1
-to 3.3). Simulated with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, 5, 7 and 12 % of equal runs get p < 0.05
+to 3.3). Simulated with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, 5, 8 and 12 % of equal runs get p <= 0.05
 (tests/test_significance.py).
 
 What is left out: a machine that as a whole is slower during one run than during the other. No test over two runs sees
