@@ -23,7 +23,8 @@ def step_time_figure(table: pd.DataFrame) -> go.Figure:
     """Median step time a choice, with the middle half of the steps as whisker; beside it the ratio to the reference,
     with its interval, of the choices that have one."""
     judged = table.dropna(subset=["paired_ratio"])
-    figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.04, column_widths=[0.58, 0.42])
+    panels = {"cols": 2, "shared_yaxes": True, "horizontal_spacing": 0.04, "column_widths": [0.58, 0.42]}
+    figure = make_subplots(**panels if len(judged) else {})
     median = table["step_time_ms_median"]
     figure.add_bar(
         y=table["choice"],
@@ -37,6 +38,16 @@ def step_time_figure(table: pd.DataFrame) -> go.Figure:
         row=1,
         col=1,
     )
+    figure.update_xaxes(title="step time, ms (whiskers: p25 to p75)", rangemode="tozero", row=1, col=1)
+    if len(judged):
+        draw_ratios(figure, judged, table.loc[table["verdict"] == IS_REFERENCE, "choice"].iloc[0])
+    figure.update_layout(height=130 + BAR_HEIGHT_PX * len(table), showlegend=False)
+    figure.update_yaxes(autorange="reversed")
+    return styled(figure)
+
+
+def draw_ratios(figure: go.Figure, judged: pd.DataFrame, reference: str) -> None:
+    """The second panel of `step_time_figure`."""
     ratio = judged["paired_ratio"]
     figure.add_scatter(
         y=judged["choice"],
@@ -50,14 +61,9 @@ def step_time_figure(table: pd.DataFrame) -> go.Figure:
         row=1,
         col=2,
     )
-    for name in table.loc[table["verdict"] == IS_REFERENCE, "choice"]:
-        figure.add_vline(x=1, line={"color": COLOURS["other compute"], "dash": "dash"}, row=1, col=2)
-        figure.add_annotation(x=1, y=name, text="reference", showarrow=False, bgcolor="white", row=1, col=2)
-    figure.update_layout(height=130 + BAR_HEIGHT_PX * len(table), showlegend=False)
-    figure.update_xaxes(title="step time, ms (whiskers: p25 to p75)", rangemode="tozero", row=1, col=1)
+    figure.add_vline(x=1, line={"color": COLOURS["other compute"], "dash": "dash"}, row=1, col=2)
+    figure.add_annotation(x=1, y=reference, text="reference", showarrow=False, bgcolor="white", row=1, col=2)
     figure.update_xaxes(title="step time over the reference's, × (95 % interval)", row=1, col=2)
-    figure.update_yaxes(autorange="reversed")
-    return styled(figure)
 
 
 def whisker(middle: pd.Series, low: pd.Series, high: pd.Series) -> dict[str, Any]:
