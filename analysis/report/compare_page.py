@@ -91,8 +91,11 @@ def comparison_page(compared: Compared) -> str:
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
         f"over {first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
         f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
-        "Every choice trains the same model on the same samples: equal loss curves are part of the result.",
     ]
+    if not compared.differences:
+        lines.append(
+            "Every choice trains the same model on the same samples: equal loss curves are part of the result."
+        )
     if compared.failed:
         lines.append(f"No result from: {', '.join(compared.failed)}.")
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
