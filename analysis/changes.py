@@ -84,10 +84,17 @@ def spread_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any
         tested_row(row, estimate, *answer, in_logs=row.figure == "step time")
         for row, estimate, answer in zip(rows, estimates, judged, strict=True)
     ]
-    throughput = plain("throughput", "samples/s", old["samples_per_second"], new["samples_per_second"])
+    rates = [median_rate(each.record) for each in (baseline, run)]
+    throughput = plain("throughput", "samples/s", rates[0], rates[1])
     if baseline.record["step_samples"] == run.record["step_samples"]:  # then it is step time, turned over
         throughput = turned_over(throughput, tested[0])
     return [tested[0], throughput, *tested[1:]]
+
+
+def median_rate(record: dict[str, Any]) -> float:
+    """Samples per second of the median timed step: unlike the whole run's, a few slow steps do not move it."""
+    samples = pd.Series(record["step_samples"], dtype=float)
+    return float((1000 * samples / timed_steps_ms(record)).median())
 
 
 def part_differences(baseline: Traced | None, run: Traced | None, column: str) -> list[float]:

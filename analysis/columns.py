@@ -227,7 +227,9 @@ COMPARISON_COLUMNS = {
 CHANGE_COLUMNS = {
     "figure": Column("figure", "", "what is compared"),
     "unit": Column("unit", "", "of baseline, run and change"),
-    "baseline": Column("baseline", "", "of the baseline: median of step times, means over ranks and profiled steps"),
+    "baseline": Column(
+        "baseline", "", "of the baseline: of the median timed step, or mean over ranks and profiled steps"
+    ),
     "run": Column("run", "", "of the other run"),
     "change": Column("change", "", "run less baseline"),
     "change_pct": Column(

@@ -24,11 +24,12 @@ ORDER = ("figure", "result", *(name for name in CHANGE_COLUMNS if name not in ("
 IN_UNIT = ("baseline", "run", "change")
 HOW_TESTED = (
     "Step k of both runs trains on the same samples, so figures with spread are compared step by step, over batches of "
-    "consecutive steps: Hodges and Lehmann's estimate and 95 % interval, and the p of Wilcoxon's signed-rank test, "
-    f"corrected for the number of figures by Holm. Below {FEWEST_PAIRS} steps in both runs they are unknown (to test "
-    "the parts of a step, train with a larger --profile-active), as are figures of which a run has only one. Calls and "
-    "bytes are counted, so every difference counts. The limit: the runs were made one after the other, and a machine "
-    "that was slower during one of them is in these figures."
+    "consecutive steps: Hodges and Lehmann's estimate and 95 % interval (of each alone), and the p of Wilcoxon's "
+    "signed-rank test, corrected for the number of figures by Holm. "
+    f"Below {FEWEST_PAIRS} steps in both runs they are unknown (to test the parts of a step, train with a larger "
+    "--profile-active), as are figures of which a run has only one. Calls and bytes are counted, so every difference "
+    "counts. The limit: the runs were made one after the other, and a machine that was slower during one of them is in "
+    "these figures."
 )
 
 
