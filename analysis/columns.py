@@ -1,6 +1,6 @@
 """The columns of the CSV files: label, unit, format and meaning. Pages and `docs/csv-columns.md` follow this table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -28,6 +28,17 @@ class Column:
 
 SCHEMA_VERSION = 2
 """Of all CSV files together. It goes up when a column comes, goes, moves or changes its meaning or unit."""
+
+
+class PValue(Column):
+    """A probability, of which a very small one is shown as below the last digit."""
+
+    def show(self, value: object) -> str:
+        if not isinstance(value, float) or value != value:
+            return super().show(value)
+        least = 10.0**-self.digits
+        return f"<{least:.{self.digits}f}" if value < least else f"{value:.{self.digits}f}"
+
 
 MIB = 1 / 2**20
 COMPONENTS = {
@@ -182,14 +193,30 @@ AUDIT_COLUMNS = {
 }
 
 OF_WORST_RANK = "of the rank that has most"
+OF_STEPS = "mean over ranks and analysed steps"
+PAIRS = "estimated over steps that were timed in both runs (Hodges and Lehmann)"
+TIME_PARTS = ("compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms")
 CHOICE = {"choice": Column("choice", "", "strategy")}
 SPEED_COLUMNS = {
     "step_time_ms_median": Column("step time", "ms", "median wall time of an optimizer step, batch loading included"),
     "step_time_ms_p25": Column("p25", "ms", "a quarter of the timed steps took at most this"),
     "step_time_ms_p75": Column("p75", "ms", "three quarters of the timed steps took at most this"),
     "step_time_ratio": Column("ratio", "×", "median step time over that of the reference choice", 1, 2),
+    "paired_ratio": Column("by pairs", "×", f"step time over the reference's, {PAIRS}", 1, 3),
+    "paired_ratio_low": Column("from", "×", "lower end of its 95 % interval", 1, 3),
+    "paired_ratio_high": Column("to", "×", "upper end of its 95 % interval", 1, 3),
+    "paired_p_value": PValue("p", "", "of Wilcoxon's signed-rank test over these pairs, corrected by Holm", 1, 4),
+    "pairs": Column("pairs", "", "steps that were timed in both runs"),
+    "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, or unknown"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
     "timed_steps": Column("timed steps", "", "optimizer steps timed: not the first, and none under the profiler"),
+}
+PART_COLUMNS = {
+    "profiled_step_ms": Column("step", "ms", f"profiled step, which the following add up to; {OF_STEPS}"),
+    **{
+        name: replace(EXPOSURE_COLUMNS[name], meaning=f"{EXPOSURE_COLUMNS[name].meaning}; {OF_STEPS}")
+        for name in TIME_PARTS
+    },
 }
 SHARE_COLUMNS = {
     "compute_pct": Column("compute", "%", "mean over ranks of summary.csv's column"),
@@ -200,6 +227,14 @@ SHARE_COLUMNS = {
     "collective_bytes_per_step": Column(
         "payload", "MiB/step", "mean over ranks of summary.csv's column, in bytes", MIB
     ),
+}
+TRAFFIC_COLUMNS = {
+    column: shown
+    for kind, label in KINDS.items()
+    for column, shown in (
+        (f"{kind}_calls_per_step", Column(label, "calls/step", f"{label}: calls, mean over ranks")),
+        (f"{kind}_bytes_per_step", Column(label, "MiB/step", f"{label}: payload in bytes, mean over ranks", MIB, 3)),
+    )
 }
 HELD_COLUMNS = {
     **{
@@ -218,11 +253,40 @@ OUTCOME_COLUMNS = {
     "final_train_loss": Column("train loss", "nats", "loss of the last optimizer step", 1, 3),
     "eval_loss": Column("eval loss", "nats", "mean loss over the held-out samples", 1, 3),
     "eval_accuracy": Column("accuracy", "%", "share of held-out samples that are classified right, as a fraction", 100),
+    "loss_difference": Column(
+        "off by", "nats", "most that the training loss differs from the reference's at one optimizer step", 1, 7
+    ),
+    "audit_failures": Column("audit", "", "checks of audit.csv that fail"),
     "world_size": Column("ranks", "", "ranks in the run"),
     "backend": Column("backend", "", "gloo or nccl"),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
-COMPARISON_COLUMNS = {**CHOICE, **SPEED_COLUMNS, **SHARE_COLUMNS, **HELD_COLUMNS, **OUTCOME_COLUMNS}
+COMPARISON_COLUMNS = {
+    **CHOICE,
+    **SPEED_COLUMNS,
+    **PART_COLUMNS,
+    **SHARE_COLUMNS,
+    **TRAFFIC_COLUMNS,
+    **HELD_COLUMNS,
+    **OUTCOME_COLUMNS,
+}
+
+CHANGE_COLUMNS = {
+    "figure": Column("figure", "", "what is compared"),
+    "unit": Column("unit", "", "of baseline, run and change"),
+    "baseline": Column(
+        "baseline", "", "of the baseline: of the median timed step, or mean over ranks and profiled steps"
+    ),
+    "run": Column("run", "", "of the other run"),
+    "change": Column("change", "", "run less baseline"),
+    "change_pct": Column(
+        "change", "%", "as share of baseline; where pairs of steps were tested, Hodges and Lehmann's estimate"
+    ),
+    "interval_low": Column("from", "%", "lower end of its 95 % interval"),
+    "interval_high": Column("to", "%", "upper end of its 95 % interval"),
+    "p_value": PValue("p", "", "of Wilcoxon's signed-rank test over pairs of steps, corrected by Holm", 1, 4),
+    "result": Column("result", "", "better, worse, no difference seen, equal, or unknown where nobody can tell"),
+}
 
 CSV_COLUMNS = {
     "summary.csv": SUMMARY_COLUMNS,
@@ -231,5 +295,6 @@ CSV_COLUMNS = {
     "stragglers.csv": STRAGGLER_COLUMNS,
     "audit.csv": AUDIT_COLUMNS,
     "compare.csv": COMPARISON_COLUMNS,
+    "changes.csv": CHANGE_COLUMNS,
 }
 """By file, in the order in which `docs/csv-columns.md` has them."""

@@ -6,13 +6,16 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from rich.console import Console
 from rich.progress import Progress
 
 from analysis.errors import TraceError
 from analysis.traces import SUFFIXES, Window, find_windows, group_by_window
+
+if TYPE_CHECKING:
+    from analysis.summary import WindowAnalysis
 
 RUN_ID_TIME = re.compile(r"^(\d{8}-\d{6})")
 
@@ -84,8 +87,8 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     return pages
 
 
-def report_on_window(window: Window, choice: str, folder: Path, options: argparse.Namespace) -> pd.DataFrame:
-    """Analyse one window, write its `summary.*` into `folder`, and answer with the table of `summary.csv`.
+def report_on_window(window: Window, choice: str, folder: Path, options: argparse.Namespace) -> "WindowAnalysis":
+    """Analyse one window, write its `summary.*` into `folder`, and answer with what was found.
 
     Shows a progress bar by rank on a terminal.
     """
@@ -107,7 +110,7 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
         used = listed([timeline.rank for timeline in analysis.timelines])
         print(f"warning: {folder}: incomplete, of rank {used} only, so without what compares ranks", file=sys.stderr)
     write_summary(analysis, choice, folder)
-    return analysis.summary
+    return analysis
 
 
 def report_folder(trace_dir: Path, report_root: str) -> Path:

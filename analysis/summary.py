@@ -243,7 +243,10 @@ def write_csv(path: Path, table: pd.DataFrame) -> None:
     def harmless(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
-    write_text(path, table.map(harmless).to_csv(index=False))
+    table = table.copy()
+    for name in table.select_dtypes(["object", "str"]).columns:
+        table[name] = pd.Series([harmless(value) for value in table[name]], table.index, dtype=object)
+    write_text(path, table.to_csv(index=False))
 
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")

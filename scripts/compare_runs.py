@@ -1,4 +1,9 @@
-"""Report on all choices that have been trained already, and compare them: python scripts/compare_runs.py sharding"""
+"""Compare runs that have been made already: the choices of an entrypoint (python scripts/compare_runs.py sharding), or
+two runs of one choice (python scripts/compare_runs.py profile/zero3 --baseline RUN).
+
+Exit code 0: compared. 1: it cannot be; one line on standard error says why. 2: the command line makes no sense.
+3: --fail-above was exceeded.
+"""
 
 import argparse
 import sys
@@ -6,25 +11,102 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from analysis.changes import exceeding, signed
 from analysis.choices import report_on_choices
+from analysis.command import report_folder
 from analysis.errors import TraceError
-from scripts.families import FAMILIES
+from analysis.fairness import FIELDS
+from analysis.two_runs import report_on_two_runs
+from scripts.families import FAMILIES, report_root_of
+from training.cli import OneLineParser
+
+WORSE_THAN_ALLOWED = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("family", choices=FAMILIES, help="whose choices: of main_ddp.py or of main_shard.py")
-    parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
+    parser = build_parser()
     options = parser.parse_args()
-    family = FAMILIES[options.family]
-    trained = [name for name in family.registry.sentences if (options.output_dir / "profile" / name).is_dir()]
+    if options.what in FAMILIES:
+        for flag in ("baseline", "run", "fail_above"):
+            if getattr(options, flag) is not None:
+                parser.error(f"--{flag.replace('_', '-')} is for two runs of one choice; give its folder, not a family")
+        compare = of_family
+    else:
+        if options.baseline is None:
+            parser.error(f"{options.what}: neither {' nor '.join(FAMILIES)}, and for a folder --baseline is missing")
+        compare = of_choice
     try:
-        page = report_on_choices(options.output_dir, family.report_root, trained, failed=[])
+        return compare(options)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what",
+        metavar="FAMILY|FOLDER",
+        help="ddp or sharding: all choices of main_ddp.py or main_shard.py; or profile/<choice>: two runs in it",
+    )
+    parser.add_argument("--output-dir", type=Path, help="root of profile/ and of the reports (default: where they are)")
+    parser.add_argument(
+        "--allow-different",
+        action="append",
+        default=[],
+        choices=FIELDS,
+        metavar="FIELD",
+        help=f"compare runs that differ in this setting, with a warning; may be repeated; one of {', '.join(FIELDS)}",
+    )
+    parser.add_argument("--baseline", metavar="RUN", help="of two runs, the earlier: run id, or path of a .run.json")
+    parser.add_argument("--run", metavar="RUN", help="the later, the same way (default: the latest other run)")
+    parser.add_argument(
+        "--fail-above",
+        type=percentage,
+        metavar="PERCENT",
+        help="exit with code 3 if a figure got worse by more than this, beyond chance where it has spread",
+    )
+    return parser
+
+
+def percentage(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of percent, 0 or more")
+    return value
+
+
+def of_family(options: argparse.Namespace) -> int:
+    """Compare the latest runs of all choices."""
+    family = FAMILIES[options.what]
+    root = options.output_dir or Path()
+    trained = [name for name in family.registry.sentences if (root / "profile" / name).is_dir()]
+    page = report_on_choices(root, family.report_root, trained, failed=[], allowed=options.allow_different)
     print(f"\nreport: {page}")
     return 0
+
+
+def of_choice(options: argparse.Namespace) -> int:
+    """Compare two runs of a choice, and see whether the later one is too bad."""
+    trace_dir = Path(options.what)
+    if not trace_dir.is_dir():
+        raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or profile/<choice>")
+    choice = trace_dir.resolve().name
+    root = report_root_of(choice)
+    folder = options.output_dir / root / choice if options.output_dir else report_folder(trace_dir, root)
+    table, page = report_on_two_runs(trace_dir, options.baseline, options.run, folder, options.allow_different)
+    print(f"\nreport: {page}")
+    if options.fail_above is None:
+        return 0
+    worse = exceeding(table, options.fail_above)
+    for row in worse.itertuples():
+        print(
+            f"error: {row.figure} got worse by more than {options.fail_above:g} %: {signed(row.change_pct)}",
+            file=sys.stderr,
+        )
+    return WORSE_THAN_ALLOWED if len(worse) else 0
 
 
 if __name__ == "__main__":

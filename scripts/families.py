@@ -20,3 +20,9 @@ FAMILIES = {
     "ddp": Family("main_ddp.py", ddp.REGISTRY, "reports"),
     "sharding": Family("main_shard.py", sharding.REGISTRY, "reports_sharding"),
 }
+
+
+def report_root_of(choice: str) -> str:
+    """Where reports on a choice go; those of a choice that nobody knows stand with the replicated ones."""
+    of_choice = (family.report_root for family in FAMILIES.values() if choice in family.registry.sentences)
+    return next(of_choice, FAMILIES["ddp"].report_root)

@@ -49,13 +49,15 @@ def test_help_lists_everything_and_loads_no_torch(name: str, family: Any) -> Non
 
 def test_every_flag_is_documented() -> None:
     from analysis.command import build_parser
+    from scripts import compare_runs
     from training.config import RunConfig, flag_name
 
     text = (ROOT / "docs" / "command-line.md").read_text()
     documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
     flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
-    reports = [action.option_strings[-1] for action in build_parser("")._actions if action.dest != "help"]
-    assert documented == ["--ddp-choice", *flags[1:], *reports]
+    parsers = (compare_runs.build_parser(), build_parser(""))
+    reports = [action.option_strings[-1] for parser in parsers for action in parser._actions if action.option_strings]
+    assert documented == ["--ddp-choice", *flags[1:], *(flag for flag in reports if flag != "--help")]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,7 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
     assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]
+    assert table.verdict.tolist() == ["reference", "unknown"] and "unknown" in answer.stdout
     assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
 
 
@@ -128,6 +131,17 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: Any, expec
     answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 1 and answer.stdout == "" and not (tmp_path / "reports_sharding").exists()
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_what_may_differ_is_compared_with_a_warning(tmp_path: Path) -> None:
+    trained(tmp_path, {"baseline": {}, "zero1": {"device_name": "other"}})
+    allow = ["--allow-different", "device", "--allow-different", "host"]
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path), *allow)
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert (
+        "These runs differ in more than their choice: device"
+        in (tmp_path / "reports_sharding" / "compare.html").read_text()
+    )
 
 
 def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from analysis.columns import Column
-from analysis.compare import comparison
+from analysis.compare import keep
 from analysis.holistic import HolisticFigures
-from analysis.report.compare_page import write_comparison
+from analysis.report.compare_page import Compared, write_comparison
 from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, readable, render, table
 from analysis.report.summary_page import lanes_section, write_summary
@@ -95,9 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     analysis = analyse_window(window)
     write_summary(analysis, HOSTILE, folder)
     records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
-    write_comparison(
-        comparison(records, {"other": analysis.summary}, "pytorch_ddp"), records, "pytorch_ddp", [], folder
-    )
+    write_comparison(Compared(records, {"other": keep(analysis)}, "pytorch_ddp", [], []), folder)
     return folder
 
 

@@ -1,5 +1,7 @@
 """What ranks sent to each other: time and bytes by kind of collective."""
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -15,6 +17,12 @@ KIND_PATTERNS = {
 """Hatching: all kinds are communication, so they share its colour; `other` is grey."""
 
 
+def kind_marker(kind: str) -> dict[str, Any]:
+    """How bars of a kind look."""
+    colour = COLOURS["other compute" if kind == "other" else "communication"]
+    return {"color": colour, "pattern": KIND_PATTERNS[kind] | {"fillmode": "overlay", "fgcolor": "black"}}
+
+
 def kinds_seen(summary: pd.DataFrame) -> list[str]:
     """The kinds of which a rank made at least one call."""
     return [kind for kind in KINDS if summary[f"{kind}_calls_per_step"].any()]
@@ -25,7 +33,6 @@ def collectives_figure(summary: pd.DataFrame) -> go.Figure:
     panels = (("ms", 1.0, "ms a step, hidden or not"), ("bytes", MIB, "MiB a step, payload"))
     figure = make_subplots(rows=len(panels), vertical_spacing=60 / (130 + 60 * len(summary)))
     for kind in kinds_seen(summary):
-        colour = COLOURS["other compute" if kind == "other" else "communication"]
         for place, (column, scale, title) in enumerate(panels, start=1):
             figure.add_bar(
                 y=[f"rank {rank}" for rank in summary["rank"]],
@@ -34,7 +41,7 @@ def collectives_figure(summary: pd.DataFrame) -> go.Figure:
                 name=KINDS[kind],
                 legendgroup=kind,
                 showlegend=place == 1,
-                marker={"color": colour, "pattern": KIND_PATTERNS[kind] | {"fillmode": "overlay", "fgcolor": "black"}},
+                marker=kind_marker(kind),
                 hovertemplate=f"%{{y}}: {KINDS[kind]} %{{x:.2f}} {title}<extra></extra>",
                 row=place,
                 col=1,

@@ -1,79 +1,126 @@
 """The report on all choices side by side: `compare.html` and `compare.csv`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from analysis.columns import CHOICE, HELD_COLUMNS, OUTCOME_COLUMNS, SHARE_COLUMNS, SPEED_COLUMNS
-from analysis.report.figures import breakdown_figure, loss_figure, step_time_figure
+from analysis.columns import (
+    CHOICE,
+    HELD_COLUMNS,
+    OUTCOME_COLUMNS,
+    PART_COLUMNS,
+    SHARE_COLUMNS,
+    SPEED_COLUMNS,
+    TRAFFIC_COLUMNS,
+)
+from analysis.compare import Traced, comparison, kinds_run, standings
+from analysis.conclusion import conclusion, fastest
+from analysis.fairness import Difference, bent
+from analysis.report.compare_figures import (
+    lanes_by_choice_figure,
+    loss_figure,
+    parts_figure,
+    step_time_figure,
+    traffic_figure,
+)
+from analysis.report.fairness_section import audit_lines, banner, fairness_section
 from analysis.report.memory_figures import memory_by_choice_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.tradeoff_figure import tradeoff_figure
-from analysis.summary import write_text
+from analysis.significance import FEWEST_PAIRS
+from analysis.summary import write_csv, write_text
+
+HOW_PAIRED = (
+    "Step k of every choice trains on the same samples, so step times are compared step by step: ratio and 95 % "
+    "interval (of each comparison alone) are Hodges and Lehmann's over batches of consecutive steps, since neighbours "
+    "are alike; p is Wilcoxon's signed-rank test's, corrected for the number of choices by Holm; a difference is seen "
+    f"where p is at most 0.05. Below {FEWEST_PAIRS} pairs it is unknown. The limit: choices ran one after the other, "
+    "so a machine that was slower during one run than during another is in these figures. benchmarks/strategies.py "
+    "alternates choices inside one process group."
+)
+HOW_DRAWN = (
+    "One step of one rank of each choice, all on one axis: of the analysed steps the one of median duration, and in it "
+    "the rank of median duration (of an even number, the shorter of the two in the middle). Collectives: at least one "
+    "was under way. Where they do not lie under compute, the choice's own lane shows exposed communication. Drawn: "
+)
 
 
-def write_comparison(
-    comparison: pd.DataFrame, records: dict[str, dict[str, Any]], reference: str, failed: Sequence[str], folder: Path
-) -> Path:
-    """Write `compare.csv` and `compare.html` into `folder`, and answer with the page's path.
+@dataclass(frozen=True)
+class Compared:
+    """What `compare.html` shows.
 
-    Args:
+    Attributes:
+        records: Run record by choice, in display order.
+        traced: What their traces say; a choice may have none.
         reference: The choice that ratios refer to.
-        failed: Choices that gave no result; the page names them.
+        failed: Choices that gave no result.
+        differences: What the runs differ in besides their choice, by leave of the user.
+    """
+
+    records: Mapping[str, dict[str, Any]]
+    traced: Mapping[str, Traced]
+    reference: str
+    failed: Sequence[str]
+    differences: Sequence[Difference]
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        return comparison(self.records, self.traced, self.reference)
+
+
+def write_comparison(compared: Compared, folder: Path) -> Path:
+    """Write `compare.csv` and `compare.html` into `folder`, and answer with the page's path.
 
     Raises:
         TraceError: they cannot be written.
     """
-    write_text(folder / "compare.csv", comparison.to_csv(index=False))
+    write_csv(folder / "compare.csv", compared.table)
     page = folder / "compare.html"
-    write_text(page, comparison_page(comparison, records, reference, failed))
+    write_text(page, comparison_page(compared))
     return page
 
 
-def comparison_page(
-    comparison: pd.DataFrame, records: dict[str, dict[str, Any]], reference: str, failed: Sequence[str]
-) -> str:
-    first = next(iter(records.values()))
+def comparison_page(compared: Compared) -> str:
+    first = next(iter(compared.records.values()))
     config = first["config"]
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
         f"over {first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
         f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
-        "Every choice trains the same model on the same samples: equal loss curves are part of the result.",
     ]
-    if failed:
-        lines.append(f"No result from: {', '.join(failed)}.")
+    if not compared.differences:
+        lines.append(
+            "Every choice trains the same model on the same samples: equal loss curves are part of the result."
+        )
+    if compared.failed:
+        lines.append(f"No result from: {', '.join(compared.failed)}.")
+    lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
-        *tradeoff_section(comparison, reference),
+        fairness_section(compared.differences, "choice"),
+        conclusion_section(compared),
         Section(
             "Step time",
-            f"Ratios are to {reference}. Hover over a heading for its meaning.",
-            table=table("speed", comparison, CHOICE | SPEED_COLUMNS),
-            figure=drawing(step_time_figure(comparison)),
+            f"Ratios are to {compared.reference}. {HOW_PAIRED}",
+            table=table("speed", compared.table, CHOICE | SPEED_COLUMNS),
+            figure=drawing(step_time_figure(compared.table)),
         ),
-        *memory_section(comparison),
+        *tradeoff_section(compared.table, compared.reference),
+        *trace_sections(compared),
+        *memory_section(compared.table),
+        *traffic_section(compared.table),
+        loss_section(compared),
     ]
-    traced = comparison.dropna(subset=["compute_pct"])
-    if len(traced):
-        sections.append(
-            Section(
-                "Where the time went",
-                "Shares of the profiled steps, mean over ranks (HTA). Exposed: communication ran and compute did not. "
-                "Overlap: share of communication time in which compute ran as well.",
-                table=table("shares", comparison, CHOICE | SHARE_COLUMNS),
-                figure=drawing(breakdown_figure(traced["choice"].tolist(), traced)),
-            )
-        )
-    sections.append(
-        Section(
-            "Training loss",
-            table=table("outcome", comparison, CHOICE | OUTCOME_COLUMNS),
-            figure=drawing(loss_figure(records)),
-        )
-    )
-    return render("Strategies side by side", lines, sections)
+    return render("Strategies side by side", lines, sections, banner(compared.differences, "choice"))
+
+
+def conclusion_section(compared: Compared) -> Section:
+    best = fastest(compared.table)
+    to_fastest = standings(compared.records, best) if best else {}
+    return Section("What the figures say", conclusion(compared.table, to_fastest, bent(compared.differences)))
 
 
 def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
@@ -89,12 +136,76 @@ def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
     return [Section("Memory against step time", text, figure=figure)]
 
 
+def trace_sections(compared: Compared) -> list[Section]:
+    """Parts of a step and lanes, of the choices that have traces."""
+    table_of_all, traced = compared.table, compared.table.dropna(subset=["profiled_step_ms"])
+    if not len(traced):
+        return []
+    drawn = (f"{name}, rank {kept.timeline.rank}, step {kept.step}" for name, kept in compared.traced.items())
+    return [
+        Section(
+            "Where the time went",
+            "Means over ranks and profiled steps, which take longer than others. Every moment belongs to one part. "
+            "Waiting: a collective is under way, no compute is, and the last rank has not arrived. Transfer: all have.",
+            table=table("parts", table_of_all, CHOICE | PART_COLUMNS),
+            figure=drawing(parts_figure(traced["choice"], traced)),
+        ),
+        Section(
+            "The same as shares",
+            "Of the time from the first kernel to the last, mean over ranks, by Holistic Trace Analysis (HTA). "
+            "Exposed: communication ran and compute did not. Overlap: share of communication time in which compute "
+            "ran as well.",
+            table=table("shares", table_of_all, CHOICE | SHARE_COLUMNS),
+        ),
+        Section(
+            "One step of each choice",
+            f"{HOW_DRAWN}{'; '.join(drawn)}.",
+            figure=drawing(lanes_by_choice_figure(compared.traced)),
+        ),
+    ]
+
+
 def memory_section(comparison: pd.DataFrame) -> list[Section]:
     """Memory by component, of the choices that have it recorded."""
     recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes"])
     drawn = drawing(memory_by_choice_figure(recorded)) if len(recorded) else None
     text = (
-        "Model states at rest by component, with the peak of a step behind them in grey; black line: what the formula "
+        "Model states at rest by component, with the peak of a step behind them in grey; line: what the formula "
         "expects at rest of what a choice shards, without padding. Each is of the rank that has most."
     )
     return [Section("Memory", text, table=table("memory", comparison, CHOICE | HELD_COLUMNS), figure=drawn)]
+
+
+def traffic_section(comparison: pd.DataFrame) -> list[Section]:
+    """Calls and payload, of the kinds that ran."""
+    kinds = kinds_run(comparison)
+    if not kinds:
+        return []
+    columns = {name: column for name, column in TRAFFIC_COLUMNS.items() if name.startswith(tuple(kinds))}
+    return [
+        Section(
+            "Traffic",
+            "Collectives of one optimizer step as the traces show them. A payload is the whole tensor that is reduced, "
+            "gathered or scattered, as nccl-tests counts it.",
+            table=table("traffic", comparison, CHOICE | columns),
+            figure=drawing(traffic_figure(comparison.dropna(subset=["profiled_step_ms"]))),
+        )
+    ]
+
+
+def loss_section(compared: Compared) -> Section:
+    """Losses on top of each other, and how far they are from each other at most."""
+    known = compared.table[compared.table["choice"] != compared.reference].dropna(subset=["loss_difference"])
+    text = f"No curve of {compared.reference} to compare with."
+    if len(known):
+        apart = known.set_index("choice")["loss_difference"]
+        text = (
+            f"At no step is a choice's loss further from {compared.reference}'s than {apart.max():.1e} nats "
+            f"({apart.idxmax()})."
+        )
+    return Section(
+        "Training loss",
+        text,
+        table=table("outcome", compared.table, CHOICE | OUTCOME_COLUMNS),
+        figure=drawing(loss_figure(compared.records)),
+    )

@@ -4,7 +4,6 @@ A colour `var(--name)` is one of the page's style sheet, which has another in it
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -128,49 +127,6 @@ def breakdown_figure(labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
     figure.update_layout(barmode="stack", height=130 + 28 * len(labels))
     figure.update_xaxes(title="% of the profiled steps", range=[0, 100])
     figure.update_yaxes(autorange="reversed")
-    return styled(figure)
-
-
-def step_time_figure(table: pd.DataFrame) -> go.Figure:
-    """Median step time a choice, with the middle half of the steps as whisker."""
-    median = table["step_time_ms_median"]
-    whisker = {
-        "type": "data",
-        "symmetric": False,
-        "array": table["step_time_ms_p75"] - median,
-        "arrayminus": median - table["step_time_ms_p25"],
-    }
-    figure = go.Figure(
-        go.Bar(
-            y=table["choice"],
-            x=median,
-            error_x=whisker,
-            orientation="h",
-            marker={"color": COLOURS["compute"]},
-            hovertemplate="%{y}: %{x:.1f} ms<extra></extra>",
-        )
-    )
-    figure.update_layout(height=130 + 28 * len(table), showlegend=False)
-    figure.update_xaxes(title="step time, ms (whiskers: p25 to p75)", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed")
-    return styled(figure)
-
-
-def loss_figure(records: dict[str, dict[str, Any]]) -> go.Figure:
-    """Training loss over optimizer steps. Choices that compute the same lie on top of each other."""
-    figure = go.Figure()
-    dashes = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
-    for index, (choice, record) in enumerate(records.items()):
-        figure.add_scatter(
-            y=record["train_loss"],
-            name=choice,
-            mode="lines",
-            line={"dash": dashes[index % len(dashes)]},
-            hovertemplate=choice + ", step %{x}: %{y:.4f}<extra></extra>",
-        )
-    figure.update_xaxes(title="optimizer step")
-    figure.update_yaxes(title="training loss, nats")
-    figure.update_layout(height=360)
     return styled(figure)
 
 

@@ -1,0 +1,122 @@
+"""What runs that stand in one table must have in common, so that the table says what causes what."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from analysis.errors import TraceError
+
+TIME, MEMORY, TRAFFIC, LOSS = "step times", "memory", "traffic", "losses"
+
+
+class Setting(NamedTuple):
+    """Something that a run record says.
+
+    Attributes:
+        value_of: Reads it; None where the record does not say, which differs from nothing.
+        bends: Figures that do not compare where it differs.
+    """
+
+    value_of: Callable[[dict[str, Any]], Any]
+    bends: tuple[str, ...]
+
+
+class Difference(NamedTuple):
+    """A setting that differs: by value, whose it is."""
+
+    name: str
+    values: dict[str, list[str]]
+    bends: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.listed})"
+
+    @property
+    def listed(self) -> str:
+        return "; ".join(f"{value}: {', '.join(names)}" for value, names in self.values.items())
+
+
+def of_config(name: str, otherwise: str | None = None) -> Callable[[dict[str, Any]], Any]:
+    """Reads a flag; `otherwise` is what it means not to give it."""
+    return lambda record: record["config"].get(name) or otherwise
+
+
+def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda record: record.get("versions", {}).get(package)
+
+
+EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
+PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
+"""Those that take part in training."""
+SETTINGS = {
+    "workload": Setting(of_config("workload"), EVERYTHING),
+    "model": Setting(of_config("model", "the workload's"), EVERYTHING),
+    "parameters": Setting(lambda record: record.get("parameters"), EVERYTHING),
+    "dataset": Setting(of_config("dataset", "the workload's"), (TIME, LOSS)),
+    "training samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
+    "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
+    "precision": Setting(of_config("precision"), EVERYTHING),
+    "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),
+    "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),
+    "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
+    "learning rate": Setting(of_config("lr"), (LOSS,)),
+    "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
+    "bucket size": Setting(of_config("bucket_cap_mb", "the default"), (TIME, MEMORY, TRAFFIC)),
+    "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
+    "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
+    "seed": Setting(lambda record: record["config"].get("seed"), (LOSS,)),
+    "ranks": Setting(lambda record: record["world_size"], EVERYTHING),
+    "device": Setting(lambda record: record.get("device_name"), (TIME,)),
+    "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
+    "host": Setting(lambda record: record.get("host"), (TIME,)),
+    "threads": Setting(lambda record: record.get("threads"), (TIME,)),
+    **{f"{package} version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
+}
+"""By name: where a run record says it, and what it bends."""
+
+
+def field_of(name: str) -> str:
+    """The setting's name on the command line: `learning rate` -> `learning-rate`."""
+    return name.replace(" ", "-")
+
+
+FIELDS = tuple(map(field_of, SETTINGS))
+
+
+def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
+    """Settings in which `records` differ, each of which has the name that is shown."""
+    found = []
+    for name, setting in SETTINGS.items():
+        values: dict[str, list[str]] = {}
+        for owner, record in records.items():
+            value = setting.value_of(record)
+            if value is not None:
+                values.setdefault(str(value), []).append(owner)
+        if len(values) > 1:
+            found.append(Difference(name, values, setting.bends))
+    return found
+
+
+def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[str] = ()) -> list[Difference]:
+    """Refuse runs that differ in settings that are not allowed to; answer with the differences that are.
+
+    Args:
+        allowed: Settings as `FIELDS` has them.
+
+    Raises:
+        TraceError: names each setting that differs, with its values and whose they are.
+    """
+    found = differences(records)
+    refused = [difference for difference in found if field_of(difference.name) not in set(allowed)]
+    if refused:
+        flags = " ".join(f"--allow-different {field_of(difference.name)}" for difference in refused)
+        raise TraceError(
+            f"these runs cannot stand in one table, for they differ in {', '.join(map(str, refused))}; train them "
+            f"alike, or give {flags}"
+        )
+    return found
+
+
+def bent(differences: Iterable[Difference]) -> list[str]:
+    """The figures that do not compare."""
+    spoiled = {figure for difference in differences for figure in difference.bends}
+    return [figure for figure in EVERYTHING if figure in spoiled]

@@ -1,0 +1,120 @@
+"""The report on two runs of one choice: `changes.html` and `changes.csv`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.changes import Run, changes, summary
+from analysis.columns import CHANGE_COLUMNS, PART_COLUMNS, Column
+from analysis.compare import traced_row
+from analysis.fairness import Difference
+from analysis.report.compare_figures import lanes_by_choice_figure, loss_figure, parts_figure, step_times_figure
+from analysis.report.fairness_section import audit_lines, banner, fairness_section
+from analysis.report.page import Section, cell, drawing, render, table, titled
+from analysis.significance import FEWEST_PAIRS
+from analysis.summary import write_csv, write_text
+
+DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
+WHICH = {"choice": Column("run", "", "which of the two")}
+ORDER = ("figure", "result", *(name for name in CHANGE_COLUMNS if name not in ("figure", "result")))
+"""The result stands where a narrow screen still shows it."""
+IN_UNIT = ("baseline", "run", "change")
+HOW_TESTED = (
+    "Step k of both runs trains on the same samples, so figures with spread are compared step by step, over batches of "
+    "consecutive steps: Hodges and Lehmann's estimate and 95 % interval (of each alone), and the p of Wilcoxon's "
+    "signed-rank test, corrected for the number of figures by Holm. "
+    f"Below {FEWEST_PAIRS} steps in both runs they are unknown (to test the parts of a step, train with a larger "
+    "--profile-active), as are figures of which a run has only one. Calls and bytes are counted, so every difference "
+    "counts. The limit: the runs were made one after the other, and a machine that was slower during one of them is in "
+    "these figures."
+)
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """What `changes.html` shows.
+
+    Attributes:
+        choice: Of both.
+        differences: What they differ in by leave of the user.
+    """
+
+    choice: str
+    baseline: Run
+    run: Run
+    differences: Sequence[Difference]
+
+    @property
+    def named(self) -> dict[str, Run]:
+        return {"baseline": self.baseline, "run": self.run}
+
+
+def write_changes(runs: TwoRuns, folder: Path) -> tuple[pd.DataFrame, Path]:
+    """Write `changes.csv` and `changes.html` into `folder`; answer with the table, and with the page's path.
+
+    Raises:
+        TraceError: they cannot be written.
+    """
+    rows = changes(runs.baseline, runs.run)
+    write_csv(folder / "changes.csv", rows)
+    page = folder / "changes.html"
+    write_text(page, changes_page(runs, rows))
+    return rows, page
+
+
+def changes_page(runs: TwoRuns, rows: pd.DataFrame) -> str:
+    record = runs.run.record
+    lines = [
+        f"Run {record['run_id']} against baseline {runs.baseline.record['run_id']}; workload "
+        f"{record['config']['workload']}, {record['world_size']} ranks over {record['backend']} on "
+        f"{record['device_name']}.",
+        *audit_lines({name: each.traced.failed_checks for name, each in runs.named.items() if each.traced}),
+    ]
+    records = {name: each.record for name, each in runs.named.items()}
+    sections = [
+        fairness_section(runs.differences, "run"),
+        Section("What changed", summary(rows)),
+        Section("Figures", HOW_TESTED, table=changes_table(rows)),
+        Section(
+            "Step time",
+            "Of the steps that were timed: not the first, and none under the profiler.",
+            figure=drawing(step_times_figure(records)),
+        ),
+        *trace_sections(runs),
+        Section("Training loss", figure=drawing(loss_figure(records))),
+    ]
+    return render(f"{runs.choice}: what changed", lines, sections, banner(runs.differences, "run"))
+
+
+def changes_table(rows: pd.DataFrame) -> dict[str, Any]:
+    """Every row, each figure with the digits that its unit asks for."""
+    cells = []
+    for row in rows.to_dict("records"):
+        of_unit = Column("", row["unit"], "", 1, DIGITS.get(row["unit"], 2))
+        cells.append([cell(name, row[name], of_unit if name in IN_UNIT else CHANGE_COLUMNS[name]) for name in ORDER])
+    return titled("changes", [CHANGE_COLUMNS[name] for name in ORDER], cells)
+
+
+def trace_sections(runs: TwoRuns) -> list[Section]:
+    """Parts of a step and lanes, of the runs that have traces."""
+    traced = {name: each.traced for name, each in runs.named.items() if each.traced}
+    if not traced:
+        return []
+    parts = pd.DataFrame([{"choice": name, **traced_row(each)} for name, each in traced.items()])
+    drawn = ", ".join(f"{name}: rank {each.timeline.rank}, step {each.step}" for name, each in traced.items())
+    return [
+        Section(
+            "Where the time went",
+            "Means over ranks and profiled steps, which take longer than others. Every moment belongs to one part.",
+            table=table("parts", parts, WHICH | PART_COLUMNS),
+            figure=drawing(parts_figure(parts["choice"], parts)),
+        ),
+        Section(
+            "One step of each run",
+            f"The step of median duration, and in it the rank of median duration. {drawn}.",
+            figure=drawing(lanes_by_choice_figure(traced)),
+        ),
+    ]
