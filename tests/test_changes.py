@@ -13,7 +13,7 @@ from analysis.compare import Traced
 from tests.test_analysis import Cells
 from tests.test_command_line import command
 from tests.test_compare import RHYTHM, timed
-from tests.traces import cpu_trace, record_of_eight_steps, write, write_run
+from tests.traces import cpu_trace, record, record_of_eight_steps, write, write_run
 
 OLD, NEW = "20261121-090000-aaaa", "20261121-100000-bbbb"
 
