@@ -40,12 +40,6 @@ class Traced:
     step: int
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """When that step began and ended, in microseconds on the rank's own clock."""
-        chosen = self.timeline.steps[self.timeline.steps["number"] == self.step]
-        return float(chosen["start"].iloc[0]), float(chosen["end"].iloc[0])
-
-    @property
     def failed_checks(self) -> list[str]:
         """Subjects of the audit that fail, each once."""
         return self.audit.loc[self.audit["result"] == "fail", "subject"].unique().tolist()

@@ -10,10 +10,18 @@ from plotly.subplots import make_subplots
 from analysis.collectives import KINDS
 from analysis.columns import MIB
 from analysis.compare import IS_REFERENCE, Traced, kinds_run, timed_steps_ms
-from analysis.intervals import Intervals, clip, union
+from analysis.intervals import Intervals, clip
 from analysis.report.collective_figure import kind_marker
 from analysis.report.exposure_section import PARTS
-from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, compute_lane, styled
+from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, styled
+from analysis.report.lanes import (
+    MOST_INTERVALS,
+    bounds,
+    compute_lane,
+    gap_to_close,
+    longest,
+    merged,
+)
 
 VERDICT_SYMBOLS = {"faster": "triangle-left", "slower": "triangle-right", "no difference seen": "circle"}
 BAR_HEIGHT_PX = 28
@@ -123,13 +131,15 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
     under that the moments at which at least one collective was under way."""
     segments: dict[str, list[tuple[str, float, float]]] = {name: [] for name in COLOURS}
     lanes: list[str] = []
+    shown = [(kept.timeline, kept.step) for kept in traced.values()]
+    gap = gap_to_close(shown)
     for choice, kept in traced.items():
-        start, end = kept.bounds
+        start, end = bounds(kept.timeline, kept.step)
         drawn: list[tuple[str, str, Intervals]] = [
-            (choice, name, intervals) for name, intervals in compute_lane(kept.timeline, start, end).items()
+            (choice, name, intervals) for name, intervals in compute_lane(kept.timeline, start, end, gap).items()
         ]
-        lane = f"{choice}  collectives"
-        drawn.append((lane, "communication", union(clip(kept.timeline.intervals("communication"), start, end))))
+        lane, sent = f"{choice}  collectives", clip(kept.timeline.intervals("communication"), start, end)
+        drawn.append((lane, "communication", merged(sent, gap, MOST_INTERVALS // len(traced))))
         lanes += [choice, lane]
         for where, name, intervals in drawn:
             segments[name] += [(where, first - start, last - start) for first, last in intervals]
@@ -150,7 +160,7 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
     height = 120 + LANE_HEIGHT_PX * len(lanes)
     figure.update_layout(barmode="overlay", bargap=0.25, height=height, meta={"zooms": True})
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], title=None)
-    figure.update_xaxes(title="ms since the step began")
+    figure.update_xaxes(title="ms since the step began", range=[0, longest(shown) / 1000])
     return styled(figure)
 
 

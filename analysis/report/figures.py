@@ -10,7 +10,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analysis.intervals import Intervals
-from analysis.report.lanes import MOST_KERNELS, bounds, compute_lane, gap_to_close, lane_kernels, merged, phase_of
+from analysis.report.lanes import (
+    MOST_KERNELS,
+    bounds,
+    compute_lane,
+    gap_to_close,
+    lane_kernels,
+    longest,
+    merged,
+    phase_of,
+)
 from analysis.report.page import readable
 from analysis.timeline import RankTimeline
 
@@ -38,7 +47,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
     Time 0 is the start of the step on that rank's own clock.
     """
     parts, lanes = [], {}
-    gap = gap_to_close(timelines, step)
+    shown = [(timeline, step) for timeline in timelines]
+    gap = gap_to_close(shown)
     for timeline in timelines:
         start, end = bounds(timeline, step)
         main = f"rank {timeline.rank}"
@@ -90,8 +100,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
     figure.update_yaxes(
         categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]
     )
-    longest = max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
-    figure.update_xaxes(title="ms since the step began", range=[0, longest / 1000])
+    figure.update_xaxes(title="ms since the step began", range=[0, longest(shown) / 1000])
     return styled(figure)
 
 

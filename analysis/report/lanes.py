@@ -48,11 +48,20 @@ def compute_lane(
     return drawn
 
 
-def gap_to_close(timelines: Sequence[RankTimeline], step: int) -> float:
-    """The smallest gap (us) to close so that the compute lanes of all ranks keep to `MOST_INTERVALS`."""
-    gap, length = SMALLEST_GAP_US, max(end - start for start, end in (bounds(timeline, step) for timeline in timelines))
+def longest(shown: Sequence[tuple[RankTimeline, int]]) -> float:
+    """Duration (us) of the longest of these steps."""
+    return max(end - start for start, end in (bounds(timeline, step) for timeline, step in shown))
+
+
+def gap_to_close(shown: Sequence[tuple[RankTimeline, int]]) -> float:
+    """The smallest gap (us) to close so that all compute lanes of a figure together keep to `MOST_INTERVALS`.
+
+    Args:
+        shown: The timeline and the step of each lane.
+    """
+    gap, length = SMALLEST_GAP_US, longest(shown)
     while gap < length:
-        lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline in timelines]
+        lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline, step in shown]
         if sum(len(intervals) for lane in lanes for intervals in lane.values()) <= MOST_INTERVALS:
             break
         gap *= 2
@@ -112,7 +121,7 @@ def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
         longest = kernels[kernels["single"]]
         drawn, total = drawn + len(longest), total + len(every)
         drawn_us, total_us = drawn_us + longest["length"].sum(), total_us + every["length"].sum()
-    gap = f"Gaps in compute below {gap_to_close(timelines, step) / 1000:g} ms are closed."
+    gap = f"Gaps in compute below {gap_to_close([(timeline, step) for timeline in timelines]) / 1000:g} ms are closed."
     shown = "are drawn one by one: zoom in for their names, and point at one for its times."
     if drawn == total:
         return f"All {total:,} kernels of the step {shown} {gap}"
