@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
-from analysis.choices import report_on_choices
 from analysis.errors import TraceError
 from scripts.families import FAMILIES, Family
 from training.cli import OneLineParser, exit_with_error, parse_config
@@ -54,6 +53,8 @@ def main() -> int:
 
 def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str]) -> int:
     """Train with all choices and report on them; the exit code is 1 if any of them failed."""
+    from analysis.choices import report_on_choices  # takes seconds, which a mistake on the command line need not wait
+
     started = time.monotonic()
     succeeded, failed = [], []
     for choice in family.registry.names:

@@ -242,6 +242,7 @@ def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
             assert not any(re.match(r"[=@\t\r]|[+-](?![\d.])", field) for field in row), (path.name, row)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
     trace = cuda_trace(0)
     trace["distributedInfo"]["world_size"] = 1
@@ -326,7 +327,7 @@ def mutated(data: st.DataObject, content: bytes) -> bytes:
 
 
 @settings(
-    max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(data=st.data())
 def test_mutated_real_traces(data: st.DataObject, real: dict[int, bytes], tmp_path_factory: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from analysis.changes import Run, changes, exceeding, summary
 from analysis.compare import Traced
+from tests.in_process import compare_runs
 from tests.test_analysis import Cells
-from tests.test_command_line import command
 from tests.test_compare import RHYTHM, timed
 from tests.traces import cpu_trace, record, record_of_eight_steps, write, write_run
 
@@ -146,7 +146,7 @@ def zero3(tmp_path: Path) -> Path:
 
 
 def test_changes_of_two_runs(zero3: Path) -> None:
-    answer = command("scripts/compare_runs.py", str(zero3), "--baseline", OLD)
+    answer = compare_runs(str(zero3), "--baseline", OLD)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     folder = zero3.parent.parent / "reports_sharding" / "zero3"
     assert answer.stdout.endswith(f"report: {folder / 'changes.html'}\n")
@@ -175,7 +175,7 @@ def test_changes_of_two_runs(zero3: Path) -> None:
     ],
 )
 def test_exit_codes_of_fail_above(zero3: Path, arguments: list[str], code: int, named: list[str]) -> None:
-    answer = command("scripts/compare_runs.py", str(zero3), "--baseline", OLD, *arguments)
+    answer = compare_runs(str(zero3), "--baseline", OLD, *arguments)
     assert answer.returncode == code, answer.stderr
     assert all(name in answer.stderr for name in named) and bool(answer.stderr) == bool(named)
     assert "step time" not in answer.stderr or "20" not in arguments
@@ -186,7 +186,7 @@ def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> 
     untraced = record_of_eight_steps("zero3", 0.1)
     write(zero3 / "later.run.json", untraced | {"run_id": "later", "config": untraced["config"] | {"no_profile": True}})
     arguments = ["--baseline", str(other), "--run", "later", "--output-dir", str(tmp_path / "out")]
-    answer = command("scripts/compare_runs.py", str(zero3), *arguments)
+    answer = compare_runs(str(zero3), *arguments)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     table = pd.read_csv(tmp_path / "out" / "reports_sharding" / "zero3" / "changes.csv").set_index("figure")
     assert table.loc["step time", "baseline"] == pytest.approx(200, rel=0.02)
@@ -197,10 +197,10 @@ def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> 
 def test_runs_that_differ_are_refused_or_marked(zero3: Path) -> None:
     run_in(zero3, NEW, timed("zero3", 0.1) | {"threads": 4})
     run_in(zero3, OLD, timed("zero3", 0.1) | {"threads": 1})
-    answer = command("scripts/compare_runs.py", str(zero3), "--baseline", OLD)
+    answer = compare_runs(str(zero3), "--baseline", OLD)
     assert answer.returncode == 1 and answer.stderr.count("\n") == 1
     assert f"threads (1: baseline {OLD}; 4: run {NEW}); train them alike, or give --allow-diff" in answer.stderr
-    answer = command("scripts/compare_runs.py", str(zero3), "--baseline", OLD, "--allow-different", "threads")
+    answer = compare_runs(str(zero3), "--baseline", OLD, "--allow-different", "threads")
     assert answer.returncode == 0, answer.stderr
     page = zero3.parent.parent / "reports_sharding" / "zero3" / "changes.html"
     assert "These runs differ in more than their run: threads" in page.read_text()
@@ -222,7 +222,7 @@ def test_runs_that_differ_are_refused_or_marked(zero3: Path) -> None:
 )
 def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, expected: str) -> None:
     given = [argument.replace("FOLDER", str(zero3)) for argument in arguments]
-    answer = command("scripts/compare_runs.py", *given)
+    answer = compare_runs(*given)
     assert answer.returncode == code and answer.stdout == ""
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
     assert expected.replace("FOLDER", str(zero3)) in answer.stderr
@@ -231,8 +231,8 @@ def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, exp
 def test_one_run_alone_and_runs_of_two_choices(tmp_path: Path) -> None:
     folder = tmp_path / "profile" / "zero3"
     run_in(folder, OLD, timed("zero3", 0.1))
-    answer = command("scripts/compare_runs.py", str(folder), "--baseline", OLD)
+    answer = compare_runs(str(folder), "--baseline", OLD)
     assert answer.returncode == 1 and "no run in it but the baseline; train again, or give --run" in answer.stderr
     run_in(folder, NEW, timed("zero2", 0.1))
-    answer = command("scripts/compare_runs.py", str(folder), "--baseline", OLD)
+    answer = compare_runs(str(folder), "--baseline", OLD)
     assert answer.returncode == 1 and "is of zero3, but" in answer.stderr and answer.stderr.count("\n") == 1

@@ -13,6 +13,7 @@ import pytest
 
 import ddp
 import sharding
+from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
 from training.workloads import WORKLOADS
 
@@ -128,7 +129,7 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: Any, expected: str) -> None:
     trained(tmp_path, changes)
-    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 1 and answer.stdout == "" and not (tmp_path / "reports_sharding").exists()
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
@@ -136,7 +137,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: Any, expec
 def test_what_may_differ_is_compared_with_a_warning(tmp_path: Path) -> None:
     trained(tmp_path, {"baseline": {}, "zero1": {"device_name": "other"}})
     allow = ["--allow-different", "device", "--allow-different", "host"]
-    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path), *allow)
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path), *allow)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     assert (
         "These runs differ in more than their choice: device"
@@ -146,7 +147,7 @@ def test_what_may_differ_is_compared_with_a_warning(tmp_path: Path) -> None:
 
 def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:
     trained(tmp_path, {"baseline": {}, "zero1": {"run_id": "20261121-100000-0002"}})
-    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and "error: zero1: " in answer.stderr and "no trace of run" in answer.stderr
     table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
     assert table.step_time_ms_median.tolist() == [100.0, 100.0]
