@@ -79,11 +79,19 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
         windows = find_windows(trace_dir)
     chosen = windows if options.select == "all" else windows[-1:]
     folder = options.output_dir or report_folder(trace_dir, report_root)
-    pages = []
+    pages, problems = [], []
     for index, window in enumerate(chosen):
         target = folder / f"run_{index}_{window_time(window)}" if options.select == "all" else folder
-        report_on_window(window, trace_dir.resolve().name, target, options)
-        pages.append(target / "summary.html")
+        try:
+            report_on_window(window, trace_dir.resolve().name, target, options)
+        except TraceError as error:
+            problems.append(error)
+        else:
+            pages.append(target / "summary.html")
+    if not pages:
+        raise problems[0]
+    for problem in problems:
+        print(f"warning: a window without a report: {problem}", file=sys.stderr)
     return pages
 
 

@@ -107,6 +107,17 @@ def test_an_incomplete_run_has_no_figure_that_compares_ranks(
     assert found.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
 
 
+def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("20261121-090000-aaaa", "20261121-100000-bbbb"):
+        trace_dir = write_run(tmp_path / "profile" / "x", run_id=run)
+    for path in trace_dir.glob("rank_*/*aaaa*"):
+        path.write_bytes(b"")
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--select", "all"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("warning: a window without a report: ") and printed.err.count("\n") == 1
+    assert printed.out == f"report: {tmp_path / 'reports' / 'x' / 'run_1_20261121-100000' / 'summary.html'}\n"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
