@@ -8,16 +8,19 @@ MOST_PLACES = 32
 """Calls of a step that get a row each. Where there are more, those of one kind and size share a row."""
 
 
-def buckets(collectives: pd.DataFrame) -> pd.DataFrame:
+def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
     """The table of `collectives.csv` as a row a place in the step, or a kind and size (`BUCKET_COLUMNS`).
 
     Counts and sums are means over the steps of the ranks that take part; times of a call are medians.
+
+    Args:
+        steps: Number of analysed steps.
     """
     place = ["group", "sequence", "kind"]
     own_row = len(collectives[place].drop_duplicates()) <= MOST_PLACES
     rows = []
     for _, calls in collectives.groupby(place if own_row else ["group", "kind", "bytes"], dropna=False):
-        steps = collectives["step"].nunique() * calls["rank"].nunique()
+        shares = steps * calls["rank"].nunique()
         first, last = calls["sequence"].min(), calls["sequence"].max()
         rows.append(
             {
@@ -25,12 +28,12 @@ def buckets(collectives: pd.DataFrame) -> pd.DataFrame:
                 "place": f"{first}" if first == last else f"{first} to {last}",
                 "kind": calls["kind"].iloc[0],
                 "bytes": calls["bytes"].median(),
-                "calls_per_step": len(calls) / steps,
+                "calls_per_step": len(calls) / shares,
                 "after_backward_ms": calls["after_backward_ms"].median(),
                 "duration_ms": calls["duration_ms"].median(),
                 "wait_ms": calls["wait_ms"].median(),
-                "total_ms_per_step": calls["duration_ms"].sum() / steps,
-                "exposed_ms_per_step": calls["exposed_ms"].sum() / steps,
+                "total_ms_per_step": calls["duration_ms"].sum() / shares,
+                "exposed_ms_per_step": calls["exposed_ms"].sum() / shares,
                 "busbw_gbps": calls["busbw_gbps"].median(),
                 "first": first,
             }

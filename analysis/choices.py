@@ -56,17 +56,22 @@ def report_on_choices(
         raise TraceError("no run record of any choice to compare; train first")
     differences = require_comparable(records, allowed)
     traced: dict[str, Traced] = {}
+    incomplete: list[str] = []
     for choice, record in records.items():
         if record["config"]["no_profile"]:
             continue
         trace_dir = output_dir / "profile" / choice
         try:
             window = last_window(trace_dir, record["run_id"])
-            traced[choice] = keep(report_on_window(window, choice, report_folder(trace_dir, report_root), options))
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root), options)
+            if analysis.problems:  # means over some of the ranks would not compare
+                incomplete.append(choice)
+            else:
+                traced[choice] = keep(analysis)
         except TraceError as error:  # the choice's times still stand
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
-    compared = Compared(records, traced, REFERENCE[report_root], failed, differences)
+    compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
     print_table(compared.table, Console())
     return write_comparison(compared, output_dir / report_root)
 

@@ -17,6 +17,7 @@ from analysis.gloo_operators import (
     sizes_of_spans,
     span_elements,
 )
+from analysis.reading import COLLECTIVE_KERNEL
 
 COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
 EVERYBODY = "all ranks"
@@ -81,7 +82,7 @@ def only_group(info: dict[str, Any]) -> str:
     """
     groups = info.get("pg_config")
     sets = [group.get("ranks") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    distinct = {tuple(ranks) for ranks in sets if isinstance(ranks, list) and len(ranks) > 1}
+    distinct = {str(ranks) for ranks in sets if isinstance(ranks, list) and len(ranks) > 1}
     return EVERYBODY if len(distinct) <= 1 else ""
 
 
@@ -94,6 +95,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     Calls whose span was not recorded are left out.
 
     Args:
+        world_size: 0 if unknown.
         group: What `only_group` says. Where it is unknown, so are its size and the payload of what is shared out.
     """
     calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
@@ -109,8 +111,8 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
             item_bytes = 0 if issued.position is None else ITEM_BYTES.get(dtype, np.nan)
             payload = float(payload_elements(call.args, issued, world_size) * item_bytes)
             start, end = min(span.start for span in taken), max(span.end for span in taken)
-            size = world_size if group else np.nan
-            if issued.is_share and not group:
+            size = world_size if group and world_size else np.nan
+            if issued.is_share and not (group and world_size):
                 payload = np.nan
             rows.append([issued.kind, start, end, payload, group, size, dtype, f"gloo {taken[0].tid}", call.start])
     return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
@@ -163,7 +165,7 @@ def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str =
         if isinstance(args, dict)
     }
     rows = []
-    for kernel in kernels[kernels["name"].str.match(r"(?i)^nccl.*kernel")].itertuples():
+    for kernel in kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples():
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
         if (operator := _whole(args, "External id")) >= 0:
             args = {**described.get(operator, {}), **args}

@@ -59,7 +59,7 @@ def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
     """Columns algbw_gbps and busbw_gbps, the same for all ranks of a collective."""
     members = [calls[name] for name in KEY]
     first_done = (calls["end"] - calls["last_arrival"]).groupby(members).transform("min")
-    is_known = calls["is_matched"] & (first_done > 0) & (calls["bytes"] > 0)
+    is_known = calls["is_matched"] & (first_done > 0) & (calls["bytes"] > 0) & ~(calls["group_size"] <= 1)
     algbw = (calls["bytes"] / calls["done_after"] / 1000).where(is_known)  # bytes a us are MB/s
     factors = [bus_factor(kind, ranks) for kind, ranks in zip(calls["kind"], calls["group_size"], strict=True)]
     return {"algbw_gbps": algbw, "busbw_gbps": algbw * np.array(factors, dtype=float)}

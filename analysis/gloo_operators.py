@@ -78,7 +78,7 @@ def sends_scatter(args: Any) -> bool:
 def scatter_root(args: Any) -> int:
     """The root of a scatter; -1 where the trace does not carry it."""
     values = args.get("Concrete Inputs") if isinstance(args, dict) else None
-    return int(values[3]) if isinstance(values, list) and len(values) > 3 and str(values[3]).isdigit() else -1
+    return int(values[3]) if isinstance(values, list) and len(values) > 3 and str(values[3]).isdecimal() else -1
 
 
 def dtype_of(args: Any) -> str:
@@ -106,5 +106,5 @@ def _shapes(entry: Any) -> Iterator[list[int]]:
     if entry and isinstance(entry[0], list):
         for part in entry:
             yield from _shapes(part)
-    else:
+    elif all(type(size) is int and size >= 0 for size in entry):
         yield entry

@@ -80,7 +80,7 @@ def table_for_hta(timeline: RankTimeline, symbols: Any) -> pd.DataFrame:
     Args:
         symbols: HTA's table of names, to which the kernels' are added.
     """
-    kernels, origin = timeline.kernels, float(timeline.steps["start"].iloc[0])
+    kernels, origin = timeline.issued_kernels(), float(timeline.steps["start"].iloc[0])
     names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
     symbols.add_symbols(names.unique())
     start, end = (((kernels[side] - origin) * NS).round().astype("int64") for side in ("start", "end"))

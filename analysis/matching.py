@@ -15,6 +15,8 @@ import pandas as pd
 from analysis.timeline import RankTimeline
 
 KEY = ["step", "group", "sequence"]
+ENOUGH_ENDS = 3
+"""Collectives that two ranks must share before their ends say something of their clocks."""
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
@@ -48,11 +50,21 @@ def _numbered(timeline: RankTimeline) -> pd.DataFrame:
 
 
 def _is_matched(calls: pd.DataFrame, ranks: int) -> "pd.Series[bool]":
-    """Whether all members of a call's group have one like it; a group of unknown size is that of all ranks."""
-    place = calls.groupby([*KEY, calls["kind"] == "send_recv"])
+    """Whether all members of a call's group have one like it; a group of unknown size is that of all ranks.
+
+    Where a rank has more or fewer calls in a step than another, one was not recorded, nobody knows which, and none of
+    the group's calls in the step is matched.
+    """
+    is_message = calls["kind"] == "send_recv"
+    in_step = ["step", "group", is_message]
+    counts = calls.groupby([*in_step, "rank"])["start"].transform("size")
+    same_number = counts.groupby([calls["step"], calls["group"], is_message]).transform("nunique") == 1
+    place = calls.groupby([*KEY, is_message])
     everybody = place["rank"].transform("size") == calls["group_size"].fillna(ranks)
-    alike = place["kind"].transform("nunique") == 1
-    return everybody & alike & (calls["group"] != "") & (calls["kind"] != "send_recv")
+    alike = (place["kind"].transform("nunique") == 1) & (
+        (place["bytes"].transform("nunique") <= 1) | (calls["kind"] == "all_to_all")  # which may share out unevenly
+    )
+    return same_number & everybody & alike & (calls["group"] != "") & ~is_message
 
 
 def _arrivals(calls: pd.DataFrame) -> pd.DataFrame:
@@ -89,11 +101,11 @@ def clock_offsets(calls: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
         pairs = often.loc[list(found), [rank for rank in ranks if rank not in found]].stack()
         known, rank = pairs.index[int(pairs.to_numpy().argmax())]
         apart = (ends[rank] - ends[known]).dropna()
-        offset = float(apart.median()) if len(apart) else 0.0
-        spread = float((apart - offset).abs().median()) if len(apart) else 0.0
-        if abs(offset) <= 3 * spread:  # no more than ends differ anyway
+        is_known = len(apart) >= ENOUGH_ENDS
+        offset = float(apart.median()) if is_known else 0.0
+        if abs(offset) <= 3 * (apart - offset).abs().median():  # no more than ends differ anyway
             offset = 0.0
-        residual = float((apart - offset).abs().median()) if len(apart) else 0.0
+        residual = float((apart - offset).abs().median()) if is_known else float("nan")
         found[rank] = (found[known][0] + offset, residual)
     rows = [(rank, found[rank][0] / 1000, found[rank][1] / 1000) for rank in ranks]
     return pd.DataFrame(rows, columns=["rank", "offset_ms", "residual_ms"])

@@ -1,4 +1,4 @@
-"""Reading one trace file: decompressed once, parsed once, and only what a figure needs is kept.
+"""Reading one trace file: it is parsed once, and only what a figure needs is kept.
 
 Most of a trace is arguments that no figure needs, and on a GPU most events are operators of the host, of which none is
 needed either. So events are decoded with their arguments left as bytes, and those of collectives alone are looked into.
@@ -19,9 +19,19 @@ import pandas as pd
 
 from analysis.errors import TraceError
 
-DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"))
-LAUNCH_CATEGORIES = ("_runtime", "_driver", "Runtime")
-COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|^(nccl|rccl).*kernel", re.IGNORECASE)
+DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+LAUNCH_CATEGORIES = ("_runtime", "_driver")
+COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl).*kernel", re.IGNORECASE)
+COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE)
+OLD_CATEGORIES = {
+    "Operator": "cpu_op",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+}
+"""Categories as Kineto wrote them until 2022."""
+STEP_PREFIX = "ProfilerStep#"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
 LONGEST_NAME = 300
 LARGEST_TIME_US = 1e17
@@ -87,6 +97,10 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     if not data.strip():
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
+    for event in file.traceEvents:
+        if type(event.cat) is str and event.cat in OLD_CATEGORIES:
+            is_step = event.cat == "Operator" and str(event.name).startswith(STEP_PREFIX)
+            event.cat = "user_annotation" if is_step else OLD_CATEGORIES[event.cat]
     info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
@@ -222,7 +236,7 @@ def _numbers(values: list[Any]) -> "pd.Series[float]":
 def _device_arguments(event: _Event) -> _DeviceArguments:
     try:
         found = msgspec.json.decode(event.args, type=_DeviceArguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return _DeviceArguments()
     if type(found.correlation) is not int or found.correlation < 0:
         found.correlation = None
@@ -232,7 +246,7 @@ def _device_arguments(event: _Event) -> _DeviceArguments:
 def _arguments(event: _Event, clean: _Names) -> dict[str, Any] | None:
     try:
         found = msgspec.json.decode(event.args)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if not isinstance(found, dict):
         return None

@@ -45,13 +45,15 @@ def by_rank(table: pd.DataFrame) -> pd.DataFrame:
 def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
     """In a sentence, the rank that costs the others most, from the table of `by_rank`."""
     worst = ranks.nlargest(1, "costs_ms").iloc[0]
-    others = len(ranks) - 1
-    step_ms = exposure.steps["step_ms"].mean()
-    if not others or worst["costs_ms"] / others < WORTH_NAMING * step_ms:
+    calls, steps = exposure.collectives, exposure.steps
+    waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]
+    step_ms, others = steps["step_ms"].mean(), waiting["rank"].nunique()
+    each_ms = worst["costs_ms"] / others if others else 0.0
+    if each_ms < WORTH_NAMING * step_ms:
         return f"No rank stands out: none costs each of the others {100 * WORTH_NAMING:.0f} % of a step or more. "
     return (
         f"Rank {worst['rank']:.0f} costs the others most: it arrives last in {worst['last_pct']:.0f} % of its "
-        f"{worst['collectives']:.0f} collectives, up to {worst['lateness_ms']:.1f} ms after the others, and each of "
-        f"them waits {worst['costs_ms'] / others:.1f} ms a step for it with nothing to compute, "
-        f"{100 * worst['costs_ms'] / others / step_ms:.0f} % of the step. "
+        f"{worst['collectives']:.0f} collectives, up to {worst['lateness_ms']:.1f} ms after the others, and each rank "
+        f"that waits for it waits {each_ms:.1f} ms a step with nothing to compute, {100 * each_ms / step_ms:.0f} % of "
+        "the step. "
     )

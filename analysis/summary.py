@@ -1,5 +1,6 @@
 """The summary of one window of one choice: a row a rank. `docs/csv-columns.md` explains each column."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,14 +21,14 @@ from analysis.holistic import HolisticFigures, holistic_figures
 from analysis.memory import memory_row
 from analysis.reading import read_trace
 from analysis.timeline import RankTimeline, build_timeline
-from analysis.traces import OWN_NAME, Window, missing_ranks
+from analysis.traces import OWN_NAME, Window, missing_ranks, rank_in_path
 from training.config import RECORD_VERSION
 
 KIND_SENTENCES = {
     "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
     "cuda": "GPU trace: device kernels as recorded.",
     "cuda over gloo": "GPU trace, collectives on Gloo's CPU threads: the device shows only compute and copies, "
-    "so exposed communication, idle time and overlap are unknown.",
+    "so what HTA says of exposed communication, idle time and overlap is unknown.",
 }
 
 
@@ -118,11 +119,13 @@ def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | 
     try:
         trace = read_trace(path)
         said = trace.info.get("rank")
-        if OWN_NAME.match(path.name) and said not in (None, rank):
+        if OWN_NAME.match(path.name) and rank_in_path(path) is not None and said not in (None, rank):
             return f"{path}: the file says that it is of rank {said}; its name, of rank {rank}"
         return build_timeline(trace, rank, include_last_step)
     except TraceError as error:
         return str(error)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of what strangers write
+        return f"{path}: holds events that are no profiler's ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -221,7 +224,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TraceError(f"{path}: cannot be read as a run record ({error})") from None
     if not isinstance(record, dict) or "run_id" not in record or "choice" not in record:
         raise TraceError(f"{path}: no run record (run_id and choice are missing)")
@@ -230,7 +233,23 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path}: a run record of version {record.get('schema_version')}, but this program reads version "
             f"{RECORD_VERSION}; train again"
         )
+    wrong = [name for name, kind in REQUIRED.items() if not isinstance(record.get(name), kind)]
+    if wrong or not all(isinstance(row, dict) for row in record["memory"]):
+        raise TraceError(f"{path}: a damaged run record ({', '.join(wrong) or 'memory'}); train again")
     return record
+
+
+REQUIRED: dict[str, type] = {
+    "config": dict,
+    "eval": dict,
+    "expected_traffic": list,
+    "memory": list,
+    "step_time_s": list,
+    "step_samples": list,
+    "train_loss": list,
+    "world_size": int,
+}
+"""What reports read of a run record; docs/run-record.md says what else there is."""
 
 
 def write_csv(path: Path, table: pd.DataFrame) -> None:
@@ -265,5 +284,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise TraceError(f"cannot write {path}: {error.strerror}") from None

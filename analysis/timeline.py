@@ -10,14 +10,15 @@ from analysis.collectives import device_collectives, gloo_collectives, only_grou
 from analysis.errors import TraceError
 from analysis.intervals import Intervals
 from analysis.lowering import lower_cpu_events
-from analysis.reading import DEVICE_CATEGORIES, RankTrace
+from analysis.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, STEP_PREFIX, RankTrace
 
-STEP_PREFIX = "ProfilerStep#"
 STEP_NAME = STEP_PREFIX + r"\d{1,15}"
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 CLOCK_STEP_US = 10.0
 """By how much the profiler's rounding may let two steps overlap."""
 LONGEST_STEP_US = 86_400e6
+MOST_RANKS = 10**6
+"""A trace that says that there are more is not believed."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RankTimeline:
         steps: Columns number, start, end: the analysed optimizer steps.
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
-            which the host issued it).
+            which the host issued it; NaN if unknown). What the analysed steps issued, and what else ran in them.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued.
         left_out: Number of events that had no usable time.
@@ -45,6 +46,10 @@ class RankTimeline:
     kernels: pd.DataFrame
     collectives: pd.DataFrame
     left_out: int = 0
+
+    def issued_kernels(self) -> pd.DataFrame:
+        """Those of `kernels` that the analysed steps issued."""
+        return self.kernels[self.kernels["launch"].between(self.steps["start"].iloc[0], self.steps["end"].iloc[-1])]
 
     def intervals(self, lane: str) -> Intervals:
         chosen = self.kernels[self.kernels["lane"] == lane]
@@ -73,18 +78,20 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     if not include_last_step and len(steps) > 1:
         steps = steps.iloc[:-1]
     world_size = info.get("world_size")
-    world_size = world_size if type(world_size) is int and world_size > 0 else None
+    world_size = world_size if type(world_size) is int and 0 < world_size <= MOST_RANKS else None
     on_device = events["cat"].isin(DEVICE_CATEGORIES)
     kind = "cuda" if on_device.any() else "cpu"
     kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, steps)
-    kernels = kernels[kernels["launch"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
-    if kernels.empty:
+    begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
+    issued = kernels["launch"].between(begin, end)
+    if not issued.any():
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
+    running = ~(kernels["launch"] > end) & (kernels["start"] < end) & (kernels["end"] > begin)
     group = only_group(info)
-    collectives = gloo_collectives(events, world_size or 1, group)
+    collectives = gloo_collectives(events, world_size or 0, group)
     if kind == "cuda":
         collectives = pd.concat([collectives, device_collectives(events[on_device], events, group)], ignore_index=True)
-    collectives = collectives[collectives["issued"].between(steps["start"].iloc[0], steps["end"].iloc[-1])]
+    collectives = collectives[collectives["issued"].between(begin, end)]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(
         rank=rank,
@@ -94,7 +101,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         path=path,
         steps=steps.reset_index(drop=True),
         phases=phases[["name", "start", "end"]].reset_index(drop=True),
-        kernels=kernels.reset_index(drop=True),
+        kernels=kernels[issued | running].reset_index(drop=True),
         collectives=collectives.reset_index(drop=True),
         left_out=trace.left_out + absurd,
     )
@@ -124,15 +131,18 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """`events` without those that last longer than twice the time of all profiled steps, and how many these are."""
-    span = steps["end"].max() - steps["start"].min()
-    is_sensible = events["end"] - events["start"] <= 2 * span + 1e6
+    """`events` without those that last longer than twice the time of all profiled steps, or lie as far from them, and
+    how many these are."""
+    first, last = steps["start"].min(), steps["end"].max()
+    far = 2 * (last - first) + 1e6
+    is_near = events["start"].between(first - far, last + far)
+    is_sensible = is_near & (events["end"] - events["start"] <= far)
     return events[is_sensible], int((~is_sensible).sum())
 
 
 def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
     """Columns lane, stream, name, start, end, launch of what ran on the device."""
-    is_collective = device["name"].str.match(r"(?i)^(nccl|rccl).*kernel")
+    is_collective = device["name"].str.match(COLLECTIVE_KERNEL)
     is_copy = device["name"].str.match(r"^(Memcpy|Memset|dma)")
     lane = np.select([is_collective, is_copy], ["communication", "memory"], default="compute")
     return device.assign(lane=lane)[["lane", "stream", "name", "start", "end", "launch"]]

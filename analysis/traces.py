@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from analysis.errors import TraceError
 from analysis.reading import peek
 
 OWN_NAME = re.compile(r"^(?P<run_id>.+)\.step(?P<step>\d+)\.pt\.trace\.json\.gz$")
-RANK_IN_PATH = re.compile(r"(?<![a-z])rank[_\-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+RANK_IN_PATH = re.compile(r"(?<![a-z])rank[_\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 SUFFIXES = (".json", ".json.gz")
 
 
@@ -53,22 +53,33 @@ def find_windows(trace_dir: Path) -> list[Window]:
 
 
 def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
-    """Put the files of one window together.
+    """Put the files of one window together; a broken file whose name says its rank belongs to every window without one.
 
     Raises:
         TraceError: two files of one window claim the same rank, or a file's rank is unknown.
     """
     groups: dict[tuple[str, int], list[_File]] = {}
+    without_steps = []
     for path in paths:
-        named = rank_in_path(path)
-        if match := OWN_NAME.match(path.name):
-            groups.setdefault((match["run_id"], int(match["step"])), []).append(_File(path, (named,)))
-        else:
+        named, own = rank_in_path(path), OWN_NAME.match(path.name)
+        if own and named is not None:
+            groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (named,)))
+            continue
+        try:
             said, step = peek(path)
-            groups.setdefault((foreign_name, step or 0), []).append(_File(path, (said, named)))
-    if len(groups) > 1:  # beside traces with steps, a file without any is no trace
-        groups = {key: files for key, files in groups.items() if key[0] != foreign_name or key[1]} or groups
-    return [Window(run_id, step, _by_rank(files)) for (run_id, step), files in sorted(groups.items())]
+        except TraceError:  # whoever reads the whole of it says so
+            said, step = None, None
+        if own:
+            groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (said,)))
+        elif step is None:
+            without_steps.append(_File(path, (said, named)))
+        else:
+            groups.setdefault((foreign_name, step), []).append(_File(path, (said, named)))
+    windows = [Window(run_id, step, _by_rank(files)) for (run_id, step), files in sorted(groups.items())]
+    if not windows:
+        return [Window(foreign_name, 0, _by_rank(without_steps))]
+    broken = {rank: file.path for file in without_steps if (rank := file.ranks[-1]) is not None}
+    return [replace(window, files=dict(sorted((broken | window.files).items()))) for window in windows]
 
 
 def rank_in_path(path: Path) -> int | None:

@@ -1,5 +1,6 @@
 """Reports on two runs of one choice: what changed from a baseline to a later run."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def load(path: Path) -> Run:
     record = read_record(path)
     if record["config"]["no_profile"]:
         return Run(record, None)
-    return Run(record, keep(analyse_window(last_window(path.parent, record["run_id"]))))
+    analysis = analyse_window(last_window(path.parent, record["run_id"]))
+    for problem in analysis.problems:
+        print(f"warning: {problem}; so run {record['run_id']} has no figures of traces", file=sys.stderr)
+    return Run(record, None if analysis.problems else keep(analysis))
 
 
 def print_changes(table: pd.DataFrame, console: Console) -> None:

@@ -50,6 +50,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.ranks = [int(number) for number in options.ranks.split(",")]
     except ValueError:
         exit_with_error(f"--ranks {options.ranks}: must be numbers with commas between, such as 2,8,32")
+    if options.rounds < 1 or len(set(options.ranks)) < len(options.ranks) or min(options.ranks) < 1:
+        exit_with_error("--rounds and --ranks must be at least 1, and no number of ranks may stand twice")
+    if options.trace and not options.trace.is_file():
+        exit_with_error(f"--trace {options.trace}: no such file")
     return options
 
 

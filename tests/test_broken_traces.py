@@ -21,6 +21,7 @@ from analysis.traces import find_windows, group_by_window
 from tests.ranks import RankPool
 from tests.test_audit import TINY
 from tests.traces import cpu_trace, cuda_trace, event, parsed, timeline_of, write, write_run
+from training.config import RECORD_VERSION
 
 NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
 
@@ -200,6 +201,102 @@ def test_a_file_that_is_alone_needs_no_rank_and_no_collectives(tmp_path: Path) -
     analysis = analyse_window(window)
     assert analysis.problems == [] and analysis.summary["overlap_pct"].isna().all()
     assert write_summary(analysis, "x", tmp_path / "out").exists()
+
+
+def test_a_broken_foreign_file_belongs_to_the_window_that_lacks_its_rank(tmp_path: Path) -> None:
+    """Without a world size, only the name of the broken file says that a rank is missing."""
+    trace = cuda_trace(0)
+    del trace["distributedInfo"]["world_size"]
+    write(tmp_path / "rank_0.json", trace)
+    for broken in (b"", gzip.compress(json.dumps(cuda_trace(1)).encode())[:-200]):
+        (tmp_path / "rank_1.json.gz").write_bytes(broken)
+        (problem,) = analyse_window(find_windows(tmp_path)[0]).problems
+        assert "rank_1.json.gz" in problem
+
+
+def test_steps_may_begin_with_0(tmp_path: Path) -> None:
+    for first in (0, 3):
+        trace = cuda_trace()
+        for part in trace["traceEvents"]:
+            part["name"] = re.sub(r"#(\d+)", lambda match, first=first: f"#{int(match[1]) - 5 + first}", part["name"])
+        write(tmp_path / f"host.{first}.pt.trace.json", trace)
+    assert [window.step for window in find_windows(tmp_path)] == [0, 3]
+
+
+def test_traces_of_old_kineto(tmp_path: Path) -> None:
+    """Its categories are capitalised, and its steps are operators."""
+    old = {"kernel": "Kernel", "cuda_runtime": "Runtime", "user_annotation": "Operator"}
+    trace = cuda_trace()
+    for part in trace["traceEvents"]:
+        part["cat"] = old[part["cat"]]
+    assert timeline_of(trace).kernels.equals(timeline_of(cuda_trace()).kernels)
+
+
+def test_gloo_without_a_world_size_does_not_guess_it() -> None:
+    shape = {"Input Dims": [[4], [2]], "Input type": ["float", "float"]}
+    call = event("cpu_op", "c10d::_allgather_base_", 120, 5, **shape)
+    span = event("user_annotation", "gloo:all_gather", 130, 9, 2, **{"Input Dims": [[2]], "Input type": ["float"]})
+    for info, payload in (({}, np.nan), ({"world_size": 2}, 16.0)):
+        trace = {"distributedInfo": info, "traceEvents": [*steps_at((5, 0, 900)), call, span]}
+        (row,) = timeline_of(trace).collectives.to_dict("records")
+        assert row["bytes"] == payload or (np.isnan(payload) and np.isnan([row["bytes"], row["group_size"]]).all())
+
+
+@pytest.mark.parametrize("start", [1e13, 9e16, -1e13])
+def test_an_event_far_from_the_steps_is_left_out_and_counted(start: float) -> None:
+    trace = cuda_trace()
+    trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=99))
+    trace["traceEvents"].append(event("kernel", "far", start, 5, stream=7, correlation=99))
+    found = timeline_of(trace)
+    assert found.left_out == 1 and len(found.kernels) == len(timeline_of(cuda_trace()).kernels)
+
+
+ODD = {
+    "a shape of text": {"Input Dims": [[["a", 2]]], "Input type": ["float"]},
+    "a shape of nothing": {"Input Dims": [[[None, 2]]], "Input type": ["float"]},
+    "a root that is no number": {"Concrete Inputs": ["", "", "", "²"], "Input Dims": [[4]]},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_arguments(case: str) -> None:
+    call = event("cpu_op", "c10d::scatter_" if "root" in case else "c10d::allreduce_", 120, 5, **ODD[case])
+    trace = {"distributedInfo": {"pg_config": [{"ranks": [[0], [1]]}]}, "traceEvents": [*steps_at((5, 0, 900)), call]}
+    assert timeline_of(trace).collectives.empty
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, {"config": 5}, {"memory": 5}, {"memory": [3]}, {"train_loss": None}, "[" * 100_000],
+)
+def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    path = trace_dir / f"{find_windows(trace_dir)[0].run_id}.run.json"
+    whole = {"schema_version": RECORD_VERSION, "run_id": "r", "choice": "x"}
+    path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: ") and error.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    (tmp_path / "file").touch()
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "file")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_an_absurd_number_of_ranks_is_not_believed(tmp_path: Path) -> None:
+    trace = cuda_trace(0)
+    trace["distributedInfo"]["world_size"] = 10**12
+    write(tmp_path / "rank_999999999.json", trace)
+    assert analyse_window(find_windows(tmp_path)[0]).timelines[0].world_size is None
+
+
+def test_an_own_file_outside_its_folder(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name / NAME, cpu_trace(rank)) for rank, name in enumerate("ab")]
+    (window,) = group_by_window(paths, "x")
+    assert list(window.files) == [0, 1] and analyse_window(window).problems == []
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:

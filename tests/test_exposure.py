@@ -14,7 +14,7 @@ from analysis.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
 from analysis.exposure import bus_factor, exposure
 from analysis.matching import KEY, clock_offsets
 from analysis.timeline import RankTimeline
-from tests.traces import cpu_trace, cuda_trace, timeline_of
+from tests.traces import cpu_trace, cuda_trace, event, timeline_of
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -111,16 +111,41 @@ def test_ends_that_scatter_are_no_difference_of_clocks() -> None:
 
 
 def test_what_ranks_do_not_share_is_not_split() -> None:
-    """One rank has a collective more, and at one place they differ in kind: no last arrival, so no wait is claimed."""
-    first = timeline(0, [(0, 100)], [(0, 5)], [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40)])
-    more = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 8, 50, 60)]
-    found = exposure([first, timeline(1, [(0, 100)], [(0, 5)], more)])
+    """At one place they differ in kind, and at one in size: no last arrival, so no wait is claimed."""
+    calls = [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40), ("all_reduce", 8, 50, 60)]
+    other = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 16, 50, 60)]
+    found = exposure([timeline(rank, [(0, 100)], [(0, 5)], each) for rank, each in enumerate((calls, other))])
     known = found.collectives["wait_ms"].notna()
     told = ["late_rank", "lateness_ms", "transfer_ms", "exposed_wait_ms", "done_after_ms", "algbw_gbps", "busbw_gbps"]
     assert found.collectives.loc[known, told].notna().all(axis=None)
-    assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 3
+    assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 4
     assert found.collectives.loc[known, "sequence"].tolist() == [0, 0]
-    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 5)
+    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 6)
+
+
+def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
+    """Rank 1's second call of step 0 is missing: nobody can tell which is whose there; step 1 is whole."""
+    calls = [("all_reduce", size, start, start + 10) for size, start in ((8, 10), (8, 30), (8, 50), (8, 110), (8, 130))]
+    both = [calls, [call for call in calls if call[2] != 30]]
+    found = exposure([timeline(rank, [(0, 100), (100, 200)], [(0, 5)], each) for rank, each in enumerate(both)])
+    assert found.collectives.groupby("step")["wait_ms"].apply(lambda waits: waits.notna().all()).tolist() == [
+        False,
+        True,
+    ]
+    assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
+
+
+def test_kernels_launched_before_the_first_step_are_no_idle_time() -> None:
+    """One launched before the window, and one whose launch was not recorded, run from 0 to 60 and from 70 to 90."""
+    trace = cuda_trace()
+    trace["traceEvents"] += [
+        event("cuda_runtime", "cudaLaunchKernel", -500, 4, correlation=77),
+        event("kernel", "late", 0, 60, tid=7, stream=7, correlation=77),
+        event("kernel", "lost", 70, 20, tid=7, stream=7, correlation=78),
+    ]
+    first, second = exposure([timeline_of(trace)]).steps.to_dict("records")
+    assert first["compute_ms"] - second["compute_ms"] == pytest.approx(0.08)
+    assert second["idle_ms"] - first["idle_ms"] == pytest.approx(0.08)
 
 
 def test_where_ranks_are_missing_nobody_is_called_late() -> None:

@@ -23,7 +23,9 @@ def bandwidth_section(collectives: pd.DataFrame) -> Section:
     if known.empty:
         return Section(heading, "Unknown: sizes or the arrivals of all ranks are not in the traces.")
     rows = bandwidth_by_size(known)
-    shown = rows.assign(size_bytes=rows["size_bytes"].map(size_class), kind=rows["kind"].map(KINDS))
+    shown = rows.assign(
+        size_bytes=rows["size_bytes"].map(size_class), kind=rows["kind"].map(KINDS).fillna(rows["kind"])
+    )
     return Section(
         heading,
         "From the last rank's arrival to the last rank's end; algbw is the payload over that time, busbw is that times "

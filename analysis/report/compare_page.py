@@ -59,6 +59,7 @@ class Compared:
         reference: The choice that ratios refer to.
         failed: Choices that gave no result.
         differences: What the runs differ in besides their choice, by leave of the user.
+        incomplete: Choices of which ranks' traces are missing, so that none of their traces' figures are shown.
     """
 
     records: Mapping[str, dict[str, Any]]
@@ -66,6 +67,7 @@ class Compared:
     reference: str
     failed: Sequence[str]
     differences: Sequence[Difference]
+    incomplete: Sequence[str] = ()
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -98,6 +100,10 @@ def comparison_page(compared: Compared) -> str:
         )
     if compared.failed:
         lines.append(f"No result from: {', '.join(compared.failed)}.")
+    if compared.incomplete:
+        lines.append(
+            f"Without figures of traces, since those of some ranks are missing: {', '.join(compared.incomplete)}."
+        )
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
         fairness_section(compared.differences, "choice"),

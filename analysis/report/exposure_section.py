@@ -43,7 +43,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
     return [
         *sections,
         straggler_section(exposure),
-        bucket_section(exposure.collectives),
+        bucket_section(exposure.collectives, exposure.steps["step"].nunique()),
         bandwidth_section(exposure.collectives),
     ]
 
@@ -61,9 +61,9 @@ def unmatched(calls: pd.DataFrame) -> str:
     return f" {100 * share:.0f} % of the calls could not be matched over ranks ({why}): all their time is transfer."
 
 
-def bucket_section(calls: pd.DataFrame) -> Section:
+def bucket_section(calls: pd.DataFrame, steps: int) -> Section:
     """Calls by bucket, those exposed longest where there are too many to show."""
-    rows = buckets(calls)
+    rows = buckets(calls, steps)
     most = rows.sort_values("exposed_ms_per_step", ascending=False, kind="stable").head(SHOWN).sort_index()
     few = f"The {len(most)} of {len(rows)} that are exposed longest. " if len(most) < len(rows) else ""
     columns = {name: column for name, column in BUCKET_COLUMNS.items() if name != "group" or rows[name].nunique() > 1}

@@ -145,7 +145,8 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
         text = "Unknown: these traces have no run record beside them."
         return [Section("Memory", text, table=memory_table(summary))]
     shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in (analysis.record or {}).get("shards", []))
-    rule = f"sharded over {len(summary)} ranks: {shards}" if shards else "nothing is sharded"
+    ranks = analysis.record["world_size"] if analysis.record else len(summary)
+    rule = f"sharded over {ranks} ranks: {shards}" if shards else "nothing is sharded"
     panels = representatives(analysis.exposure.steps, MOST_PANELS)
     recorded = known[known["rank"].isin(panels)].dropna(subset=["peak_bytes"])
     named = ", ".join(f"{rank} ({role})" for rank, role in panels.items())
