@@ -135,13 +135,13 @@ def require_agreement(trace: dict[str, Any]) -> None:
     assert theirs_by_name.to_numpy() == pytest.approx(ours_by_name.to_numpy(), abs=0.5)  # HTA rounds to whole us
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(device_steps)
 def test_device_kernels(steps: list[Any]) -> None:
     require_agreement(device_trace(steps))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(cpu_steps)
 def test_lowered_traces(steps: list[Any]) -> None:
     require_agreement(threads_trace(steps))
