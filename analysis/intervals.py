@@ -1,7 +1,5 @@
 """Sets of time intervals as arrays of shape (n, 2): start and end, in microseconds."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,33 +24,15 @@ def length(intervals: Intervals) -> float:
     return float((merged[:, 1] - merged[:, 0]).sum())
 
 
-def overlap(first: Intervals, second: Intervals) -> float:
-    """Time that both cover."""
-    return length(first) + length(second) - length(np.concatenate([first, second]))
-
-
 def minus(first: Intervals, second: Intervals) -> Intervals:
     """The moments of `first` that are not in `second`; both disjoint and in order, as `union` makes them."""
-    return _cells(first, second, lambda in_first, in_second: in_first & ~in_second)
-
-
-def common(first: Intervals, second: Intervals) -> Intervals:
-    """The moments of both; both disjoint and in order."""
-    return _cells(first, second, lambda in_first, in_second: in_first & in_second)
-
-
-Flags = NDArray[np.bool_]
-
-
-def _cells(first: Intervals, second: Intervals, chosen: Callable[[Flags, Flags], Flags]) -> Intervals:
-    """Time cut wherever either set begins or ends; those cells that are chosen by whether they lie in each set."""
     edges = np.unique(np.concatenate([first.ravel(), second.ravel()]))
     begins, ends = edges[:-1], edges[1:]
     in_first, in_second = (
         np.searchsorted(cut[:, 0], begins, "right") > np.searchsorted(cut[:, 1], begins, "right")
         for cut in (first, second)
     )
-    kept = chosen(in_first, in_second)
+    kept = in_first & ~in_second
     return union(np.column_stack([begins[kept], ends[kept]]))
 
 

@@ -47,10 +47,8 @@ def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
     assert moments(merged) == moments(first)
     assert (merged[1:, 0] > merged[:-1, 1]).all()
     assert intervals.length(first) == len(moments(first))
-    assert intervals.overlap(first, second) == len(moments(first) & moments(second))
     other = intervals.union(second)
     assert moments(intervals.minus(merged, other)) == moments(first) - moments(second)
-    assert moments(intervals.common(merged, other)) == moments(first) & moments(second)
     assert moments(intervals.clip(first, 5, 20)) == moments(first) & set(range(5, 20))
 
 
@@ -250,7 +248,8 @@ def test_every_column_is_documented(tmp_path: Path) -> None:
     text = (DOCS / "csv-columns.md").read_text()
     for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
         assert name in part.splitlines()[0]
-        assert re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE) == list(columns)
+        documented = re.findall(r"^\| `([^`]+)` \| (.*) \|$", part, re.MULTILINE)
+        assert documented == [(column, shown.meaning) for column, shown in columns.items()]
     (window,) = find_windows(write_run(tmp_path / "x"))
     analysis = analyse_window(window)
     write_summary(analysis, "x", tmp_path)
