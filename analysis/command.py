@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from analysis.errors import TraceError
 from analysis.traces import SUFFIXES, Window, find_windows, group_by_window
+from analysis.wording import listed
 
 if TYPE_CHECKING:
     from analysis.summary import WindowAnalysis
@@ -101,7 +102,7 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
     Shows a progress bar by rank on a terminal.
     """
     from analysis.report.summary_page import write_summary
-    from analysis.summary import analyse_window, listed
+    from analysis.summary import analyse_window
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

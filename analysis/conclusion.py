@@ -8,6 +8,7 @@ import pandas as pd
 from analysis.columns import COMPARISON_COLUMNS
 from analysis.compare import IS_REFERENCE, UNKNOWN, VERDICTS, Standing
 from analysis.fairness import MEMORY, TIME
+from analysis.wording import listed
 
 FASTER, ALIKE, SLOWER = VERDICTS[-1], VERDICTS[0], VERDICTS[1]
 WORTH_NAMING = 0.2
@@ -159,8 +160,3 @@ def called(row: Row) -> str:
 
 def shown(row: Row, column: str) -> str:
     return COMPARISON_COLUMNS[column].show(row[column])
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a`; `a and b`; `a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -30,7 +30,7 @@ OLD_CATEGORIES = {
     "Memset": "gpu_memset",
     "Runtime": "cuda_runtime",
 }
-"""Categories as Kineto wrote them until 2022."""
+"""Categories as early versions of Kineto wrote them."""
 STEP_PREFIX = "ProfilerStep#"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
 LONGEST_NAME = 300

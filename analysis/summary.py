@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context as multiprocessing_context
@@ -22,6 +22,7 @@ from analysis.memory import memory_row
 from analysis.reading import read_trace
 from analysis.timeline import RankTimeline, build_timeline
 from analysis.traces import OWN_NAME, Window, missing_ranks, rank_in_path
+from analysis.wording import listed
 from training.config import RECORD_VERSION
 
 KIND_SENTENCES = {
@@ -126,16 +127,6 @@ def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | 
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of what strangers write
         return f"{path}: holds events that are no profiler's ({type(error).__name__}: {' '.join(str(error).split())})"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """`0, 3 and 5`; of many, the first few and how many more."""
-    if len(ranks) > MOST_LISTED:
-        return f"{', '.join(map(str, ranks[:MOST_LISTED]))} and {len(ranks) - MOST_LISTED} more"
-    return " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
-
-
-MOST_LISTED = 8
 
 
 def require_comparable(timelines: list[RankTimeline]) -> None:

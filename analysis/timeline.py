@@ -38,7 +38,6 @@ class RankTimeline:
 
     rank: int
     world_size: int | None
-    backend: str
     kind: str
     path: Path
     steps: pd.DataFrame
@@ -96,7 +95,6 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     return RankTimeline(
         rank=rank,
         world_size=world_size,
-        backend=str(info.get("backend", "unknown")),
         kind=kind,
         path=path,
         steps=steps.reset_index(drop=True),

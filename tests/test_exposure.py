@@ -41,7 +41,6 @@ def timeline(
     return RankTimeline(
         rank=rank,
         world_size=world_size,
-        backend="gloo",
         kind="cpu",
         path=Path("trace"),
         steps=pd.DataFrame(numbered, columns=["number", "start", "end"]),

@@ -16,8 +16,9 @@ from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.summary_tables import audit_table, collectives_table, memory_table
 from analysis.stragglers import stragglers
-from analysis.summary import WindowAnalysis, listed, write_csv, write_text
+from analysis.summary import WindowAnalysis, write_csv, write_text
 from analysis.timeline import RankTimeline
+from analysis.wording import listed
 
 KERNEL_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
