@@ -44,6 +44,12 @@ def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
     return lambda record: record.get("versions", {}).get(package)
 
 
+def of_link(record: dict[str, Any]) -> str:
+    """The rate that the link lab has shaped the link to, if it has."""
+    rate = record.get("link_bits_per_s")
+    return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s"
+
+
 EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Those that take part in training."""
@@ -61,6 +67,9 @@ SETTINGS = {
     "learning rate": Setting(of_config("lr"), (LOSS,)),
     "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
     "bucket size": Setting(of_config("bucket_cap_mb", "the default"), (TIME, MEMORY, TRAFFIC)),
+    "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
+    "optimizer overlapped with communication": Setting(of_config("overlap_optimizer", "no"), (TIME,)),
+    "link rate": Setting(of_link, (TIME,)),
     "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
     "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
     "seed": Setting(lambda record: record["config"].get("seed"), (LOSS,)),

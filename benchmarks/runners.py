@@ -1,7 +1,8 @@
 """What a benchmark runs: strategies through the project's training loop, and two plain loops to compare them with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from training.loop import train
 from training.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.profiling import WindowProfiler
 from training.run import build_strategy, seed_everything
+from training.stopwatch import Stopwatch
 from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload, build_workload
 
@@ -36,6 +38,9 @@ class Runner:
         drop_gradients: Free them, as the next step would before its forward pass.
         state_bytes: Count the bytes that model states hold now, those of a DDP's buckets among them.
         expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
+        wire_bytes: That a rank sends in a step, by the formulas of its collectives.
+        remarks: What the strategy says of its own decisions.
+        phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
 
     elements: int
@@ -43,6 +48,9 @@ class Runner:
     drop_gradients: Callable[[], None]
     state_bytes: Callable[[], int]
     expected_state_bytes: int
+    wire_bytes: float = 0.0
+    remarks: Sequence[str] = ()
+    phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]]) -> Runner:
@@ -68,6 +76,8 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
+        wire_bytes=sum(collective.wire_bytes for collective in strategy.expected_traffic(config.grad_accum_steps)),
+        remarks=strategy.remarks,
     )
 
 
@@ -77,15 +87,24 @@ def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], r
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
     model: Any = DistributedDataParallel(module) if name == "bare_loop" else module
+    stopwatch = Stopwatch(ranks.device)
+    phase_seconds: list[tuple[float, float, float]] = []
 
     def steps(count: int) -> None:
         for _ in range(count):
+            marks = [stopwatch.mark()]
             optimizer.zero_grad()
             for index, batch in enumerate(batches):
                 if name == "bare_loop":
                     model.require_backward_grad_sync = index == len(batches) - 1
-                (model(**batch).loss / len(batches)).backward()
+                loss = model(**batch).loss / len(batches)
+                marks.append(stopwatch.mark())
+                loss.backward()
+                marks.append(stopwatch.mark())
             optimizer.step()
+            *moments, end = stopwatch.seconds_since_first([*marks, stopwatch.mark()])
+            spans = [later - earlier for earlier, later in pairwise(moments)]
+            phase_seconds.append((sum(spans[::2]), sum(spans[1::2]), end - moments[-1]))
 
     def state_bytes() -> int:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -94,7 +113,16 @@ def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], r
         return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states]) + buckets
 
     expected = expected_state_bytes(size, ranks.world_size, ())
-    return Runner(size.elements, steps, optimizer.zero_grad, state_bytes, sum(expected.values()))
+    wire_bytes = 2 * (ranks.world_size - 1) / ranks.world_size * storage_bytes(module.parameters())
+    return Runner(
+        size.elements,
+        steps,
+        optimizer.zero_grad,
+        state_bytes,
+        sum(expected.values()),
+        wire_bytes=wire_bytes if name == "bare_loop" else 0.0,
+        phase_seconds=phase_seconds,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ Machines drift: the same command can take twice as long a minute later. So each 
 every choice (communication may go on into the next step, and is waited for at the end of the round), in a new random
 order (what runs just before leaves its traces in caches and in the allocator), and a choice is judged by the median
 over rounds of its ratio to the reference in the same round. `local` is the same step without any communication, from
-which exposed time is reckoned.
+which exposed time is reckoned. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
+
+Where the link's rate is known (`--link-rate`; the link lab sets it), each choice has a bound: forward, then backward or
+its bytes on the wire at that rate, whichever takes longer, then the optimizer, all as `local` takes them.
 
 With `--rounds 0` only memory is measured (`benchmarks/memory.py` does that for many choices and world sizes).
 """
@@ -18,7 +21,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import ddp
 import sharding
+from benchmarks.variants import SETTINGS, parse_variant
 from training.cli import exit_with_error, unknown_name
 from training.config import RunConfig
 from training.errors import UserError
@@ -45,6 +48,10 @@ COLUMNS = (
     "ratio_p25",
     "ratio_p75",
     "exposed_ms_median",
+    "link_bits_per_s",
+    "wire_bytes",
+    "bound_ms",
+    "bound_ratio_median",
     "peak_bytes",
     "workload",
     "world_size",
@@ -57,25 +64,35 @@ STEPS_PER_ROUND = 3
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = [name for registry in REGISTRIES for name in registry.names] + [LOCAL, "bare_loop"]
+    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [LOCAL, "bare_loop"]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--choices", required=True, help=f"comma-separated; of {', '.join(names)}")
+    parser.add_argument(
+        "--choices",
+        required=True,
+        help=f"comma-separated; of {', '.join(names)}; each may carry settings ({', '.join(SETTINGS)}), as in "
+        "bucket_ddp_async:bucket_cap_mb=auto:overlap_optimizer=on",
+    )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds; 0 measures memory only")
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument("--bucket-cap-mb", type=float, default=None)
+    parser.add_argument(
+        "--link-rate",
+        type=float,
+        default=os.environ.get("LINK_BITS_PER_S") or None,
+        help="bits per second that a rank can send, for the bound (default: what the link lab sets)",
+    )
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
-    options.choices = options.choices.split(",")
-    for name in (*options.choices, options.against):
-        if name not in names:
-            exit_with_error(unknown_name("strategy", name, names))
+    options.choices = [parse_variant(text, names) for text in options.choices.split(",")]
+    options.against = parse_variant(options.against, names)
+    if options.link_rate is not None and not options.link_rate > 0:
+        exit_with_error(f"--link-rate {options.link_rate}: must be above 0 bits per second")
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     if options.rounds < 0:
@@ -98,7 +115,6 @@ def main() -> int:
             device=options.device,
             grad_accum_steps=options.grad_accum_steps,
             backend=options.backend,
-            bucket_cap_mb=options.bucket_cap_mb,
             depth=options.depth,
             width=options.width,
             train_samples=options.global_batch_size,
@@ -119,26 +135,53 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
 
     from benchmarks.runners import make_runner, measure_memory
 
-    names = list(dict.fromkeys([options.against, *options.choices, LOCAL] if options.rounds else options.choices))
-    table = pd.DataFrame(index=names, columns=list(COLUMNS))
+    local = parse_variant(LOCAL, [LOCAL])
+    wanted = [options.against, *options.choices, local] if options.rounds else options.choices
+    variants = {variant.label: variant for variant in wanted}
+    table = pd.DataFrame(index=list(variants), columns=list(COLUMNS))
     runners = {}
-    for name in names:
-        runner = runners[name] = make_runner(replace(config, choice=name), ranks, load_strategy)
+    for label, variant in variants.items():
+        runner = runners[label] = make_runner(variant.of(config), ranks, load_strategy)
         memory = measure_memory(runner, ranks.device)
-        table.loc[name, ["choice", "workload", "world_size"]] = name, config.workload, ranks.world_size
-        table.loc[name, ["elements", "rounds"]] = runner.elements, options.rounds
-        table.loc[name, "peak_bytes"] = memory.peak
-        table.loc[name, ["resting_bytes", "expected_resting_bytes"]] = memory.resting, runner.expected_state_bytes
+        table.loc[label, ["choice", "workload", "world_size"]] = label, config.workload, ranks.world_size
+        table.loc[label, ["elements", "rounds"]] = runner.elements, options.rounds
+        table.loc[label, ["link_bits_per_s", "wire_bytes"]] = options.link_rate, runner.wire_bytes
+        table.loc[label, "peak_bytes"] = memory.peak
+        table.loc[label, ["resting_bytes", "expected_resting_bytes"]] = memory.resting, runner.expected_state_bytes
     if options.rounds:
         times = time_rounds(runners, options.rounds, ranks)
-        table["against"] = options.against
-        ratios = times.div(times[options.against], axis="index")
+        table["against"] = options.against.label
+        ratios = times.div(times[options.against.label], axis="index")
         table["step_ms_median"] = times.median()
         table["ratio_median"] = ratios.median()
         table["ratio_p25"] = ratios.quantile(0.25)
         table["ratio_p75"] = ratios.quantile(0.75)
         table["exposed_ms_median"] = times.sub(times[LOCAL], axis="index").median()
+        if options.link_rate:
+            bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
+            table["bound_ms"] = bounds.median()
+            table["bound_ratio_median"] = times.div(bounds).median()
+    for runner in runners.values():
+        table.attrs.setdefault("remarks", []).extend(runner.remarks)
     return table
+
+
+def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: Any, ranks: Any) -> Any:
+    """The least milliseconds that a step could take on this link: a row a round, a column a choice.
+
+    Args:
+        phase_seconds: Of each step of `local`: seconds of forward, backward and optimizer.
+    """
+    import pandas as pd
+    import torch
+    import torch.distributed as dist
+
+    phases = torch.tensor(phase_seconds, dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(phases, dist.ReduceOp.MAX)
+    forward, backward, optimizer = phases.view(-1, STEPS_PER_ROUND, 3).mean(1).cpu().numpy().T
+    wire = 8 * table["wire_bytes"].astype(float) / table["link_bits_per_s"].astype(float)
+    rows = [1000 * (f + wire.clip(lower=b) + o) for f, b, o in zip(forward, backward, optimizer, strict=True)]
+    return pd.DataFrame(rows).reset_index(drop=True)
 
 
 def load_strategy(name: str) -> Any:
@@ -179,16 +222,24 @@ def show(table: Any, options: argparse.Namespace) -> None:
     from rich.table import Table
 
     mib = 2**20
+    for remark in table.attrs["remarks"]:
+        print(remark)
     title = f"{options.workload}, {table.elements.iloc[0] / 1e6:.1f} M parameters, {table.world_size.iloc[0]} ranks"
     columns = {"choice": table.choice}
     if options.rounds:
-        title += f", {options.rounds} rounds, ratios to {options.against}"
+        title += f", {options.rounds} rounds, ratios to {options.against.label}"
         columns |= {
             "step, ms": table.step_ms_median.map("{:.1f}".format),
             "ratio": table.ratio_median.map("{:.3f}".format),
             "p25": table.ratio_p25.map("{:.3f}".format),
             "p75": table.ratio_p75.map("{:.3f}".format),
             "exposed, ms": table.exposed_ms_median.map("{:.1f}".format),
+        }
+    if options.link_rate and options.rounds:
+        title += f", link of {options.link_rate / 1e6:g} Mbit/s"
+        columns |= {
+            "bound, ms": table.bound_ms.map("{:.1f}".format),
+            "/ bound": table.bound_ratio_median.map("{:.3f}".format),
         }
     columns |= {
         "peak, MiB": (table.peak_bytes / mib).map("{:.1f}".format),
@@ -200,7 +251,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
         shown.add_column(heading, justify="left" if heading == "choice" else "right", no_wrap=True)
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
-    Console(width=120).print(shown)
+    Console(width=160).print(shown)
     if options.csv:
         table.to_csv(options.csv, index=False)
         print(f"table: {options.csv}")

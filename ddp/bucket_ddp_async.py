@@ -15,16 +15,26 @@ Three things make it correct and cheap:
   and no pass divides it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
+from ddp.bucket_plan import describe, plan
+from ddp.link_fit import LinkFit
+from ddp.partial_step import only
+from training.config import AUTO
+from training.errors import UnsupportedError
 from training.replicated import ReplicatedStrategy, bytes_of
+from training.strategy import are_finite
 from training.traffic import Collective
 
 DEFAULT_CAP_MB = 25.0
+WATCHED_BUCKETS = 8
+"""About so many buckets are in use while the link is being measured."""
 
 
 class Bucket:
@@ -41,7 +51,8 @@ class Bucket:
         pieces = self.flat.split([p.numel() for p in parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.missing = len(parameters)
-        self.work: dist.Work | None = None
+        self.is_started = False
+        self.work: Any = None
 
     def place_gradient(self, slot: int) -> None:
         """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
@@ -52,16 +63,16 @@ class Bucket:
             view.copy_(parameter.grad)
         parameter.grad = view
 
-    def all_reduce(self, group: dist.ProcessGroup) -> None:
-        """Start the sum over ranks."""
+    def complete(self) -> None:
+        """Make sure that every gradient lies in the buffer."""
         for slot in range(len(self.parameters)):
             if self.parameters[slot].grad is not self.views[slot]:  # not used on this rank in this step
                 self.place_gradient(slot)
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def reset(self) -> None:
         """Await the gradients of the next step."""
         self.missing = len(self.parameters)
+        self.is_started = False
         self.work = None
 
 
@@ -83,47 +94,119 @@ def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[l
 class BucketDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a bucket, started during the last backward pass of a step."""
 
+    overlaps_optimizer = True
+
     def prepare(self) -> None:
         super().prepare()
-        cap_bytes = (self.options.bucket_cap_mb or DEFAULT_CAP_MB) * 2**20
-        self.buckets = [Bucket(parameters) for parameters in fill_buckets(self.trainable.values(), cap_bytes)]
-        self._started = 0
-        for bucket in self.buckets:
-            for slot, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(bucket, slot))
+        parameters = list(self.trainable.values())
+        self._updated: set[nn.Parameter] = set()
+        self._fit: LinkFit | None = None
+        cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
+        if self.options.bucket_cap_mb == AUTO:
+            self._fit = LinkFit(parameters, self.process_group, self.options.clock)
+            cap_bytes = bytes_of(parameters) / WATCHED_BUCKETS
+        self.buckets: list[Bucket] = []
+        self._fill(fill_buckets(parameters, cap_bytes))
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
+
+    def _fill(self, assignment: Sequence[list[nn.Parameter]]) -> None:
+        self.buckets.clear()  # the memory of the old ones is free before the new ones take theirs
+        self._place: dict[Tensor, tuple[Bucket, int]] = {}
+        for parameters in assignment:
+            bucket = Bucket(parameters)
+            self.buckets.append(bucket)
+            self._place.update({parameter: (bucket, slot) for slot, parameter in enumerate(parameters)})
 
     def before_step(self) -> None:
         super().before_step()
+        if self._fit and self._fit.is_due:
+            self._fit_buckets(self._fit)
+            self._fit = None
         self._started = 0
         for bucket in self.buckets:
             bucket.reset()
+        if self._fit:
+            self._fit.begin_step()
 
-    def _on_gradient_ready(self, bucket: Bucket, slot: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if bucket.work is not None:
-                raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
-            bucket.place_gradient(slot)
-            if not self.synchronizes_gradients:
+    def _fit_buckets(self, fit: LinkFit) -> None:
+        """Plan the buckets for what was measured, and fill them anew."""
+        order, timeline = fit.timeline([bucket.parameters for bucket in self.buckets])
+        ends = plan(timeline)
+        self.zero_grad()  # a gradient in an old bucket would keep its memory
+        self._fill([order[start:end] for start, end in pairwise([0, *ends])])
+        self.remarks.append(describe(timeline, ends))
+
+    def _on_gradient_ready(self, parameter: Tensor) -> None:
+        bucket, slot = self._place[parameter]
+        if bucket.is_started:
+            raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
+        bucket.place_gradient(slot)
+        if not self.synchronizes_gradients:
+            return
+        bucket.missing -= 1
+        if self._fit:
+            self._fit.on_gradient(parameter)
+            if self._fit.defers:
                 return
-            bucket.missing -= 1
-            while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
-                self._start_next()
-
-        return hook
+        while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+            self._start_next()
 
     def _start_next(self) -> None:
-        self.buckets[self._started].all_reduce(self.process_group)
+        bucket = self.buckets[self._started]
+        bucket.complete()
+        bucket.work = self.all_reduce(bucket.flat, bucket.views, async_op=True)
+        bucket.is_started = True
         self._started += 1
 
     def finish_gradient_synchronization(self) -> None:
         while self._started < len(self.buckets):  # those that wait for a gradient that backward did not make
             self._start_next()
+        self._updated.clear()
+        self._updates_early = self.options.overlap_optimizer and not self.watch.inspects
+        self._all_finite = True
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+            if self._updates_early:
+                with record_function("optimizer"):
+                    self._update(bucket)
+
+    # The optimizer, bucket by bucket ------------------------------------------------------------------------------
+
+    def _update(self, bucket: Bucket) -> None:
+        """Update the parameters of a reduced bucket, while later ones are under way.
+
+        Only those that got a gradient on this rank: of the others nobody knows yet whether any rank used them. Nothing
+        after a bucket that is not finite, which ends the run.
+        """
+        self._all_finite = self._all_finite and are_finite([bucket.flat])
+        if self._all_finite:
+            received = dict(zip(self.trainable.values(), self.watch.received(), strict=True))
+            ready = [parameter for parameter in bucket.parameters if received[parameter]]
+            with only(self.optimizer, ready):
+                self.optimizer.step()
+            self._updated.update(ready)
+
+    def share_is_finite(self) -> bool:
+        return self._all_finite if self._updates_early else super().share_is_finite()
+
+    def step(self) -> None:
+        if not self._updated:
+            super().step()
+            return
+        with only(self.optimizer, [p for p in self.trainable.values() if p not in self._updated]):
+            super().step()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if self.options.overlap_optimizer:
+            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
+        return super().clip_grad_norm_(max_norm)
+
+    # What a run wants to know -------------------------------------------------------------------------------------
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [bucket.flat for bucket in self.buckets]
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bytes_of([bucket.flat]) for bucket in self.buckets])
+        return self.gradient_all_reduces(len(self.buckets), self.trainable.values())

@@ -6,10 +6,11 @@ gradients, there and back, and as much memory again; and the one all-reduce cann
 ready, so all of it is exposed.
 """
 
-import torch
-import torch.distributed as dist
+from itertools import chain
 
-from training.replicated import ReplicatedStrategy, by_dtype, bytes_of
+import torch
+
+from training.replicated import ReplicatedStrategy, by_dtype
 from training.traffic import Collective
 
 
@@ -23,10 +24,12 @@ class FlatDDP(ReplicatedStrategy):
             # A parameter without gradient is not used here in this step, but perhaps on another rank.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self.process_group)
-            reduced = flat.split([gradient.numel() for gradient in gradients])
-            for parameter, gradient, values in zip(parameters, gradients, reduced, strict=True):
-                parameter.grad = gradient.copy_(values.view_as(gradient))
+            pieces = flat.split([gradient.numel() for gradient in gradients])
+            views = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+            self.all_reduce(flat, views)
+            for parameter, gradient, reduced in zip(parameters, gradients, views, strict=True):
+                parameter.grad = gradient.copy_(reduced)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bytes_of(same) for same in by_dtype(self.trainable.values()).values()])
+        gradients = by_dtype(self.trainable.values())
+        return self.gradient_all_reduces(len(gradients), chain.from_iterable(gradients.values()))

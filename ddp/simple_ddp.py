@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.traffic import Collective
 
 
@@ -32,8 +31,8 @@ class SimpleDDP(ReplicatedStrategy):
         for parameter in self.trainable.values():
             if parameter.grad is None:  # not used by this micro-batch here, but perhaps on another rank
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=self.process_group)
+            self.all_reduce(parameter.grad)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        payloads = [bytes_of([parameter]) for parameter in self.trainable.values()]
-        return self.gradient_all_reduces(payloads * micro_batches)
+        parameters = list(self.trainable.values()) * micro_batches
+        return self.gradient_all_reduces(len(parameters), parameters)

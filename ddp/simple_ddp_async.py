@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.traffic import Collective
 
 
@@ -49,7 +49,7 @@ class AsyncDDP(ReplicatedStrategy):
         parameter = self._order[len(self._in_flight)]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        self._in_flight.append(dist.all_reduce(parameter.grad, group=self.process_group, async_op=True))
+        self._in_flight.append(self.all_reduce(parameter.grad, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:
         while len(self._in_flight) < len(self._order):  # the ones that backward did not reach on this rank
@@ -59,4 +59,4 @@ class AsyncDDP(ReplicatedStrategy):
         self._in_flight.clear()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bytes_of([parameter]) for parameter in self.trainable.values()])
+        return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

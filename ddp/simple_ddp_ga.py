@@ -6,9 +6,8 @@ itself, within `no_sync()`, and they are all-reduced once, after the last backwa
 """
 
 import torch
-import torch.distributed as dist
 
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.traffic import Collective
 
 
@@ -21,7 +20,7 @@ class SimpleDDPAccumulated(ReplicatedStrategy):
         for parameter in self.trainable.values():
             if parameter.grad is None:  # not used here in this step, but perhaps on another rank
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.process_group)
+            self.all_reduce(parameter.grad)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bytes_of([parameter]) for parameter in self.trainable.values()])
+        return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

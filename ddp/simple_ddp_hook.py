@@ -13,10 +13,9 @@ of backward. A gradient that is ready early waits for those before it; what back
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.traffic import Collective
 
 
@@ -52,7 +51,7 @@ class HookDDP(ReplicatedStrategy):
         parameter = self._order[self._next]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=self.process_group)
+        self.all_reduce(parameter.grad)
         self._next += 1
 
     def finish_gradient_synchronization(self) -> None:
@@ -60,4 +59,4 @@ class HookDDP(ReplicatedStrategy):
             self._reduce_next()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces([bytes_of([parameter]) for parameter in self.trainable.values()])
+        return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

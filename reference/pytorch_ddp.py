@@ -38,12 +38,17 @@ class PyTorchDDP(ReplicatedStrategy):
     averages_over_ranks = True
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
+        self.make_compression()
+        cap_bytes = self.options.fixed_bucket_bytes
         self.ddp = DistributedDataParallel(
             LossOf(self.module),
             process_group=self.process_group,
-            bucket_cap_mb=self.options.bucket_cap_mb,
+            bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20,
             find_unused_parameters=self.options.find_unused_parameters,
         )
+
+        if self.compression is not None:
+            self.compression.register(self.ddp)
 
     def before_step(self) -> None:
         """Nothing: the first forward pass of a step broadcasts the buffers by itself."""
@@ -71,7 +76,7 @@ class PyTorchDDP(ReplicatedStrategy):
             )
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        traffic = self.gradient_all_reduces(bucket_bytes(self.ddp))
+        traffic = self.gradient_all_reduces(len(bucket_bytes(self.ddp)), self.trainable.values())
         if self.options.find_unused_parameters:  # DDP also agrees on who used what: an int32 a parameter
             traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.data_parallel_size, "bookkeeping"))
         return traffic

@@ -93,7 +93,7 @@ class Zero1(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        cap_bytes = (self.options.bucket_cap_mb or self._default_cap_mb()) * 2**20
+        cap_bytes = self.options.fixed_bucket_bytes or self._default_cap_mb() * 2**20
         self.flats = [
             FlatParameters(parameters, self.process_group)
             for segment in self._segments()

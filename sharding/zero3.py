@@ -43,7 +43,7 @@ class Zero3(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        plans = plan_units(self.module, (self.options.bucket_cap_mb or DEFAULT_CAP_MB) * 2**20)
+        plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
         before, after = around_units(self.module, plans)
         units = [Unit(plan.modules, [plan.parameters], self.process_group) for plan in plans]
         self.root = Unit([self.module], [before, after], self.process_group)

@@ -43,16 +43,22 @@ class StepResult:
     nonfinite: str | None = None
     culprits: Sequence[int] = ()
 
-    def require_finite(self, step: int) -> None:
-        """Raise NonFiniteError, on every rank alike, if there is cause to."""
+    def require_finite(self, step: int, updates_early: bool = False) -> None:
+        """Raise NonFiniteError, on every rank alike, if there is cause to.
+
+        Args:
+            updates_early: Whether parameters may have been updated before all gradients were reduced.
+        """
         if self.nonfinite is None:
             return
         where = f"on rank {', '.join(map(str, self.culprits))}"
         if not self.culprits:
             where = "after the sum over ranks (each rank's own was finite when the step was run again)"
+        updated = (
+            "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
+        )
         raise NonFiniteError(
-            f"step {step}: {self.nonfinite} is not finite {where}; no rank has updated its parameters; "
-            "a lower --lr or --clip-grad-norm may help"
+            f"step {step}: {self.nonfinite} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
         )
 
 

@@ -81,7 +81,7 @@ def build_parser(
             parser.add_argument(flag_name(field.name), action="store_true", help=help_text)
         else:
             shown = "" if default is None else f" (default: {default})"
-            value_type = _plain_type(types_of[field.name])
+            value_type = field.metadata["parse"] or _plain_type(types_of[field.name])
             parser.add_argument(
                 flag_name(field.name),
                 type=value_type,

@@ -4,6 +4,7 @@ This module imports nothing heavy, so that `--help` answers at once.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from training.errors import UserError
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+AUTO = "auto"
+COMPRESSIONS = ("bf16", "powersgd")
 
 RECORD_VERSION = 3
 """Of the run record's format (`docs/run-record.md`)."""
@@ -24,30 +27,60 @@ class StrategyOptions:
 
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. Default: what the strategy
-            takes by itself (25 MiB for the hand-written ones and PyTorch DDP, whose first bucket is then 1 MiB).
+            takes by itself (25 MiB for most, with a first bucket of 1 MiB in PyTorch DDP). `auto`: `bucket_ddp_async`
+            measures the link and plans its buckets; others take their default.
+        overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
+        compress: `bf16` or `powersgd`: all-reduce less than the gradients, rounded (`training.compression`).
         parameter_groups: Function of the module that answers with optimizer parameter groups, as `torch.optim` takes
             them. Default: one group of all trainable parameters.
+        clock: Answers with seconds, to strategies that measure. A pretended cluster passes its own.
     """
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | str | None = None
     precision: str = "fp32"
     find_unused_parameters: bool = False
+    overlap_optimizer: bool = False
+    compress: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
+    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        cap = self.bucket_cap_mb
         _require(
-            self.bucket_cap_mb is None or self.bucket_cap_mb > 0,
+            cap in (None, AUTO) or (not isinstance(cap, str) and 0 < cap < float("inf")),
             "--bucket-cap-mb",
-            self.bucket_cap_mb,
-            "a size above 0 MiB",
+            cap,
+            f"a size above 0 MiB, or {AUTO}",
+        )
+        _require(
+            self.compress is None or self.compress in COMPRESSIONS,
+            "--compress",
+            self.compress,
+            f"one of {', '.join(COMPRESSIONS)}",
+        )
+        _require(
+            not (self.compress and cap == AUTO),
+            "--bucket-cap-mb",
+            AUTO,
+            "a size with --compress, since buckets are fitted to all-reduces of whole gradients",
         )
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
 
+    @property
+    def fixed_bucket_bytes(self) -> float | None:
+        """The size that was asked for, if it was."""
+        return None if self.bucket_cap_mb is None or isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20
 
-def _flag(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+
+def bucket_cap(text: str) -> float | str:
+    """What `--bucket-cap-mb` takes: a number, or `auto`."""
+    return text if text == AUTO else float(text)
+
+
+def _flag(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -70,7 +103,15 @@ class RunConfig:
     clip_grad_norm: float | None = _flag(None, "scale gradients down to this norm over the whole model")
     seed: int = _flag(0, "seed of initial weights, data order and dropout")
     precision: str = _flag("fp32", "fp32, or bf16 for autocast over fp32 master states")
-    bucket_cap_mb: float | None = _flag(None, "largest gradient bucket in MiB (default: 25)")
+    bucket_cap_mb: float | str | None = _flag(
+        None,
+        "largest gradient bucket in MiB (default: 25), or auto: bucket_ddp_async fits its buckets to the measured link",
+        bucket_cap,
+    )
+    overlap_optimizer: bool = _flag(
+        False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
+    )
+    compress: str | None = _flag(None, "all-reduce gradients rounded: bf16 or powersgd (default: as they are)")
     find_unused_parameters: bool = _flag(False, "let PyTorch DDP search for parameters that get no gradient")
     depth: int = _flag(40, "layers of workload mlp")
     width: int = _flag(4096, "features of each layer of workload mlp")
@@ -108,6 +149,12 @@ class RunConfig:
                 getattr(self, name) in allowed, flag_name(name), getattr(self, name), f"one of {', '.join(allowed)}"
             )
         _require(0 <= self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
+        _require(
+            not (self.overlap_optimizer and self.clip_grad_norm),
+            "--overlap-optimizer",
+            "with --clip-grad-norm",
+            "one or the other, since the norm of all gradients is known only when all of them are reduced",
+        )
         self.strategy_options()
 
     def strategy_options(self) -> StrategyOptions:
@@ -115,6 +162,8 @@ class RunConfig:
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
             find_unused_parameters=self.find_unused_parameters,
+            overlap_optimizer=self.overlap_optimizer,
+            compress=self.compress,
         )
 
     def micro_batch_size(self, data_parallel_size: int) -> int:

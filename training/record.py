@@ -136,6 +136,7 @@ def run_record(
         "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else _cpu_name(),
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
+        "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
         "versions": {"python": platform.python_version(), **_package_versions()},
         "parameters": size.elements,
@@ -151,6 +152,7 @@ def run_record(
         "train_loss": result.loss,
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,
+        "remarks": strategy.remarks,
         "memory": memory,
     }
 

@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.compression import Compression
 from training.consistency import require_matching_state
 from training.strategy import MakeOptimizer, Strategy
 from training.traffic import Collective
@@ -20,11 +22,38 @@ class ReplicatedStrategy(Strategy):
     """
 
     def prepare(self) -> None:
+        self.make_compression()
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         make_groups = self.options.parameter_groups
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+
+    def make_compression(self) -> None:
+        """Where `options.compress` asks for it, gradients are averaged by PyTorch's hooks."""
+        self.compression: Compression | None = None
+        if self.options.compress:
+            self.compression = Compression(self.options.compress, self.process_group)
+            self.averages_over_ranks = True
+
+    def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
+        """`torch.distributed.all_reduce` of a gradient in place, compressed if that was asked for.
+
+        Args:
+            parts: Views into `gradient`, one a parameter, if it holds those of several.
+
+        Returns:
+            A handle to wait for, if `async_op`.
+        """
+        if self.compression is None:
+            op = dist.ReduceOp.AVG if self.averages_over_ranks else dist.ReduceOp.SUM
+            return dist.all_reduce(gradient, op, self.process_group, async_op)
+        handle = self.compression.all_reduce(gradient, parts or [gradient])
+        return handle if async_op else handle.wait()
+
+    def before_backward(self) -> None:
+        if self.compression is not None:
+            self.compression.begin_round()
 
     def before_step(self) -> None:
         broadcast_from_rank0(list(self.module.buffers()), self.process_group)
@@ -59,10 +88,13 @@ class ReplicatedStrategy(Strategy):
         """The broadcasts of `before_step`."""
         return buffer_broadcasts(self.module, self.data_parallel_size)
 
-    def gradient_all_reduces(self, payloads: Sequence[int]) -> list[Collective]:
-        """All-reduces of these many bytes each, and the broadcast of buffers: what a replicated step sends."""
-        reductions = Collective("all_reduce", len(payloads), sum(payloads), self.data_parallel_size, "gradients")
-        return [reductions, *self.buffer_traffic()]
+    def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
+        """What a replicated step sends: `calls` all-reduces of all `gradients` together, and broadcasts of buffers."""
+        gradients = list(gradients)
+        payload = bytes_of(gradients)
+        if self.compression is not None:
+            calls, payload = self.compression.traffic(calls, gradients)
+        return [Collective("all_reduce", calls, payload, self.data_parallel_size, "gradients"), *self.buffer_traffic()]
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

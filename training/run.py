@@ -78,6 +78,8 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
+        for remark in strategy.remarks:
+            print(f"{config.choice}: {remark}", flush=True)
         print(summary_line(record, str(path)), flush=True)
 
 

@@ -28,6 +28,7 @@ from training.agreement import (
 )
 from training.config import StrategyOptions
 from training.consistency import require_same_parameters, require_supported_parameters
+from training.errors import UnsupportedError
 from training.gradient_watch import GradientWatch
 from training.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.traffic import Collective
@@ -53,6 +54,8 @@ class Strategy(ABC):
 
     averages_over_ranks = False
     """Whether gradients are averaged over ranks (as PyTorch's own do) rather than summed, which saves a division."""
+    overlaps_optimizer = False
+    """Whether `options.overlap_optimizer` is supported."""
     communicates_in_forward = False
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
@@ -71,9 +74,16 @@ class Strategy(ABC):
             raise RuntimeError("a strategy needs a process group: call torch.distributed.init_process_group first")
         self.module = module
         self.options = options or StrategyOptions()
+        self.remarks: list[str] = []  # what the user of a run should be told of the strategy's own decisions
         self.process_group = group
         self.optimizer_steps = 0
         self.synchronizes_gradients = True
+        if self.options.compress and self.shards:
+            raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
+        if self.options.overlap_optimizer and not self.overlaps_optimizer:
+            raise UnsupportedError(
+                "--overlap-optimizer: only bucket_ddp_async updates parameters before all are reduced"
+            )
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
@@ -127,6 +137,9 @@ class Strategy(ABC):
     def before_step(self) -> None:
         """Runs before a step's first forward pass."""
 
+    def before_backward(self) -> None:
+        """Runs before the backward pass of each micro-batch."""
+
     def after_backward(self) -> None:
         """Runs after the backward pass of each micro-batch."""
 
@@ -145,6 +158,10 @@ class Strategy(ABC):
 
         A gradient that was not finite on any rank is not finite in the sum over ranks, so ranks share the looking.
         """
+
+    def share_is_finite(self) -> bool:
+        """Whether `gradient_share` holds neither NaN nor infinity."""
+        return are_finite(self.gradient_share())
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave no gradient to `parameters`, which no rank has used in this step."""
@@ -219,7 +236,7 @@ class Strategy(ABC):
             raise
         finally:
             self.watch.inspects = False
-        result.require_finite(self.optimizer_steps)
+        result.require_finite(self.optimizer_steps, self.options.overlap_optimizer)
         return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
 
     def _attempt(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -246,6 +263,7 @@ class Strategy(ABC):
                 weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
                 with record_function("backward"):
                     self.watch.begin_round()
+                    self.before_backward()
                     (loss * (weight * self.data_parallel_size if self.averages_over_ranks else weight)).backward()
                 self.after_backward()
             if weight:
@@ -255,10 +273,8 @@ class Strategy(ABC):
         with record_function("gradient_sync"):
             self.finish_gradient_synchronization()
         local_loss = torch.stack(losses).sum().item() if losses else 0.0
-        sums = [gradient.sum(dtype=torch.float32) for gradient in self.gradient_share()]
-        share_is_finite = not sums or bool(torch.stack(sums).isfinite().all())
         result = self._agreement.results(
-            local_loss, share_is_finite, self.watch.first_nonfinite_round, self.watch.received()
+            local_loss, self.share_is_finite(), self.watch.first_nonfinite_round, self.watch.received()
         )
         self.drop_gradients([p for p, used in zip(self.trainable.values(), result.used, strict=True) if not used])
         return result
@@ -306,6 +322,12 @@ class Strategy(ABC):
         exchanges = Collective("all_gather", 2, row_bytes * size, size, "bookkeeping")
         clipping = self.expected_clipping_traffic() if clips else []
         return [*self.expected_gradient_traffic(micro_batches), exchanges, *clipping]
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element is NaN or infinite; a sum that overflows counts as infinite."""
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def sample_count(micro_batch: MicroBatch) -> int:

@@ -1,0 +1,59 @@
+"""Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from training.cli import exit_with_error, unknown_name
+from training.config import RunConfig, bucket_cap
+from training.errors import UserError
+
+SETTINGS = {
+    "bucket_cap_mb": bucket_cap,
+    "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
+    "compress": str,
+    "precision": str,
+}
+"""What may differ between the choices of one benchmark, and how its value reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A choice and its own settings.
+
+    Attributes:
+        label: As the command line has it.
+    """
+
+    label: str
+    choice: str
+    settings: dict[str, object]
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """`config` for this variant.
+
+        Raises:
+            UserError: a setting does not fit.
+        """
+        return dataclasses.replace(config, choice=self.choice, **self.settings)
+
+
+def parse_variant(text: str, names: Sequence[str]) -> Variant:
+    """Reads `choice` or `choice:setting=value:setting=value`; leaves the process with one line where it cannot."""
+    choice, *pairs = text.split(":")
+    if choice not in names:
+        exit_with_error(unknown_name("strategy", choice, names))
+    settings = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in SETTINGS:
+            exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
+        try:
+            settings[name] = SETTINGS[name](value)
+        except (ValueError, KeyError):
+            exit_with_error(f"{text}: {name} cannot be '{value}'")
+    variant = Variant(text, choice, settings)
+    try:
+        variant.of(RunConfig())
+    except UserError as error:
+        exit_with_error(f"{text}: {error}")
+    return variant

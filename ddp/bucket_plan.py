@@ -1,0 +1,146 @@
+"""Which gradients to all-reduce together, given when each is ready and what an all-reduce costs on this link.
+
+Pure functions: numbers in, boundaries out. The model behind them is a queue with one server. Backward makes gradient i
+at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link, and keeps
+the link for `cost(bytes)`. Where compute and communication share a resource (cores, memory, multiprocessors), each
+second of communication keeps backward back by `slowdown` seconds, and so all gradients that it has still to make.
+
+Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. A
+link that backward keeps waiting wants small ones first; a link that is the bottleneck wants, after a small first
+bucket, whatever keeps it busy.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+USUAL_BYTES = 25 * 2**20
+"""PyTorch DDP's default."""
+MOST_PIECES = 256
+"""Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
+
+
+Cost = Callable[[np.ndarray], np.ndarray]
+"""Seconds that all-reduces of so many bytes keep the link, each by itself."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a plan is made for. All sequences have a value a gradient, in the order in which gradients become ready.
+
+    Attributes:
+        ready: Seconds at which backward has made it, without any communication going on; non-decreasing.
+        payload: Bytes.
+        kind: Gradients of different kinds (dtype, device) cannot share a bucket.
+        slowdown: Seconds that backward loses for each second of communication, 0 to 1.
+    """
+
+    ready: Sequence[float]
+    payload: Sequence[int]
+    kind: Sequence[object]
+    cost: Cost
+    slowdown: float = 0.0
+
+
+@dataclass(frozen=True)
+class State:
+    """The best that can be said of buckets over the first gradients: when the link is free, how late backward is."""
+
+    free: float
+    delay: float
+    ends: tuple[int, ...]
+
+
+def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
+    """Seconds at which the last bucket is reduced. `ends`: of each bucket, the index after its last gradient."""
+    state = State(0.0, 0.0, ())
+    for start, end in zip((0, *ends), ends, strict=False):
+        state = with_bucket(state, timeline, end, float(timeline.cost(np.array([sum(timeline.payload[start:end])]))[0]))
+    return state.free
+
+
+def with_bucket(state: State, timeline: Timeline, end: int, seconds: float) -> State:
+    """`state` after another bucket, which ends before gradient `end` and keeps the link for `seconds`."""
+    free = max(state.free, timeline.ready[end - 1] + state.delay) + seconds
+    return State(free, state.delay + timeline.slowdown * seconds, (*state.ends, end))
+
+
+def plan(timeline: Timeline) -> list[int]:
+    """The boundaries with the least `finish_time`, and of those with the same, the fewest buckets.
+
+    Dynamic programming over prefixes. What follows a prefix depends only on when the link is free and how late backward
+    is, and never gains from more of either; so of all bucketings of a prefix, those suffice that no other beats in
+    both. Exact for the pieces of `coarse_ends`.
+
+    Returns:
+        Of each bucket, the index after its last gradient.
+    """
+    ends = coarse_ends(timeline)
+    sums = np.concatenate([[0], np.cumsum(timeline.payload)])
+    best: dict[int, list[State]] = {0: [State(0.0, 0.0, ())]}
+    for place, end in enumerate(ends):
+        kind = timeline.kind[end - 1]
+        first = place
+        while first > 0 and timeline.kind[ends[first - 1] - 1] == kind:
+            first -= 1
+        starts = [0, *ends][first : place + 1]
+        seconds = timeline.cost(np.array([sums[end] - sums[start] for start in starts], dtype=float))
+        states = [
+            with_bucket(state, timeline, end, float(cost))
+            for start, cost in zip(starts, seconds, strict=True)
+            for state in best[start]
+        ]
+        best[end] = undominated(states)
+    return list(min(best[ends[-1]], key=lambda state: (state.free, len(state.ends))).ends)
+
+
+def undominated(states: Sequence[State]) -> list[State]:
+    """Those that no other beats both in the time at which the link is free and in backward's delay."""
+    kept: list[State] = []
+    for state in sorted(states, key=lambda state: (state.free, state.delay, len(state.ends))):
+        if not kept or state.delay < kept[-1].delay:
+            kept.append(state)
+    return kept
+
+
+def coarse_ends(timeline: Timeline) -> list[int]:
+    """Where a bucket may end: after every gradient, unless there are many; then, small neighbours go together."""
+    least = sum(timeline.payload) / MOST_PIECES if len(timeline.payload) > MOST_PIECES else 0
+    ends: list[int] = []
+    held = 0
+    for index, payload in enumerate(timeline.payload):
+        held += payload
+        is_last = index + 1 == len(timeline.payload)
+        if is_last or held >= least or timeline.kind[index + 1] != timeline.kind[index]:
+            ends.append(index + 1)
+            held = 0
+    return ends
+
+
+def busy_until(moment: float, ready: Sequence[float], seconds: Sequence[float]) -> float:
+    """Seconds before `moment` in which buckets that are `ready` at such times, in this order, keep the link."""
+    free = busy = 0.0
+    for start, length in zip(ready, seconds, strict=True):
+        start = max(free, start)
+        free = start + length
+        busy += max(0.0, min(free, moment) - start)
+    return busy
+
+
+def describe(timeline: Timeline, ends: Sequence[int]) -> str:
+    """A plan in one sentence, beside equal buckets of the usual size."""
+    sizes = [sum(timeline.payload[start:end]) / 2**20 for start, end in pairwise([0, *ends])]
+    usual: list[int] = []
+    start = 0
+    for end in range(1, len(timeline.payload) + 1):
+        if end == len(timeline.payload) or sum(timeline.payload[start : end + 1]) > USUAL_BYTES:
+            usual.append(end)
+            start = end
+    planned, otherwise = finish_time(timeline, ends), finish_time(timeline, usual)
+    return (
+        f"{len(sizes)} buckets of {min(sizes):.2f} to {max(sizes):.2f} MiB fit this link: predicted to be reduced "
+        f"{1000 * planned:.1f} ms after the first gradient, {1000 * (otherwise - planned):.1f} ms sooner than with "
+        f"buckets of {USUAL_BYTES // 2**20} MiB"
+    )

@@ -1,0 +1,123 @@
+"""What `bucket_ddp_async` finds out in its first steps, on which its buckets are then planned.
+
+Four ordinary optimizer steps are watched. In the first, nothing is measured: allocators and caches settle. The second
+and the fourth all-reduce only after backward, which shows when each gradient is ready if nothing else goes on; the
+third overlaps, which shows how much communication slows backward. Then all-reduces of a few sizes are timed. Ranks take
+the slowest of them in everything and plan on the same figures, so that they agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.bucket_plan import Cost, Timeline, busy_until
+from training.replicated import bytes_of
+from training.stopwatch import Clock, Stopwatch
+
+WATCHED_STEPS = 4
+DEFERRED, OVERLAPPED = (1, 3), 2
+"""Of the watched steps, by number."""
+PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
+IN_FLIGHT, REPEATS = 4, 3
+
+
+class LinkFit:
+    """Watches the first steps of a strategy.
+
+    Args:
+        parameters: The trainable ones, in an order that is the same on all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, clock: Clock) -> None:
+        self._parameters, self._group = list(parameters), group
+        self._place: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._stopwatch = Stopwatch(self._parameters[0].device, clock)
+        self._marks: list[dict[int, Any]] = []
+
+    def begin_step(self) -> None:
+        self._marks.append({})
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all steps have been watched."""
+        return len(self._marks) == WATCHED_STEPS
+
+    @property
+    def defers(self) -> bool:
+        """Whether this step's all-reduces should wait for the end of backward."""
+        return len(self._marks) - 1 in DEFERRED
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is ready, in the last micro-batch of a step."""
+        self._marks[-1][self._place[parameter]] = self._stopwatch.mark()
+
+    def timeline(self, watched: Sequence[Sequence[nn.Parameter]]) -> tuple[list[nn.Parameter], Timeline]:
+        """The parameters in the order in which their gradients become ready, and what to plan for. Collective.
+
+        Args:
+            watched: The buckets that were in use in the watched steps.
+        """
+        moments = [self._moments(marks) for marks in self._marks]
+        measured = torch.stack([torch.stack([moments[step] for step in DEFERRED]).amin(0), moments[OVERLAPPED]])
+        dist.all_reduce(measured, dist.ReduceOp.MAX, self._group)
+        ready, overlapped = measured.tolist()
+        order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
+        parameters = [self._parameters[index] for index in order]
+        alone = Timeline(
+            ready=[ready[index] for index in order],
+            payload=[bytes_of([parameter]) for parameter in parameters],
+            kind=[(parameter.dtype, parameter.device) for parameter in parameters],
+            cost=measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch),
+        )
+        busy = busy_until(
+            max(overlapped),
+            [max(overlapped[self._place[parameter]] for parameter in bucket) for bucket in watched],
+            alone.cost(np.array([bytes_of(bucket) for bucket in watched], dtype=float)).tolist(),
+        )
+        lost = max(overlapped) - max(ready)
+        return parameters, replace(alone, slowdown=min(max(lost / busy, 0.0), 1.0) if busy else 0.0)
+
+    def _moments(self, marks: dict[int, Any]) -> Tensor:
+        """(parameters,) seconds after the first gradient; of a parameter that got none, the last gradient's."""
+        seconds = dict(zip(marks, self._stopwatch.seconds_since_first(list(marks.values())), strict=True))
+        last = max(seconds.values(), default=0.0)
+        found = [seconds.get(index, last) for index in range(len(self._parameters))]
+        return torch.tensor(found, dtype=torch.float64, device=self._parameters[0].device)
+
+
+def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch: Stopwatch) -> Cost:
+    """Seconds that an all-reduce keeps the link, by payload: straight lines between measured sizes. Collective.
+
+    Measured as what one more of the same size adds to several under way, since buckets follow each other like that.
+    """
+    buffer = torch.zeros(IN_FLIGHT * PROBE_BYTES[-1] // 4, device=device)
+    seconds = torch.zeros(len(PROBE_BYTES), REPEATS, dtype=torch.float64, device=device)
+    for row, size in enumerate(PROBE_BYTES):
+        pieces = buffer.split(size // 4)[:IN_FLIGHT]
+        for repeat in range(REPEATS):
+            seconds[row, repeat] = timed(pieces, group, stopwatch) / IN_FLIGHT
+    seconds = seconds.median(1).values
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+    sizes, found = np.array(PROBE_BYTES, dtype=float), np.maximum.accumulate(seconds.cpu().numpy())
+    slope = (found[-1] - found[0]) / (sizes[-1] - sizes[0])
+
+    def cost(payload: np.ndarray) -> np.ndarray:
+        return np.interp(payload, sizes, found) + slope * np.maximum(payload - sizes[-1], 0)
+
+    return cost
+
+
+def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:
+    """Seconds from when all ranks are here until all `pieces` are reduced on this one."""
+    dist.barrier(group)
+    start = stopwatch.mark()
+    works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return stopwatch.seconds_since_first([start, stopwatch.mark()])[1]

@@ -1,0 +1,38 @@
+"""Moments on a device's own time line, for strategies that measure: the one place where they meet a clock."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Clock = Callable[[], float]
+
+
+class Stopwatch:
+    """Marks moments without making the host wait for the device.
+
+    Args:
+        device: On CUDA a mark is an event in the current stream, elsewhere the clock's reading.
+        clock: Answers with seconds. A pretended cluster passes its own.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._clock = clock
+
+    def mark(self) -> Any:
+        """This moment."""
+        if not self._on_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_since_first(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds from the first of `marks` to each of them. On CUDA, waits until the last has been reached."""
+        if not self._on_cuda:
+            return [mark - marks[0] for mark in marks]
+        for mark in marks:
+            mark.synchronize()
+        return [marks[0].elapsed_time(mark) / 1000 for mark in marks]
