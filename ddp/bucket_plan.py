@@ -139,8 +139,11 @@ def describe(timeline: Timeline, ends: Sequence[int]) -> str:
             usual.append(end)
             start = end
     planned, otherwise = finish_time(timeline, ends), finish_time(timeline, usual)
+    if len(sizes) == 1:
+        shape = f"1 bucket of {sizes[0]:.2f} MiB fits"
+    else:
+        shape = f"{len(sizes)} buckets of {min(sizes):.2f} to {max(sizes):.2f} MiB fit"
     return (
-        f"{len(sizes)} buckets of {min(sizes):.2f} to {max(sizes):.2f} MiB fit this link: predicted to be reduced "
-        f"{1000 * planned:.1f} ms after the first gradient, {1000 * (otherwise - planned):.1f} ms sooner than with "
-        f"buckets of {USUAL_BYTES // 2**20} MiB"
+        f"{shape} this link: predicted to be reduced {1000 * planned:.1f} ms after the first gradient, "
+        f"{1000 * (otherwise - planned):.1f} ms sooner than with buckets of {USUAL_BYTES // 2**20} MiB"
     )

@@ -25,7 +25,7 @@ def only(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -
     finally:
         optimizer.param_groups = groups
     for group, part in zip(groups, parts, strict=True):
-        changed = [name for name in group if name != "params" and group[name] is not part[name]]
+        changed = [name for name in part if name != "params" and part[name] is not group.get(name)]
         if changed:
             name = type(optimizer).__name__
             raise UnsupportedError(

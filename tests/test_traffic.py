@@ -21,12 +21,12 @@ Totals = dict[str, tuple[int, int]]
 
 
 def profiled_step(
-    choice: tuple[str, str], model: str, micro_batches: int, options: dict[str, Any]
+    choice: tuple[str, str], model: str, micro_batches: int, options: dict[str, Any], step_number: int = 2
 ) -> tuple[Totals, Totals, set[int]]:
-    """Totals (calls, bytes) by kind of a step: announced, and seen in the trace; and the announced group sizes."""
+    """Totals (calls, bytes) by kind of step `step_number`: announced, and in the trace; and announced group sizes."""
     strategy = load(choice)(build(model), OPTIMIZERS["adam"], StrategyOptions(**options))
-    for step in range(3):
-        if step == 2:
+    for step in range(step_number + 1):
+        if step == step_number:
             profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             profiler.start()
         strategy.zero_grad()

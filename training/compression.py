@@ -100,7 +100,7 @@ class Compression:
 
 
 class PowerSGD:
-    """Rank-1 averages with error feedback and warm start. All ranks call it for the same gradients in the same order."""
+    """Rank-1 averages with error feedback and warm start. Every call is collective: the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)

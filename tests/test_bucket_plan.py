@@ -1,0 +1,98 @@
+"""The pure part of buckets that fit the link, against trying every way to cut, and against figures made by hand."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp.bucket_plan import MOST_PIECES, Timeline, busy_until, coarse_ends, describe, finish_time, plan
+
+
+def line(latency: float, per_byte: float):
+    return lambda payload: latency + per_byte * payload
+
+
+def every_way(timeline: Timeline) -> list[tuple[int, ...]]:
+    """All bucketings that keep kinds apart."""
+    count = len(timeline.payload)
+    cuts = [c for size in range(count) for c in combinations(range(1, count), size)]
+    bucketings = [(*cut, count) for cut in cuts]
+    return [
+        ends
+        for ends in bucketings
+        if all(len(set(timeline.kind[start:end])) == 1 for start, end in pairwise((0, *ends)))
+    ]
+
+
+seconds = st.integers(0, 40).map(lambda value: value / 4)
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    count = draw(st.integers(1, 7))
+    latency, per_byte, extra = draw(seconds), draw(seconds) / 8, draw(seconds)
+    return Timeline(
+        ready=np.cumsum(draw(st.lists(seconds, min_size=count, max_size=count))).tolist(),
+        payload=draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)),
+        kind=draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count)),
+        cost=lambda payload: latency + per_byte * payload + extra * (payload > 6),  # an algorithm that changes
+        slowdown=draw(st.integers(0, 4)) / 4,
+    )
+
+
+@given(timelines())
+def test_nothing_is_better_than_the_plan(timeline: Timeline) -> None:
+    ends = plan(timeline)
+    ways = every_way(timeline)
+    assert tuple(ends) in ways
+    best = min(finish_time(timeline, way) for way in ways)
+    assert finish_time(timeline, ends) == pytest.approx(best, abs=1e-9)
+
+
+def test_by_hand() -> None:
+    """Ready at 0, 1 and 2 s; 4 bytes each at 0.25 s a byte.
+
+    One bucket: 2 + 3. One each: busy from 0 on, 3. With a latency of 2 s: one bucket 2 + 5 = 7; one each 9; the first
+    alone, then both others: 0 + 3, then 3 + 4 = 7; the first two, then the last: 1 + 4, then 5 + 3 = 8.
+    """
+    free = Timeline([0, 1, 2], [4, 4, 4], "aaa", line(0, 0.25))
+    assert plan(free) == [1, 2, 3] and finish_time(free, [1, 2, 3]) == 3 and finish_time(free, [3]) == 5
+    late = Timeline([0, 1, 2], [4, 4, 4], "aaa", line(2, 0.25))
+    assert finish_time(late, [3]) == 7 and finish_time(late, [1, 2, 3]) == 9
+    assert finish_time(late, [1, 3]) == 7 and finish_time(late, [2, 3]) == 8
+    assert plan(late) == [3], "of equal ones, the fewest buckets"
+
+
+def test_communication_that_slows_backward_down_pays_less_to_start_early() -> None:
+    """Two gradients, ready at 0 and 10 s, 4 s each, of which 1 s is latency: early, the first delays the second by its
+    own 4 s, so that 18 s would pass instead of 10 + 7.
+    """
+    alone = Timeline([0, 10], [3, 3], "aa", line(1, 1))
+    assert plan(alone) == [1, 2] and finish_time(alone, [1, 2]) == 14
+    sharing = Timeline([0, 10], [3, 3], "aa", line(1, 1), slowdown=1)
+    assert finish_time(sharing, [1, 2]) == 18 and plan(sharing) == [2] and finish_time(sharing, [2]) == 17
+
+
+def test_many_gradients_are_planned_in_pieces() -> None:
+    payload = [1000 if index % 9 == 0 else 1 for index in range(2000)]
+    timeline = Timeline(list(range(2000)), payload, ["a"] * 1000 + ["b"] * 1000, line(0.5, 0.001))
+    ends = coarse_ends(timeline)
+    assert ends[-1] == 2000 and 1000 in ends and len(ends) <= MOST_PIECES + 2
+    planned = plan(timeline)
+    assert set(planned) <= set(ends) and 1000 in planned and planned[-1] == 2000
+
+
+def test_busy_until() -> None:
+    """From 0 to 2; from 5 to 9, of which 5 to 8 lie before 8; then none."""
+    assert busy_until(8, [0, 5, 6], [2, 4, 4]) == 5
+
+
+def test_the_plan_in_words() -> None:
+    mib = 2**20
+    timeline = Timeline([0, 0.1], [20 * mib, 20 * mib], "aa", line(0, 0.1 / mib / 20))
+    assert describe(timeline, [1, 2]) == (
+        "2 buckets of 20.00 to 20.00 MiB fit this link: predicted to be reduced 200.0 ms after the first gradient, "
+        "0.0 ms sooner than with buckets of 25 MiB"
+    )
