@@ -17,7 +17,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 """Of the run record's format (`docs/run-record.md`)."""
 
 
