@@ -13,11 +13,12 @@ EVEN = {2: [[2, 2], [2, 2]], 3: [[2, 2], [2, 2], [2, 2]], 4: [[1, 2], [1, 2], [1
 @pytest.mark.parametrize("choice", all_choices(), ids="-".join)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_models(ranks: RankPool, choice: tuple[str, str], world_size: int) -> None:
+    """All models with both optimizers at 2 ranks; what more ranks add is how things are divided and in what order."""
     steps = [EVEN[world_size]] * 3
-    for model in MODELS:
+    for model in MODELS if world_size < 4 else ("plain", "odd"):
         if is_refused(ranks, choice, model):
             continue
-        for optimizer in ("sgd", "adam") if world_size < 4 else ("sgd",):
+        for optimizer in ("sgd", "adam") if world_size == 2 else ("sgd",):
             results = ranks.run(world_size, train_on_rank, choice, model, steps, optimizer)
             assert_parity(results, oracle(model, steps, optimizer), TOLERANCE[optimizer])
 

@@ -60,7 +60,7 @@ def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str],
         ("tied", 1, {}),
         ("llama", 2, {"precision": "bf16"}),
     ]
-    for model, micro_batches, options in cases:
+    for model, micro_batches, options in cases if world_size == 2 else cases[:3]:
         if is_refused(ranks, choice, model):
             continue
         for announced, seen, sizes in ranks.run(world_size, profiled_step, choice, model, micro_batches, options):
