@@ -115,9 +115,9 @@ class LinkModel:
         return cls(tuple(pieces))
 
     def _criterion(self, sizes: Floats, times: Floats) -> float:
-        error = np.mean((self.seconds(sizes) / times - 1) ** 2)
+        error = float(np.mean((self.seconds(sizes) / times - 1) ** 2))
         free_numbers = 3 * len(self.pieces) - 1  # two of each line, and the breaks
-        return float(len(sizes) * np.log(max(error, EQUAL_ENOUGH**2)) + free_numbers * np.log(len(sizes)))
+        return len(sizes) * math.log(max(error, EQUAL_ENOUGH**2)) + free_numbers * math.log(len(sizes))
 
 
 def checked(payload_bytes: ArrayLike, seconds: ArrayLike) -> tuple[Floats, Floats]:
