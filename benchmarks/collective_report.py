@@ -22,9 +22,9 @@ PUBLISHED_MS = {
     ("gloo", 4): {1: 2.8, 10: 13.4, 100: 139.9, 1024: 1378.0},
     ("nccl", 2): {10: 2.7, 100: 26.2, 1024: 268.5},
 }
-"""Milliseconds of an fp32 all-reduce by MB, by backend and ranks; of NCCL on two T4. Nothing is published for 6 ranks."""
+"""Milliseconds of an fp32 all-reduce by MB, by backend and ranks; of NCCL on two T4. None are published for 6 ranks."""
 PUBLISHED_TEXT = (
-    "All-reduce of fp32, medians of single calls. A published MB is taken as 2^20 bytes, since the largest, 1024 MB, is "
+    "All-reduce of fp32, medians over calls. A published MB is taken as 2^20 bytes, since the largest, 1024 MB, is "
     "a GiB only so. The published NCCL figures are of two T4 GPUs, those of Gloo of an unnamed CPU; none are published "
     "for 6 ranks. The same order of magnitude, and the same growth with size and ranks, is all that can be expected."
 )
@@ -86,8 +86,8 @@ def about(runs: Sequence[dict[str, Any]]) -> list[str]:
         link = "" if run["link_bits_per_s"] is None else f", link of {run['link_bits_per_s'] / 1e6:g} Mbit/s"
         ended = "" if run["complete"] else "; it was stopped before its end"
         lines.append(
-            f"{run['world_size']} ranks over {run['backend']} on {run['host']} ({run['device_name']}, {run['threads']} "
-            f"threads a rank{link}), torch {run['versions']['torch']}, {run['date']}{ended}."
+            f"{run['world_size']} ranks over {run['backend']} on {run['host']} ({run['device_name']}, threads a rank: "
+            f"{run['threads']}{link}), torch {run['versions']['torch']}, {run['date']}{ended}."
         )
     return lines
 

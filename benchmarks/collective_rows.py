@@ -110,12 +110,15 @@ def model_text(pieces: Sequence[dict[str, float]]) -> str:
     texts = []
     for piece in pieces:
         where = f"from {shown_size(piece['from_bytes'])}: " if piece["from_bytes"] else ""
-        texts.append(f"{where}{piece['latency_s'] * 1e6:,.3g} us + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
+        latency = (
+            f"{piece['latency_s'] * 1e3:.2f} ms" if piece["latency_s"] >= 1e-3 else f"{piece['latency_s'] * 1e6:.3g} us"
+        )
+        texts.append(f"{where}{latency} + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
     return "; ".join(texts)
 
 
 def error_text(fit: dict[str, Any]) -> str:
     error = fit["held_out_error_pct"]
     if error is None:
-        return "error unknown: no size of 1 MB or above could be held out"
+        return "error unknown: too few sizes, or none of 1 MB or above, to fit on every other and test on the rest"
     return f"mean error {error:.1f} % at 1 MB and above, fitted on every other size and tested on the rest"

@@ -4,8 +4,9 @@
     python scripts/bench_collectives.py --published          # beside published figures
     python scripts/bench_collectives.py --from FILE.json ... # a page of what was measured before, on any machines
 
-Starts `torchrun benchmarks/collectives.py` for each number of ranks, with all other flags passed on (its --help explains
-them). Then writes <output-dir>/reports/collectives/collectives.html and collectives.csv. Ctrl-C keeps what was measured.
+Starts `torchrun benchmarks/collectives.py` for each number of ranks, with all other flags passed on; its --help
+explains them. Then writes collectives.html and collectives.csv into <output-dir>/reports/collectives/. Ctrl-C keeps
+what was measured.
 """
 
 import argparse

@@ -187,15 +187,16 @@ def held_out_error(
         from_bytes: Only sizes of at least this many bytes are asked for.
 
     Returns:
-        nan if there is no such size to hold out.
+        nan if there is no such size to hold out, or too few are left to fit a piece to.
 
     Raises:
         ValueError: see `LinkModel.fit`.
     """
     sizes, times = checked(payload_bytes, seconds)
-    seen = np.isin(sizes, np.unique(sizes)[::-1][::2])
+    fitted = np.unique(sizes)[::-1][::2]
+    seen = np.isin(sizes, fitted)
     asked = ~seen & (sizes >= from_bytes)
-    if not asked.any():
+    if not asked.any() or len(fitted) < FEWEST_SIZES:
         return float("nan")
     model = LinkModel.fit(sizes[seen], times[seen], most_pieces)
     return float(np.mean(np.abs(model.seconds(sizes[asked]) / times[asked] - 1)))

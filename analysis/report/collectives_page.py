@@ -20,7 +20,7 @@ SETTING = ["backend", "device", "link_bits_per_s", "type"]
 """What has a figure of its own: lines of different backends, links or dtypes in one panel could not be told apart."""
 WORLD_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 OWN = "sharding."
-PANEL_PX, TITLE_PX = 230, 46
+PANEL_PX, GAP_PX, TOP_PX = 230, 70, 70
 PUBLISHED_COLUMNS = {
     **{name: RESULT_COLUMNS[name] for name in ("backend", "world_size", "size_bytes")},
     "published_ms": Column("published", "ms", "on other hardware"),
@@ -82,7 +82,7 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
                 "Fitted models",
                 "Latency and time a byte (alpha and beta), in as many pieces as the times call for. The error is not "
                 "of this fit but of one on every other size, at the sizes of 1 MB (10^6 bytes) and above between them.",
-                table=table("fits", measured.fits, FIT_COLUMNS),
+                table=table("fits", measured.fits.dropna(axis="columns", how="all"), FIT_COLUMNS),
             )
         )
     sections += [*pair_sections(sized), *barrier_section(measured.rows)]
@@ -116,7 +116,7 @@ def sizes_figure(rows: pd.DataFrame, curves: pd.DataFrame) -> go.Figure:
         rows=len(names),
         cols=2,
         subplot_titles=[f"{name}: {what}" for name in names for what in ("time, ms", "busbw, GB/s")],
-        vertical_spacing=0.36 / len(names) if len(names) > 1 else 0,
+        vertical_spacing=GAP_PX / ((PANEL_PX + GAP_PX) * len(names)),
         horizontal_spacing=0.09,
     )
     colours = dict(zip(sorted(set(rows["world_size"])), WORLD_COLOURS * 9, strict=False))
@@ -165,14 +165,9 @@ def sizes_figure(rows: pd.DataFrame, curves: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(type="log", tickvals=list(TICKS), ticktext=list(TICKS.values()))
     figure.update_xaxes(title="size", row=len(names))
     figure.update_yaxes(type="log", exponentformat="none", dtick=1)
-    figure.update_layout(height=80 + (PANEL_PX + TITLE_PX) * len(names), meta={"narrowest": 640})
-    return under_legend(styled(figure))
-
-
-def under_legend(figure: go.Figure) -> go.Figure:
-    """Room above the first panels' titles."""
-    figure.update_layout(margin={"t": 70, "l": 10, "r": 20, "b": 45})
-    return figure
+    height = TOP_PX + (PANEL_PX + GAP_PX) * len(names)
+    figure.update_layout(height=height, meta={"narrowest": 640})
+    return styled(figure).update_layout(margin={"t": TOP_PX})  # for the legend, above the first panels' titles
 
 
 def pair_sections(rows: pd.DataFrame) -> list[Section]:
@@ -181,12 +176,11 @@ def pair_sections(rows: pd.DataFrame) -> list[Section]:
     sections = []
     for (ranks, *setting), group in pairs.groupby(["world_size", *SETTING], dropna=False, sort=False):
         largest = group[group["size_bytes"] == group["size_bytes"].max()]
-        size = RESULT_COLUMNS["size_bytes"].show(largest["size_bytes"].iloc[0])
         sections.append(
             Section(
                 f"Pairs of {ranks} ranks: {setting_text(setting)}",
-                f"{size} MiB from one rank to one other while the rest wait. A row or a column that is darker than the "
-                "rest is a slow rank; blocks are nodes.",
+                f"{largest['size_bytes'].iloc[0] / 2**20:.3g} MiB from one rank to one other while the rest wait. A row "
+                "or a column that is darker than the rest is a slow rank; blocks are nodes.",
                 figure=drawing(pairs_figure(largest)),
             )
         )
