@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from benchmarks.collective_rows import Measured
+from benchmarks.measured import Measured
 from benchmarks.operations import DTYPES, OPERATIONS, Call
 from benchmarks.sizes import available_memory, shown_size
 from training.distributed import Ranks

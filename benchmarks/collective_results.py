@@ -12,7 +12,8 @@ import torch
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
 from analysis.summary import write_csv
-from benchmarks.collective_rows import Measured, error_text, fit_models, link_rate, model_text
+from benchmarks.collective_rows import error_text, fit_models, link_rate, make_row, model_text
+from benchmarks.measured import Measured
 from benchmarks.sizes import shown_size
 from training.distributed import Ranks
 from training.errors import UserError
@@ -70,7 +71,7 @@ class Results:
 
     def add(self, measured: list[Measured]) -> None:
         """One measurement, or one for each pair of ranks, of which the terminal shows the medians."""
-        rows = [each.row(self._ranks) for each in measured]
+        rows = [make_row(each, self._ranks) for each in measured]
         self._rows += rows
         frame = pd.DataFrame(rows)
         middle = {**rows[0], **frame.median(numeric_only=True).to_dict(), "wrong": frame["wrong"].sum(min_count=1)}

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.exposure import bus_factor
+from benchmarks.measured import Measured
 from benchmarks.sizes import shown_size
 from training.distributed import Ranks
 from training.link_model import LinkModel, held_out_error
@@ -17,56 +18,34 @@ OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_
 """Columns in which all measurements agree that one model is fitted to."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A collective at one size.
-
-    Attributes:
-        type_name: Empty for a barrier.
-        size: Payload in bytes, by nccl-tests' definition; 0 for a barrier.
-        count: Elements, in nccl-tests' sense.
-        seconds: Of each timed call, on its slowest rank.
-        wrong: Elements over all ranks; None for a barrier.
-        pair: Sender and receiver; None where all ranks take part.
-    """
-
-    collective: str
-    type_name: str
-    redop: str
-    size: int
-    count: int
-    seconds: Sequence[float]
-    wrong: int | None
-    pair: tuple[int, int] | None = None
-
-    def row(self, ranks: Ranks) -> dict[str, Any]:
-        """The columns of `analysis.benchmark_columns.RESULT_COLUMNS`; None where there is nothing to say."""
-        micro = np.asarray(self.seconds) * 1e6
-        low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
-        mean = float(micro.mean())
-        algbw = self.size / mean / 1000 if self.size else None  # bytes a us are MB/s
-        return {
-            "collective": self.collective,
-            "world_size": ranks.world_size,
-            "backend": ranks.backend,
-            "device": ranks.device.type,
-            "link_bits_per_s": link_rate(),
-            "from_rank": self.pair[0] if self.pair else None,
-            "to_rank": self.pair[1] if self.pair else None,
-            "size_bytes": self.size,
-            "count": self.count,
-            "type": self.type_name or None,
-            "redop": self.redop,
-            "iterations": len(micro),
-            "time_us": mean,
-            "algbw_gb_per_s": algbw,
-            "busbw_gb_per_s": None if algbw is None else algbw * busbw_over_algbw(self.collective, ranks.world_size),
-            "wrong": self.wrong,
-            "p50_us": median,
-            "p95_us": p95,
-            "p99_us": p99,
-            "spread_pct": 100 * (high - low) / median,
-        }
+def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
+    """A row of `analysis.benchmark_columns.RESULT_COLUMNS`; None where there is nothing to say."""
+    micro = np.asarray(measured.seconds) * 1e6
+    low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
+    mean = float(micro.mean())
+    algbw = measured.size / mean / 1000 if measured.size else None  # bytes a us are MB/s
+    return {
+        "collective": measured.collective,
+        "world_size": ranks.world_size,
+        "backend": ranks.backend,
+        "device": ranks.device.type,
+        "link_bits_per_s": link_rate(),
+        "from_rank": measured.pair[0] if measured.pair else None,
+        "to_rank": measured.pair[1] if measured.pair else None,
+        "size_bytes": measured.size,
+        "count": measured.count,
+        "type": measured.type_name or None,
+        "redop": measured.redop,
+        "iterations": len(micro),
+        "time_us": mean,
+        "algbw_gb_per_s": algbw,
+        "busbw_gb_per_s": None if algbw is None else algbw * busbw_over_algbw(measured.collective, ranks.world_size),
+        "wrong": measured.wrong,
+        "p50_us": median,
+        "p95_us": p95,
+        "p99_us": p99,
+        "spread_pct": 100 * (high - low) / median,
+    }
 
 
 def link_rate() -> float | None:

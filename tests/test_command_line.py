@@ -53,7 +53,7 @@ def test_every_flag_is_documented() -> None:
     from scripts import compare_runs
     from training.config import RunConfig, flag_name
 
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
     documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
     flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
     parsers = (compare_runs.build_parser(), build_parser(""))
@@ -262,7 +262,9 @@ def test_thin_benchmark(tmp_path: Path, rounds: int) -> None:
     )
     assert answer.returncode == 0, answer.stderr
     table = pd.read_csv(path)
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/strategies.py`")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/strategies.py`")[1].split("\n## ")[0]
+    )
     documented = re.findall(r"^\| (`[a-z_0-9`, ]+`) \| ", section, re.MULTILINE)
     assert table.columns.tolist() == [name for row in documented for name in re.findall(r"\w+", row)]
     assert table.choice.tolist() == ["pytorch_ddp", "zero3", "bare_loop", "local"][: 4 if rounds else 3]

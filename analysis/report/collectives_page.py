@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -95,7 +96,7 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
     write_text(path, render("Collectives", lines, sections, banner))
 
 
-def same(frame: pd.DataFrame, setting: Sequence[object]) -> "pd.Series[bool]":
+def same(frame: pd.DataFrame, setting: Sequence[Any]) -> "pd.Series[bool]":
     """Rows with the values of `SETTING`; no link is the same as no link."""
     chosen = pd.Series(True, frame.index)
     for name, value in zip(SETTING, setting, strict=True):
@@ -103,7 +104,7 @@ def same(frame: pd.DataFrame, setting: Sequence[object]) -> "pd.Series[bool]":
     return chosen
 
 
-def setting_text(setting: Sequence[object]) -> str:
+def setting_text(setting: Sequence[Any]) -> str:
     backend, device, link, type_name = setting
     rate = "" if pd.isna(link) else f", link of {RESULT_COLUMNS['link_bits_per_s'].show(link)} Mbit/s"
     return f"{backend} on {device}{rate}, {type_name}"
@@ -121,21 +122,17 @@ def sizes_figure(rows: pd.DataFrame, curves: pd.DataFrame) -> go.Figure:
     )
     colours = dict(zip(sorted(set(rows["world_size"])), WORLD_COLOURS * 9, strict=False))
     seen: set[str] = set()
-    for (collective, ranks), group in rows.groupby(["collective", "world_size"], sort=False):
+    groups: Any = rows.groupby(["collective", "world_size"], sort=False)
+    for (collective, ranks), group in groups:
         is_own = collective.startswith(OWN)
         place = names.index(collective.removeprefix(OWN)) + 1
         medians = group.groupby("size_bytes")[["p50_us", "p95_us", "time_us", "busbw_gb_per_s"]].median()
+        busbw = medians["busbw_gb_per_s"] * medians["time_us"] / medians["p50_us"]
         predicted = curves[(curves["collective"] == collective) & (curves["world_size"] == ranks)]
         label = f"{ranks} ranks{', as the strategies call it' if is_own else ''}"
-        look = {"color": colours[ranks], "symbol": "circle-open" if is_own else "circle", "size": 7}
-        for column, (values, line) in enumerate(
-            (
-                (medians["p50_us"] / 1e3, predicted["seconds"] * 1e3),
-                (medians["busbw_gb_per_s"] * medians["time_us"] / medians["p50_us"], predicted["busbw_gb_per_s"]),
-            ),
-            start=1,
-        ):
-            common = {"legendgroup": label, "row": place, "col": column}
+        panels = ((medians["p50_us"] / 1e3, predicted["seconds"] * 1e3), (busbw, predicted["busbw_gb_per_s"]))
+        for column, (points, line) in enumerate(panels, start=1):
+            panel = {"legendgroup": label, "row": place, "col": column}
             figure.add_scatter(
                 x=predicted["size_bytes"].tolist(),
                 y=line.tolist(),
@@ -143,23 +140,19 @@ def sizes_figure(rows: pd.DataFrame, curves: pd.DataFrame) -> go.Figure:
                 line={"color": colours[ranks], "width": 1.5, "dash": "dash" if is_own else "solid"},
                 hoverinfo="skip",
                 showlegend=False,
-                **common,
+                **panel,
             )
             figure.add_scatter(
                 x=medians.index.tolist(),
-                y=values.tolist(),
+                y=points.tolist(),
                 mode="markers",
                 name=label,
                 showlegend=label not in seen,
-                marker=look,
-                customdata=[
-                    [median / 1e3, late / 1e3]
-                    for median, late in zip(medians["p50_us"], medians["p95_us"], strict=True)
-                ],
-                hovertemplate="%{x:,} bytes: p50 %{customdata[0]:.3f} ms, p95 %{customdata[1]:.3f} ms"
-                + ("" if column == 1 else ", busbw %{y:.3g} GB/s")
-                + f"<extra>{collective}, {ranks} ranks</extra>",
-                **common,
+                marker={"color": colours[ranks], "symbol": "circle-open" if is_own else "circle", "size": 7},
+                customdata=list(zip(medians["p50_us"] / 1e3, medians["p95_us"] / 1e3, busbw, strict=True)),
+                hovertemplate="%{x:,} bytes: p50 %{customdata[0]:.3f} ms, p95 %{customdata[1]:.3f} ms, "
+                f"busbw %{{customdata[2]:.3g}} GB/s<extra>{collective}, {ranks} ranks</extra>",
+                **panel,
             )
             seen.add(label)
     figure.update_xaxes(type="log", tickvals=list(TICKS), ticktext=list(TICKS.values()))
@@ -175,11 +168,12 @@ def pair_sections(rows: pd.DataFrame) -> list[Section]:
     pairs = rows[rows["collective"] == "send_recv"]
     sections = []
     for (ranks, *setting), group in pairs.groupby(["world_size", *SETTING], dropna=False, sort=False):
-        largest = group[group["size_bytes"] == group["size_bytes"].max()]
+        size = group["size_bytes"].max()
+        largest = group[group["size_bytes"] == size]
         sections.append(
             Section(
                 f"Pairs of {ranks} ranks: {setting_text(setting)}",
-                f"{largest['size_bytes'].iloc[0] / 2**20:.3g} MiB from one rank to one other while the rest wait. A row "
+                f"{size / 2**20:.3g} MiB from one rank to one other while the rest wait. A row "
                 "or a column that is darker than the rest is a slow rank; blocks are nodes.",
                 figure=drawing(pairs_figure(largest)),
             )
