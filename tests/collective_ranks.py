@@ -1,4 +1,4 @@
-"""The collective benchmark on one rank of the tests' pool, and faults to plant there. Imports no more than a rank does."""
+"""The collective benchmark on one rank of the tests' pool, and faults to plant there. It imports what a rank does."""
 
 import json
 from argparse import Namespace
