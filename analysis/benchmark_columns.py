@@ -1,6 +1,6 @@
 """The columns of the collective benchmark's CSV; pages and `docs/command-line.md` follow this table."""
 
-from analysis.columns import MIB, Column
+from analysis.columns import Column
 
 RESULT_COLUMNS = {
     "collective": Column("collective", "", "what was measured; `sharding.` before what the project's strategies call"),
@@ -10,7 +10,9 @@ RESULT_COLUMNS = {
     "link_bits_per_s": Column("link", "Mbit/s", "rate of the shaped link, where `LINK_BITS_PER_S` says it", 1e-6, 0),
     "from_rank": Column("from", "", "of a pair: the rank that sends"),
     "to_rank": Column("to", "", "of a pair: the rank that receives"),
-    "size_bytes": Column("size", "MiB", "payload by nccl-tests' definition; of what is shared out, the whole", MIB, 4),
+    "size_bytes": Column(
+        "size", "KiB", "payload by nccl-tests' definition; of what is shared out, the whole", 1 / 1024
+    ),
     "count": Column("count", "", "elements in nccl-tests' sense: of what is shared out, those of one rank"),
     "type": Column("type", "", "fp32, bf16 or fp16"),
     "redop": Column("redop", "", "what is done to elements: sum or none"),

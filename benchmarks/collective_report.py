@@ -42,6 +42,7 @@ def report(files: Sequence[Path], folder: Path, is_published: bool = False) -> P
     rows = rows.astype(dict.fromkeys(("from_rank", "to_rank", "wrong"), "Int64"))
     if rows.empty:
         raise TraceError("nothing was measured, so there is nothing to show")
+    rows = rows.sort_values("world_size", kind="stable", ignore_index=True)
     fits = fit_models(rows)
     published = beside_published(rows) if is_published else None
     measured = Measurements(

@@ -25,6 +25,9 @@ FEWEST_SIZES = 3
 """Distinct sizes that a piece must explain, one more than it has numbers to fit."""
 EQUAL_ENOUGH = 0.01
 """A relative error below which a better fit is no reason for one more piece: clocks and machines are no better."""
+FARTHEST = 4.0
+"""A time that is further off than by this factor, such as of a machine that stood still, counts as if it were not."""
+NEWTON_STEPS = 6
 LARGE_BYTES = 10**6
 """From here on the bandwidth rather than the latency decides, and the error of a fit is stated."""
 
@@ -82,7 +85,7 @@ class LinkModel:
 
     @classmethod
     def fit(cls, payload_bytes: ArrayLike, seconds: ArrayLike, most_pieces: int = 3) -> "LinkModel":
-        """The model of least squared relative error, so that small payloads count as much as large ones.
+        """The model of least squared log ratio to the times, so that small payloads count as much as large ones.
 
         Of fits with 1 to `most_pieces` pieces, the one with the least Bayesian information criterion (Schwarz,
         "Estimating the dimension of a model", 1978), errors of less than `EQUAL_ENOUGH` counted as that. All places
@@ -115,7 +118,7 @@ class LinkModel:
         return cls(tuple(pieces))
 
     def _criterion(self, sizes: Floats, times: Floats) -> float:
-        error = float(np.mean((self.seconds(sizes) / times - 1) ** 2))
+        error = float(np.mean(np.log(near(self.seconds(sizes), times) / times) ** 2))
         free_numbers = 3 * len(self.pieces) - 1  # two of each line, and the breaks
         return len(sizes) * math.log(max(error, EQUAL_ENOUGH**2)) + free_numbers * math.log(len(sizes))
 
@@ -170,10 +173,23 @@ def best_splits(
 
 
 def fit_line(sizes: Floats, times: Floats) -> tuple[tuple[float, float], float]:
-    """Latency and seconds a byte, both at least 0, of least squared relative error; and that error, summed."""
+    """Latency and seconds a byte, both at least 0, of least squared log ratio to `times`; and that square, summed.
+
+    Gauss and Newton's method: each step is a linear fit around what the last one predicted. The first is around the
+    times themselves, which alone would favour the low ones among them.
+    """
     scale = max(float(sizes.max()), 1.0)  # the two columns then have the same magnitude
-    (latency, slope), residual = nnls(np.column_stack([1 / times, sizes / scale / times]), np.ones(len(times)))
-    return (float(latency), float(slope / scale)), float(residual**2)
+    predicted = times
+    for _ in range(NEWTON_STEPS):
+        rows = np.column_stack([1 / predicted, sizes / scale / predicted])
+        (latency, slope), _ = nnls(rows, 1 + np.log(times / predicted))
+        predicted = near(latency + slope * sizes / scale, times)
+    return (float(latency), float(slope / scale)), float(np.sum(np.log(predicted / times) ** 2))
+
+
+def near(predicted: Floats, times: Floats) -> Floats:
+    """`predicted`, but at most a factor of `FARTHEST` from `times`."""
+    return np.clip(predicted, times / FARTHEST, times * FARTHEST)
 
 
 def held_out_error(

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
-from analysis.columns import Column
+from analysis.columns import MIB, Column
 from analysis.report.bandwidth_figure import TICKS
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, render, table
@@ -23,7 +23,8 @@ WORLD_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00
 OWN = "sharding."
 PANEL_PX, GAP_PX, TOP_PX = 230, 70, 70
 PUBLISHED_COLUMNS = {
-    **{name: RESULT_COLUMNS[name] for name in ("backend", "world_size", "size_bytes")},
+    **{name: RESULT_COLUMNS[name] for name in ("backend", "world_size")},
+    "size_bytes": Column("size", "MiB", "of the tensor", MIB, 0),
     "published_ms": Column("published", "ms", "on other hardware"),
     "measured_ms": Column("measured", "ms", "median time of a call here"),
     "ratio": Column("measured / published", "×", "below 1: faster here", 1, 2),
@@ -194,6 +195,7 @@ def pairs_figure(largest: pd.DataFrame) -> go.Figure:
             customdata=times.astype(object).where(times.notna(), None).to_numpy().tolist(),
             colorscale="Cividis",
             zmin=0,
+            zmax=float(speeds.max().max()),
             colorbar={"title": "GB/s"},
             texttemplate="%{z:.2f}" if len(ranks) <= 16 else None,
             xgap=1,
