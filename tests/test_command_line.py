@@ -53,7 +53,7 @@ def test_every_flag_is_documented() -> None:
     from scripts import compare_runs
     from training.config import RunConfig, flag_name
 
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
     documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
     flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
     parsers = (compare_runs.build_parser(), build_parser(""))
