@@ -133,12 +133,12 @@ def run_record(
         "world_size": ranks.world_size,
         "backend": ranks.backend,
         "device": ranks.device.type,
-        "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else _cpu_name(),
+        "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else cpu_name(),
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
         "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
-        "versions": {"python": platform.python_version(), **_package_versions()},
+        "versions": {"python": platform.python_version(), **package_versions()},
         "parameters": size.elements,
         "optimizer": optimizer,
         "shards": sorted(strategy.shards),
@@ -157,7 +157,7 @@ def run_record(
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -166,7 +166,7 @@ def _cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
         try:
