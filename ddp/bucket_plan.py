@@ -2,12 +2,13 @@
 
 Pure functions: numbers in, boundaries out. The model behind them is a queue with one server. Backward makes gradient i
 at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link, and keeps
-the link for `cost(bytes)`. Where compute and communication share a resource (cores, memory, multiprocessors), each
+the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one fills; the
+last has no next one, and takes `tail(bytes)` longer. Where compute and communication share a resource (cores, memory, multiprocessors), each
 second of communication keeps backward back by `slowdown` seconds, and so all gradients that it has still to make.
 
-Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. A
-link that backward keeps waiting wants small ones first; a link that is the bottleneck wants, after a small first
-bucket, whatever keeps it busy.
+Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. So
+a link that is the bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it
+rests; a link that waits for backward wants few in all.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,11 @@ Cost = Callable[[np.ndarray], np.ndarray]
 """Seconds that all-reduces of so many bytes keep the link, each by itself."""
 
 
+def nothing(payload: np.ndarray) -> np.ndarray:
+    """No seconds, whatever the bytes."""
+    return np.zeros_like(payload)
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What a plan is made for. All sequences have a value a gradient, in the order in which gradients become ready.
@@ -34,6 +40,7 @@ class Timeline:
         ready: Seconds at which backward has made it, without any communication going on; non-decreasing.
         payload: Bytes.
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
+        tail: Seconds more that the last bucket takes, by its bytes.
         slowdown: Seconds that backward loses for each second of communication, 0 to 1.
     """
 
@@ -41,6 +48,7 @@ class Timeline:
     payload: Sequence[int]
     kind: Sequence[object]
     cost: Cost
+    tail: Cost = nothing
     slowdown: float = 0.0
 
 
@@ -56,15 +64,16 @@ class State:
 def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
     """Seconds at which the last bucket is reduced. `ends`: of each bucket, the index after its last gradient."""
     state = State(0.0, 0.0, ())
-    for start, end in zip((0, *ends), ends, strict=False):
-        state = with_bucket(state, timeline, end, float(timeline.cost(np.array([sum(timeline.payload[start:end])]))[0]))
-    return state.free
+    payload = np.array([sum(timeline.payload[start:end]) for start, end in pairwise([0, *ends])], dtype=float)
+    for end, seconds in zip(ends, timeline.cost(payload), strict=True):
+        state = with_bucket(state, timeline, end, float(seconds))
+    return state.free + float(timeline.tail(payload[-1:])[0])
 
 
-def with_bucket(state: State, timeline: Timeline, end: int, seconds: float) -> State:
-    """`state` after another bucket, which ends before gradient `end` and keeps the link for `seconds`."""
+def with_bucket(state: State, timeline: Timeline, end: int, seconds: float, tail: float = 0.0) -> State:
+    """`state` after another bucket, which ends before gradient `end` and keeps the link for `seconds` and `tail`."""
     free = max(state.free, timeline.ready[end - 1] + state.delay) + seconds
-    return State(free, state.delay + timeline.slowdown * seconds, (*state.ends, end))
+    return State(free + tail, state.delay + timeline.slowdown * seconds, (*state.ends, end))
 
 
 def plan(timeline: Timeline) -> list[int]:
@@ -86,10 +95,12 @@ def plan(timeline: Timeline) -> list[int]:
         while first > 0 and timeline.kind[ends[first - 1] - 1] == kind:
             first -= 1
         starts = [0, *ends][first : place + 1]
-        seconds = timeline.cost(np.array([sums[end] - sums[start] for start in starts], dtype=float))
+        payload = np.array([sums[end] - sums[start] for start in starts], dtype=float)
+        seconds, tails = timeline.cost(payload), timeline.tail(payload)
+        is_last = end == len(timeline.payload)
         states = [
-            with_bucket(state, timeline, end, float(cost))
-            for start, cost in zip(starts, seconds, strict=True)
+            with_bucket(state, timeline, end, float(seconds[index]), float(tails[index]) if is_last else 0.0)
+            for index, start in enumerate(starts)
             for state in best[start]
         ]
         best[end] = undominated(states)

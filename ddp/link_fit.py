@@ -68,19 +68,21 @@ class LinkFit:
         ready, overlapped = measured.tolist()
         order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
         parameters = [self._parameters[index] for index in order]
-        alone = Timeline(
+        cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
+        undisturbed = Timeline(
             ready=[ready[index] for index in order],
             payload=[bytes_of([parameter]) for parameter in parameters],
             kind=[(parameter.dtype, parameter.device) for parameter in parameters],
-            cost=measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch),
+            cost=cost,
+            tail=tail,
         )
         busy = busy_until(
             max(overlapped),
             [max(overlapped[self._place[parameter]] for parameter in bucket) for bucket in watched],
-            alone.cost(np.array([bytes_of(bucket) for bucket in watched], dtype=float)).tolist(),
+            cost(np.array([bytes_of(bucket) for bucket in watched], dtype=float)).tolist(),
         )
         lost = max(overlapped) - max(ready)
-        return parameters, replace(alone, slowdown=min(max(lost / busy, 0.0), 1.0) if busy else 0.0)
+        return parameters, replace(undisturbed, slowdown=min(max(lost / busy, 0.0), 1.0) if busy else 0.0)
 
     def _moments(self, marks: dict[int, Any]) -> Tensor:
         """(parameters,) seconds after the first gradient; of a parameter that got none, the last gradient's."""
@@ -90,26 +92,31 @@ class LinkFit:
         return torch.tensor(found, dtype=torch.float64, device=self._parameters[0].device)
 
 
-def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch: Stopwatch) -> Cost:
-    """Seconds that an all-reduce keeps the link, by payload: straight lines between measured sizes. Collective.
+def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch: Stopwatch) -> tuple[Cost, Cost]:
+    """Seconds that an all-reduce keeps the link, and how much longer one takes that no other follows. Collective.
 
-    Measured as what one more of the same size adds to several under way, since buckets follow each other like that.
+    The first is what one more of the same size adds to those that are under way already, since buckets follow each
+    other like that. Both are straight lines between the sizes that are measured.
     """
     buffer = torch.zeros(IN_FLIGHT * PROBE_BYTES[-1] // 4, device=device)
-    seconds = torch.zeros(len(PROBE_BYTES), REPEATS, dtype=torch.float64, device=device)
-    for row, size in enumerate(PROBE_BYTES):
+    seconds = torch.zeros(2, len(PROBE_BYTES), REPEATS, dtype=torch.float64, device=device)
+    for column, size in enumerate(PROBE_BYTES):
         pieces = buffer.split(size // 4)[:IN_FLIGHT]
         for repeat in range(REPEATS):
-            seconds[row, repeat] = timed(pieces, group, stopwatch) / IN_FLIGHT
-    seconds = seconds.median(1).values
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
-    sizes, found = np.array(PROBE_BYTES, dtype=float), np.maximum.accumulate(seconds.cpu().numpy())
-    slope = (found[-1] - found[0]) / (sizes[-1] - sizes[0])
+            seconds[0, column, repeat] = timed(pieces[:1], group, stopwatch)
+            seconds[1, column, repeat] = timed(pieces, group, stopwatch)
+    slowest = seconds.median(2).values
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    alone, together = slowest.cpu().numpy()
+    added = np.maximum.accumulate(np.maximum(together - alone, 0) / (IN_FLIGHT - 1))
+    return straight_lines(added), straight_lines(np.maximum.accumulate(np.maximum(alone - added, 0)))
 
-    def cost(payload: np.ndarray) -> np.ndarray:
-        return np.interp(payload, sizes, found) + slope * np.maximum(payload - sizes[-1], 0)
 
-    return cost
+def straight_lines(seconds: np.ndarray) -> Cost:
+    """Seconds by payload: between those measured at `PROBE_BYTES`, and beyond as fast as between first and last."""
+    sizes = np.array(PROBE_BYTES, dtype=float)
+    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+    return lambda payload: np.interp(payload, sizes, seconds) + slope * np.maximum(payload - sizes[-1], 0)
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:

@@ -38,6 +38,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         payload=draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)),
         kind=draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count)),
         cost=lambda payload: latency + per_byte * payload + extra * (payload > 6),  # an algorithm that changes
+        tail=line(draw(seconds), draw(seconds) / 8),
         slowdown=draw(st.integers(0, 4)) / 4,
     )
 
@@ -63,6 +64,12 @@ def test_by_hand() -> None:
     assert finish_time(late, [3]) == 7 and finish_time(late, [1, 2, 3]) == 9
     assert finish_time(late, [1, 3]) == 7 and finish_time(late, [2, 3]) == 8
     assert plan(late) == [3], "of equal ones, the fewest buckets"
+
+
+def test_the_last_bucket_is_small_where_nothing_hides_its_tail() -> None:
+    """All is ready at once and takes 8 s in any case; behind the last bucket the link rests half as long again."""
+    timeline = Timeline([0, 0, 0], [4, 2, 2], "aaa", line(0, 1), tail=line(0, 0.5))
+    assert plan(timeline) == [2, 3] and finish_time(timeline, [2, 3]) == 9 and finish_time(timeline, [3]) == 12
 
 
 def test_communication_that_slows_backward_down_pays_less_to_start_early() -> None:
