@@ -1,0 +1,43 @@
+"""`ip` and `tc` of iproute2, on which the lab stands."""
+
+import os
+import platform
+import shutil
+import subprocess
+
+from training.errors import UserError
+
+
+def require_tools() -> None:
+    """Raises:
+    UserError: this is not Linux, not root, or iproute2 is missing.
+    """
+    if platform.system() != "Linux":
+        raise UserError(f"the link lab needs Linux's network namespaces; this is {platform.system()}")
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        raise UserError(f"the link lab needs {' and '.join(missing)}; install iproute2, e.g. apt-get install iproute2")
+    if os.geteuid() != 0:
+        raise UserError("the link lab makes network namespaces, for which it must be root; run it with sudo")
+
+
+def ip(*arguments: str, check: bool = True) -> str:
+    """Raises:
+    UserError: `ip` refuses.
+    """
+    return run("ip", *arguments, check=check)
+
+
+def tc(*arguments: str, check: bool = True) -> str:
+    """Raises:
+    UserError: `tc` or the kernel refuses.
+    """
+    return run("tc", *arguments, check=check)
+
+
+def run(*command: str, check: bool = True) -> str:
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if check and answer.returncode:
+        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        raise UserError(f"{' '.join(command)}: {said}")
+    return answer.stdout
