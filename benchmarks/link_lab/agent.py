@@ -1,4 +1,4 @@
-"""`torchrun` within a node: says why ranks failed in a file that the lab reads, instead of at length.
+"""`torchrun` on one node, which writes to a file which ranks failed and how, instead of saying so at length.
 
 python -m benchmarks.link_lab.agent FAILURES.json [arguments of torchrun]
 """
@@ -8,11 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
 
 def main() -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
     logging.disable(logging.ERROR)
     try:
         torchrun(sys.argv[2:])

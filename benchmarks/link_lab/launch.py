@@ -1,16 +1,15 @@
 """Run a command under a real multi-node `torchrun`: an agent in each node's namespace, rendezvous over the link."""
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.link_lab.failures import why_failed
 from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.shaping import unreachable
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
@@ -26,47 +25,32 @@ PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank that ended otherwise than well, by itself."""
-
-    node: Node
-    rank: int
-    exitcode: int
-    time: float
-
-    def __str__(self) -> str:
-        how = f"exit code {self.exitcode}"
-        if self.exitcode < 0:
-            how = f"killed by {signal.Signals(-self.exitcode).name}"
-        return f"rank {self.rank} on node {self.node.number} ({self.node.address}) failed: {how}"
-
-
-def run_job(lab: Lab, command: list[str], ranks_per_node: int, logs: Path, tick: Callable[[], None]) -> None:
-    """Run `command` on all nodes to its end. What rank 0 prints goes to standard output as it comes.
+def run_job(lab: Lab, command: list[str], ranks_per_node: int, tick: Callable[[], None], log_folder: Path) -> None:
+    """Run `command` on all nodes to its end. What ranks of node 0 print goes to standard output as it comes.
 
     Args:
         command: A Python script and its arguments.
-        logs: An empty folder, in which each rank's standard error is kept.
         tick: Called about every `POLL_S` seconds.
+        log_folder: Where standard error is kept if the ranks gave no reason in a line of their own.
 
     Raises:
         UserError: a node cannot be reached any more, or a rank failed; names the node.
     """
-    agents = [start_agent(lab, node, command, ranks_per_node, logs) for node in lab.nodes]
-    failed_at: float | None = None
+    agents = [start_agent(lab, node, command, ranks_per_node) for node in lab.nodes]
+    give_up_at: float | None = None
     while any(agent.poll() is None for agent in agents):
         tick()
-        if failed_at is None and any(agent.poll() for agent in agents):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
+        if give_up_at is None and any(agent.poll() for agent in agents):
+            give_up_at = time.monotonic() + (0 if unreachable(lab) else GRACE_S)
+        if give_up_at is not None and time.monotonic() >= give_up_at:
             break
         time.sleep(POLL_S)
-    if any(agent.poll() != 0 for agent in agents):
-        raise UserError(why_failed(lab, agents, logs))
+    codes = [agent.poll() for agent in agents]
+    if any(codes) or None in codes:
+        raise UserError(why_failed(lab, codes, log_folder))
 
 
-def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int, logs: Path) -> subprocess.Popen:
+def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int) -> subprocess.Popen:
     """`torchrun` on one node.
 
     Lost heartbeats of a node whose link is cut are no reason to give up: how long a job waits for the link is for the
@@ -81,14 +65,13 @@ def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int, l
         f"--rdzv-id=lab{lab.number}",
         f"--rdzv-conf=is_host={is_host},read_timeout=86400,keep_alive_max_attempt=100000",
         f"--local-addr={node.address}",
-        f"--log-dir={logs / node.port}",
+        f"--log-dir={lab.logs / node.port}",
         "--redirects=2",
     )
-    failures = str(logs / f"{node.port}.failures.json")
-    agent = (sys.executable, "-m", "benchmarks.link_lab.agent", failures, *torchrun, *command)
-    with (logs / f"{node.port}.agent.log").open("w") as log:
+    agent = (sys.executable, "-m", "benchmarks.link_lab.agent", str(lab.logs / f"{node.port}.json"))
+    with (lab.logs / f"{node.port}.agent.log").open("w") as log:
         return subprocess.Popen(
-            ["ip", "netns", "exec", node.namespace, *agent],
+            ["ip", "netns", "exec", node.namespace, *agent, *torchrun, *command],
             env=environment(lab, node),
             stdin=subprocess.DEVNULL,
             stdout=None if is_host else subprocess.DEVNULL,
@@ -104,54 +87,16 @@ def end_with_parent() -> None:
 
 
 def environment(lab: Lab, node: Node) -> dict[str, str]:
-    """What ranks see. On one machine NCCL would go past the link through shared memory, unless hosts have names."""
-    rates = [bits for node in lab.nodes if (bits := Rate.parse(node.rate).bits_per_s)]
+    """What ranks see. NCCL would go past the link, through shared memory, if all nodes were the same host to it."""
+    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     own = {
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NCCL_SOCKET_IFNAME": INTERFACE,
         "NCCL_HOSTID": node.namespace,
         "NCCL_IB_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
-    if rates:
-        own["LINK_BITS_PER_S"] = str(min(rates))
     inherited = {name: value for name, value in os.environ.items() if name != "LINK_BITS_PER_S"}
-    return {"OMP_NUM_THREADS": "1", **inherited, **own}
-
-
-def why_failed(lab: Lab, agents: list[subprocess.Popen], logs: Path) -> str:
-    """The reason in a line: a node out of reach before any rank that gave up on it, a killed rank before its victims."""
-    lines = own_lines(logs)
-    said = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "").removeprefix(
-        "error: "
-    )
-    found = failures(lab, logs)
-    first = min(found, key=lambda failure: (failure.exitcode != -signal.SIGKILL, failure.time), default=None)
-    parts = [
-        f"node {node.number} ({node.address}) cannot be reached over its link, which is cut"
-        for node in unreachable(lab)
-    ]
-    if first:
-        parts.append(str(first))
-    elif not parts:
-        ended = next(node for node, agent in zip(lab.nodes, agents, strict=True) if agent.poll() != 0)
-        parts.append(f"torchrun on node {ended.number} ({ended.address}) failed")
-    if said and not (first and first.exitcode < 0):
-        parts.append(said)
-    return "; ".join(parts)
-
-
-def failures(lab: Lab, logs: Path) -> list[Failure]:
-    found = []
-    for node in lab.nodes:
-        path = logs / f"{node.port}.failures.json"
-        if path.exists():
-            found += [Failure(node, **entry) for entry in json.loads(path.read_text())]
-    return found
-
-
-def own_lines(logs: Path) -> list[str]:
-    """What ranks wrote to standard error, and then the agents, without what is said twice."""
-    paths = [*sorted(logs.rglob("stderr.log")), *sorted(logs.glob("*.agent.log"))]
-    lines = [line for path in paths for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return list(dict.fromkeys(lines))
+    rates = [rate for each in lab.nodes if (rate := Rate.parse(each.rate).bits_per_s) is not None]
+    slowest = {"LINK_BITS_PER_S": str(min(rates))} if rates else {}
+    return {"OMP_NUM_THREADS": "1", **inherited, **own, **slowest}

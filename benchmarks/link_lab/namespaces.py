@@ -1,7 +1,8 @@
-"""The network of a lab: a namespace a node and one for the switch, so that nothing touches the machine's own network."""
+"""The network of a lab: a namespace a node and one for the switch; nothing touches the machine's own network."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ def lab_network(rates: list[Rate], mtu: int, delay: str | None, command: list[st
         lab = plan(rates, mtu, delay, command, all_labs())
         refuse_foreign(lab)
         lab.save()  # before anything is made, so that whatever is made is known to be ours
+        lab.logs.mkdir()
     try:
         build(lab)
         yield lab
@@ -63,7 +65,8 @@ def refuse_foreign(lab: Lab) -> None:
     for namespace in lab.namespaces:
         if namespace in there:
             raise UserError(
-                f"network namespace {namespace} exists, and no lab made it; if nobody needs it: ip netns del {namespace}"
+                f"network namespace {namespace} exists, and no lab made it; if nobody needs it, run: "
+                f"ip netns delete {namespace}"
             )
 
 
@@ -80,6 +83,7 @@ def remove(lab: Lab) -> None:
     end_processes(lab)
     for namespace in lab.namespaces:
         ip("netns", "delete", namespace, check=False)
+    shutil.rmtree(lab.logs, ignore_errors=True)
     lab.path.unlink(missing_ok=True)
 
 

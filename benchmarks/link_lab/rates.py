@@ -27,13 +27,12 @@ class Rate:
         parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", text.lower())
         bits = int(float(parts[1]) * UNITS[parts[2]]) if parts else 0
         if not bits:
-            raise UserError(
-                f"rate '{text}': write a number above 0 with its unit, such as 250mbit or 1gbit, or {UNSHAPED}"
-            )
+            raise UserError(f"rate '{text}': give a number above 0 with its unit, e.g. 250mbit or 1gbit, or {UNSHAPED}")
         return cls(bits)
 
     def __str__(self) -> str:
         if self.bits_per_s is None:
             return UNSHAPED
         unit, scale = next((unit, scale) for unit, scale in UNITS.items() if self.bits_per_s >= scale)
-        return f"{self.bits_per_s / scale:.12g}{unit}"
+        whole, rest = divmod(self.bits_per_s, scale)
+        return f"{self.bits_per_s / scale:.12g}{unit}" if rest else f"{whole}{unit}"

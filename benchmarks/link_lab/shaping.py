@@ -1,19 +1,21 @@
 """How fast a link is, and whether it is whole: changed with `tc` and `ip`, while a job runs too.
 
-A token bucket (`tbf`) at each end of a link limits what its node sends, and what it receives. The bucket holds what the
-link carries in a millisecond, since the kernel may come that late to send more, and at least two of the 64 KiB packets
-that TCP hands over at once.
+A token bucket (`tbf`) at each end of a link limits what its node sends, and what it receives. The sender's bucket holds
+what the link carries in a millisecond, since the kernel may come that late to send more, and at least two of the 64 KiB
+packets that TCP hands over at once. The receiver's is four times as large, so that it bites only where several nodes
+send to one: two equal buckets in a row would lose a little more whenever one of them is late.
 """
 
 import json
 
 from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
-from benchmarks.link_lab.tools import ip, tc
+from benchmarks.link_lab.tools import RefusedError, ip, tc
 from training.errors import UserError
 
 BUCKET_S = 0.001
 LEAST_BUCKET_BYTES = 2 * 65536
+RECEIVER_BUCKETS = 4
 LONGEST_QUEUE = "50ms"
 """What waits longer is dropped, as a switch does whose buffer is full."""
 
@@ -25,24 +27,27 @@ def shape(lab: Lab, node: Node) -> None:
         UserError: the kernel refuses.
     """
     rate = Rate.parse(node.rate)
-    for namespace, interface in ((lab.switch, node.port), (node.namespace, INTERFACE)):
-        delay = lab.delay if interface == INTERFACE else None
-        limit(namespace, interface, rate, delay)
+    limit(node.namespace, INTERFACE, rate, 1, lab.delay)
+    limit(lab.switch, node.port, rate, RECEIVER_BUCKETS, None)
 
 
-def limit(namespace: str, interface: str, rate: Rate, delay: str | None) -> None:
+def limit(namespace: str, interface: str, rate: Rate, buckets: int, delay: str | None) -> None:
+    """Limit what goes out of an interface.
+
+    Raises:
+        UserError: the kernel refuses.
+    """
     place = ("-n", namespace, "qdisc", "replace", "dev", interface)
+    parent: tuple[str, ...] = ("root",)
     if rate.bits_per_s is None:
         tc("-n", namespace, "qdisc", "delete", "dev", interface, "root", check=False)  # there may be none
-        parent = ("root",)
     else:
-        bucket = max(LEAST_BUCKET_BYTES, round(rate.bits_per_s / 8 * BUCKET_S))
+        bucket = buckets * max(LEAST_BUCKET_BYTES, round(rate.bits_per_s / 8 * BUCKET_S))
         tbf = ("tbf", "rate", f"{rate.bits_per_s}bit", "burst", f"{bucket}b", "latency", LONGEST_QUEUE)
         asked(f"rate {rate}", *place, "root", "handle", "1:", *tbf)
         parent = ("parent", "1:1")
     if delay:
-        netem = ("netem", "delay", delay, "limit", "100000")
-        asked(f"--delay {delay}", *place, *parent, "handle", "10:", *netem)
+        asked(f"--delay {delay}", *place, *parent, "handle", "10:", "netem", "delay", delay, "limit", "100000")
 
 
 def asked(what: str, *command: str) -> None:
@@ -51,13 +56,11 @@ def asked(what: str, *command: str) -> None:
     """
     try:
         tc(*command)
-    except UserError as error:
-        said = str(error).partition(": ")[2]
-        hint = ""
-        if "qdisc kind is unknown" in said:
+    except RefusedError as error:
+        if "qdisc kind is unknown" in error.said:
             kind = "netem" if "netem" in command else "tbf"
-            hint = f": it has no {kind}; try modprobe sch_{kind}"
-        raise UserError(f"{what}: the kernel or tc refuses it ({said}){hint}") from error
+            raise UserError(f"{what}: this kernel has no {kind}; try modprobe sch_{kind}, or do without") from error
+        raise UserError(f"{what}: refused by tc or the kernel: {error.said}") from error
 
 
 def set_rate(lab: Lab, node: Node, rate: Rate) -> None:

@@ -54,6 +54,11 @@ class Lab:
         return FOLDER / f"{self.number}.json"
 
     @property
+    def logs(self) -> Path:
+        """A folder for what the job writes to standard error."""
+        return FOLDER / f"{self.number}.logs"
+
+    @property
     def is_alive(self) -> bool:
         pid, started = self.owner
         return start_of(pid) == started

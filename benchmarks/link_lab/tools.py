@@ -4,8 +4,17 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 from training.errors import UserError
+
+
+class RefusedError(UserError):
+    """`ip` or `tc` refused; `said` is their word for it alone, without the command."""
+
+    def __init__(self, command: Sequence[str], said: str) -> None:
+        super().__init__(f"{' '.join(command)}: {said}")
+        self.said = said
 
 
 def require_tools() -> None:
@@ -23,14 +32,14 @@ def require_tools() -> None:
 
 def ip(*arguments: str, check: bool = True) -> str:
     """Raises:
-    UserError: `ip` refuses.
+    RefusedError: `ip` or the kernel refuses.
     """
     return run("ip", *arguments, check=check)
 
 
 def tc(*arguments: str, check: bool = True) -> str:
     """Raises:
-    UserError: `tc` or the kernel refuses.
+    RefusedError: `tc` or the kernel refuses.
     """
     return run("tc", *arguments, check=check)
 
@@ -38,6 +47,6 @@ def tc(*arguments: str, check: bool = True) -> str:
 def run(*command: str, check: bool = True) -> str:
     answer = subprocess.run(command, capture_output=True, text=True)
     if check and answer.returncode:
-        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        raise UserError(f"{' '.join(command)}: {said}")
+        said = " ".join(answer.stderr.partition("Usage:")[0].split())
+        raise RefusedError(command, said or f"exit code {answer.returncode}")
     return answer.stdout
