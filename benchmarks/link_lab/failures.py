@@ -2,6 +2,7 @@
 than those that lost it."""
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from benchmarks.link_lab.state import Lab, Node
 
 OWN = "error: "
 LOG_NAME = "link_lab.failed.log"
+PREFIX_OF_RANK = re.compile(r"^\[rank\d+\]: ")
+"""Before each line of a traceback, in torch."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +39,27 @@ def how_ended(code: int) -> str:
 
 
 def why_failed(lab: Lab, codes: Sequence[int | None], log_folder: Path) -> str:
-    """The reason, and where the rest of what was said is kept if that is more than the ranks' own word for it.
+    """The reason, and where the ranks' standard error is kept unless they gave a reason in a line of their own.
 
     Args:
         codes: Exit code of each node's `torchrun`; None of one that would not end.
     """
-    failures = read_failures(lab)
+    failures = sorted(read_failures(lab), key=lambda failure: (not failure.was_killed, failure.time))
+    lines = said_by_ranks(lab.logs)
     if gone := unreachable(lab):
         names = " and ".join(f"node {node.number} ({node.address})" for node in gone)
-        reason = f"{names} cannot be reached over its link" if len(gone) == 1 else f"{names} cannot be reached"
-    elif killed := [failure for failure in failures if failure.was_killed]:
-        return str(min(killed, key=lambda failure: failure.time))
-    elif failures:
-        reason = str(min(failures, key=lambda failure: failure.time))
+        gave_up = f"; {failures[0]}: {lines[-1]}" if failures and lines else ""
+        return f"{names} cannot be reached over {'its link' if len(gone) == 1 else 'their links'}{gave_up}"
+    if failures:
+        reason = str(failures[0])
+        if failures[0].was_killed:
+            return reason
     else:
         node, code = next((node, code) for node, code in zip(lab.nodes, codes, strict=True) if code)
         reason = f"torchrun on node {node.number} ({node.address}) {how_ended(code)}"
-    return f"{reason}: {last_word(lab.logs, log_folder)}"
+    if own := [line for line in lines if line.startswith(OWN)]:
+        return f"{reason}: {own[0].removeprefix(OWN)}"
+    return f"{reason}: {lines[-1] if lines else 'without a word'} ({keep(lines, log_folder / LOG_NAME)})"
 
 
 def read_failures(lab: Lab) -> list[Failure]:
@@ -60,17 +67,20 @@ def read_failures(lab: Lab) -> list[Failure]:
     return [Failure(node, **entry) for node, path in paths if path.exists() for entry in json.loads(path.read_text())]
 
 
-def last_word(logs: Path, log_folder: Path) -> str:
-    """The ranks' own error line; of anything unforeseen the last line, and where all of it is kept."""
-    paths = [*sorted(logs.rglob("stderr.log")), *sorted(logs.glob("*.agent.log"))]
+def said_by_ranks(logs: Path) -> list[str]:
+    """What ranks wrote to standard error, rank 0 last; what `torchrun` did, if ranks wrote nothing."""
+    paths = sorted(logs.rglob("stderr.log"), reverse=True)
+    return read_lines(paths) or read_lines(sorted(logs.glob("*.agent.log"), reverse=True))
+
+
+def read_lines(paths: Sequence[Path]) -> list[str]:
     lines = [line for path in paths for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    if own := [line for line in lines if line.startswith(OWN)]:
-        return own[0].removeprefix(OWN)
-    if not lines:
-        return "without a word"
-    log = log_folder / LOG_NAME
+    return [PREFIX_OF_RANK.sub("", line) for line in lines]
+
+
+def keep(lines: Sequence[str], log: Path) -> str:
     try:
         log.write_text("\n".join(lines) + "\n")
     except OSError as error:
-        return f"{lines[-1]} (log not kept: {log}: {error.strerror})"
-    return f"{lines[-1]} (all of it: {log})"
+        return f"the rest could not be kept in {log}: {error.strerror}"
+    return f"all of it: {log}"

@@ -99,4 +99,4 @@ def environment(lab: Lab, node: Node) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "LINK_BITS_PER_S"}
     rates = [rate for each in lab.nodes if (rate := Rate.parse(each.rate).bits_per_s) is not None]
     slowest = {"LINK_BITS_PER_S": str(min(rates))} if rates else {}
-    return {"OMP_NUM_THREADS": "1", **inherited, **own, **slowest}
+    return {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **inherited, **own, **slowest}

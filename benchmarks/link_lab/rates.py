@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from training.errors import UserError
 
@@ -25,7 +26,7 @@ class Rate:
         if text.lower() in NAMES_OF_UNSHAPED:
             return cls(None)
         parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", text.lower())
-        bits = int(float(parts[1]) * UNITS[parts[2]]) if parts else 0
+        bits = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts else 0
         if not bits:
             raise UserError(f"rate '{text}': give a number above 0 with its unit, e.g. 250mbit or 1gbit, or {UNSHAPED}")
         return cls(bits)
