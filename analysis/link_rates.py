@@ -87,18 +87,18 @@ def crossings(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for first, second in itertools.combinations([name for name in times.columns if name != LOCAL], 2):
         both = times[[first, second]].dropna()
-        for (low, at_low), (high, at_high) in itertools.pairwise(both.iterrows()):
-            before, after = at_low[first] - at_low[second], at_high[first] - at_high[second]
-            if before * after < 0:
-                share = before / (before - after)
-                slower, faster = (first, second) if before < 0 else (second, first)
-                found.append(
-                    {
-                        "link_bits_per_s": math.exp(math.log(low) + share * math.log(high / low)),
-                        "step_ms": math.exp(at_low[first] + share * (at_high[first] - at_low[first])),
-                        "slower_links": slower,
-                        "faster_links": faster,
-                        "margin_pct": 100 * math.expm1(min(abs(before), abs(after))),
-                    }
-                )
+        apart, of_first = (both[first] - both[second]).to_numpy(), both[first].to_numpy()
+        rates = np.log(both.index.to_numpy(float))
+        for here in np.flatnonzero(apart[:-1] * apart[1:] < 0):
+            share = apart[here] / (apart[here] - apart[here + 1])
+            slower, faster = (first, second) if apart[here] < 0 else (second, first)
+            found.append(
+                {
+                    "link_bits_per_s": math.exp(rates[here] + share * (rates[here + 1] - rates[here])),
+                    "step_ms": math.exp(of_first[here] + share * (of_first[here + 1] - of_first[here])),
+                    "slower_links": slower,
+                    "faster_links": faster,
+                    "margin_pct": 100 * math.expm1(abs(apart[here : here + 2]).min()),
+                }
+            )
     return pd.DataFrame(found, columns=list(CROSSING_COLUMNS)).sort_values("link_bits_per_s", ignore_index=True)
