@@ -3,8 +3,9 @@
 Pure functions: numbers in, boundaries out. The model behind them is a queue with one server. Backward makes gradient i
 at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link, and keeps
 the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one fills; the
-last has no next one, and takes `tail(bytes)` longer. Where compute and communication share a resource (cores, memory, multiprocessors), each
-second of communication keeps backward back by `slowdown` seconds, and so all gradients that it has still to make.
+last has no next one, and takes `tail(bytes)` longer. Where compute and communication share a resource (cores, memory,
+multiprocessors), each second of communication keeps backward back by `slowdown` seconds, and so all gradients that it
+has still to make.
 
 Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. So
 a link that is the bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it

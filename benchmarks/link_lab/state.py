@@ -1,0 +1,146 @@
+"""What is known of each lab that runs on this machine, in a file a lab: whose it is, and its nodes."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.link_lab.rates import Rate
+from training.errors import UserError
+
+FOLDER = Path("/run/ddp-link-lab")
+PREFIX = "ddp-lab"
+INTERFACE = "link0"
+"""The name of each node's one interface, within its namespace."""
+
+
+@dataclass
+class Node:
+    """One node: its namespace, its address, and how its link is now."""
+
+    number: int
+    namespace: str
+    address: str
+    rate: str
+    is_cut: bool = False
+
+    @property
+    def port(self) -> str:
+        """The other end of its link, in the switch's namespace."""
+        return f"node{self.number}"
+
+
+@dataclass
+class Lab:
+    """One lab. `owner` is the process that runs it, by id and by the moment of its start, since ids come again."""
+
+    number: int
+    owner: tuple[int, int]
+    switch: str
+    nodes: list[Node]
+    mtu: int
+    delay: str | None
+    command: list[str]
+
+    @property
+    def namespaces(self) -> list[str]:
+        return [self.switch, *(node.namespace for node in self.nodes)]
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.number}.json"
+
+    @property
+    def logs(self) -> Path:
+        """A folder for what the job writes to standard error."""
+        return FOLDER / f"{self.number}.logs"
+
+    @property
+    def is_alive(self) -> bool:
+        pid, started = self.owner
+        return start_of(pid) == started
+
+    def save(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.rename(self.path)
+
+    def reload(self) -> "Lab":
+        return read(self.path)
+
+
+def plan(nodes: list[Rate], mtu: int, delay: str | None, command: list[str], labs: list[Lab]) -> Lab:
+    """A lab of this process under a number that none of `labs` has. Nothing is made yet.
+
+    All addresses have as many digits, since `torchrun` numbers nodes in the order of their addresses as texts.
+    """
+    number = next(number for number in range(len(labs) + 1) if number not in {lab.number for lab in labs})
+    pid = os.getpid()
+    started = start_of(pid)
+    assert started is not None
+    made = [
+        Node(index, f"{PREFIX}-{number}-node{index}", f"10.77.0.{100 + index}", str(rate))
+        for index, rate in enumerate(nodes)
+    ]
+    return Lab(number, (pid, started), f"{PREFIX}-{number}-switch", made, mtu, delay, command)
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine did; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def read(path: Path) -> Lab:
+    content = json.loads(path.read_text())
+    content["nodes"] = [Node(**node) for node in content["nodes"]]
+    content["owner"] = tuple(content["owner"])
+    return Lab(**content)
+
+
+def all_labs() -> list[Lab]:
+    """Those that run, and those that were left behind."""
+    return [read(path) for path in sorted(FOLDER.glob("*.json"))]
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """Whoever makes, changes or removes a lab holds this lock.
+
+    Raises:
+        UserError: the folder of states cannot be written to.
+    """
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        file = (FOLDER / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"{FOLDER}: cannot write there: {error.strerror}; the link lab needs root") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def choose(number: int | None) -> Lab:
+    """The running lab that a user names, or the only one.
+
+    Raises:
+        UserError: there is no such lab, or there are several.
+    """
+    running = {lab.number: lab for lab in all_labs() if lab.is_alive}
+    if not running:
+        raise UserError("no lab is running; start one with link_lab.py --nodes 2 --rate 1gbit -- COMMAND")
+    shown = ", ".join(map(str, running))
+    if number is None:
+        if len(running) > 1:
+            raise UserError(f"several labs are running: {shown}; name one with --lab")
+        (number,) = running
+    if number not in running:
+        raise UserError(f"--lab {number}: no such lab; running: {shown}")
+    return running[number]
