@@ -17,13 +17,13 @@ Three things make it correct and cheap:
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from ddp.bucket_plan import describe, plan
+from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
 from ddp.link_fit import LinkFit
 from ddp.partial_step import only
 from training.config import AUTO
@@ -32,63 +32,8 @@ from training.replicated import ReplicatedStrategy, bytes_of
 from training.strategy import are_finite
 from training.traffic import Collective
 
-DEFAULT_CAP_MB = 25.0
 WATCHED_BUCKETS = 8
 """About so many buckets are in use while the link is being measured."""
-
-
-class Bucket:
-    """A flat buffer of gradients that are all-reduced together.
-
-    Args:
-        parameters: Of one dtype and device; their gradients lie in the buffer in this order.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        self.missing = len(parameters)
-        self.is_started = False
-        self.work: Any = None
-
-    def place_gradient(self, slot: int) -> None:
-        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
-        parameter.grad = view
-
-    def complete(self) -> None:
-        """Make sure that every gradient lies in the buffer."""
-        for slot in range(len(self.parameters)):
-            if self.parameters[slot].grad is not self.views[slot]:  # not used on this rank in this step
-                self.place_gradient(slot)
-
-    def reset(self) -> None:
-        """Await the gradients of the next step."""
-        self.missing = len(self.parameters)
-        self.is_started = False
-        self.work = None
-
-
-def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
-    """Fill buckets with `parameters` in reversed order, a new one where dtype changes or `cap_bytes` would be passed.
-
-    A parameter larger than `cap_bytes` gets a bucket of its own.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    for parameter in reversed(list(parameters)):
-        fits = buckets and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
-        if fits and bytes_of(buckets[-1]) + bytes_of([parameter]) <= cap_bytes:
-            buckets[-1].append(parameter)
-        else:
-            buckets.append([parameter])
-    return buckets
 
 
 class BucketDDP(ReplicatedStrategy):
@@ -99,7 +44,6 @@ class BucketDDP(ReplicatedStrategy):
     def prepare(self) -> None:
         super().prepare()
         parameters = list(self.trainable.values())
-        self._updated: set[nn.Parameter] = set()
         self._fit: LinkFit | None = None
         cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
         if self.options.bucket_cap_mb == AUTO:
@@ -107,6 +51,7 @@ class BucketDDP(ReplicatedStrategy):
             cap_bytes = bytes_of(parameters) / WATCHED_BUCKETS
         self.buckets: list[Bucket] = []
         self._fill(fill_buckets(parameters, cap_bytes))
+        self._updated: set[Tensor] = set()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
@@ -123,15 +68,16 @@ class BucketDDP(ReplicatedStrategy):
         if self._fit and self._fit.is_due:
             self._fit_buckets(self._fit)
             self._fit = None
-        self._started = 0
-        for bucket in self.buckets:
-            bucket.reset()
         if self._fit:
             self._fit.begin_step()
+        self._started = 0
+        self._updated.clear()
+        for bucket in self.buckets:
+            bucket.reset()
 
     def _fit_buckets(self, fit: LinkFit) -> None:
         """Plan the buckets for what was measured, and fill them anew."""
-        order, timeline = fit.timeline([bucket.parameters for bucket in self.buckets])
+        order, timeline = fit.timeline([bucket.parameters for bucket in self.buckets], self.options.overlap_optimizer)
         ends = plan(timeline)
         self.zero_grad()  # a gradient in an old bucket would keep its memory
         self._fill([order[start:end] for start, end in pairwise([0, *ends])])
@@ -162,40 +108,52 @@ class BucketDDP(ReplicatedStrategy):
     def finish_gradient_synchronization(self) -> None:
         while self._started < len(self.buckets):  # those that wait for a gradient that backward did not make
             self._start_next()
-        self._updated.clear()
-        self._updates_early = self.options.overlap_optimizer and not self.watch.inspects
-        self._all_finite = True
+        received = {p for p, got in zip(self.trainable.values(), self.watch.received(), strict=True) if got}
+        # While later buckets are under way, there is time for what would otherwise follow the last.
+        self._sums: list[Tensor] = []
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
             if self._updates_early:
-                with record_function("optimizer"):
-                    self._update(bucket)
+                self._update(bucket, received)
+            else:
+                self._sums.append(self._share_of(bucket.flat).sum(dtype=torch.float32))
 
-    # The optimizer, bucket by bucket ------------------------------------------------------------------------------
+    def _share_of(self, flat: Tensor) -> Tensor:
+        """The part of a bucket that this rank looks at for all."""
+        rank, size = self.data_parallel_rank, self.data_parallel_size
+        return flat[len(flat) * rank // size : len(flat) * (rank + 1) // size]
 
-    def _update(self, bucket: Bucket) -> None:
+    def share_is_finite(self) -> bool:
+        return are_finite(self._sums)
+
+    # The optimizer, bucket by bucket -----------------------------------------------------------------------------
+
+    @property
+    def _updates_early(self) -> bool:
+        """Whether this step's parameters are updated as soon as their bucket is reduced."""
+        return self.options.overlap_optimizer and self._fit is None and not self.watch.inspects
+
+    def _update(self, bucket: Bucket, received: set[nn.Parameter]) -> None:
         """Update the parameters of a reduced bucket, while later ones are under way.
 
         Only those that got a gradient on this rank: of the others nobody knows yet whether any rank used them. Nothing
         after a bucket that is not finite, which ends the run.
         """
-        self._all_finite = self._all_finite and are_finite([bucket.flat])
-        if self._all_finite:
-            received = dict(zip(self.trainable.values(), self.watch.received(), strict=True))
-            ready = [parameter for parameter in bucket.parameters if received[parameter]]
-            with only(self.optimizer, ready):
+        self._sums.append(bucket.flat.sum(dtype=torch.float32))
+        if are_finite(self._sums):
+            ready = [parameter for parameter in bucket.parameters if parameter in received]
+            with record_function("optimizer"), only(self.optimizer, ready):
                 self.optimizer.step()
             self._updated.update(ready)
 
-    def share_is_finite(self) -> bool:
-        return self._all_finite if self._updates_early else super().share_is_finite()
-
     def step(self) -> None:
-        if not self._updated:
-            super().step()
-            return
-        with only(self.optimizer, [p for p in self.trainable.values() if p not in self._updated]):
+        if self._updated:
+            with only(self.optimizer, [p for p in self.trainable.values() if p not in self._updated]):
+                super().step()
+        elif self._fit:
+            self._fit.time_update(super().step)
+        else:
             super().step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -203,7 +161,7 @@ class BucketDDP(ReplicatedStrategy):
             raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
         return super().clip_grad_norm_(max_norm)
 
-    # What a run wants to know -------------------------------------------------------------------------------------
+    # What a run wants to know -----------------------------------------------------------------------------------
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [bucket.flat for bucket in self.buckets]

@@ -1,11 +1,12 @@
 """Which gradients to all-reduce together, given when each is ready and what an all-reduce costs on this link.
 
-Pure functions: numbers in, boundaries out. The model behind them is a queue with one server. Backward makes gradient i
-at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link, and keeps
-the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one fills; the
-last has no next one, and takes `tail(bytes)` longer. Where compute and communication share a resource (cores, memory,
-multiprocessors), each second of communication keeps backward back by `slowdown` seconds, and so all gradients that it
-has still to make.
+Pure functions: numbers in, boundaries out. The model behind them is a queue with one server, the link. Backward makes
+gradient i at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link,
+and keeps the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one
+fills; the last has no next one, and takes `tail(bytes)` longer. If parameters are updated bucket by bucket, a second
+server follows, the optimizer, which begins when backward has ended and takes `update(bytes)`. Where compute and
+communication share a resource (cores, memory, multiprocessors), each second of communication keeps backward back by
+`slowdown` seconds, and so all gradients that it has still to make.
 
 Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. So
 a link that is the bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it
@@ -15,12 +16,13 @@ rests; a link that waits for backward wants few in all.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
-MOST_PIECES = 256
+MOST_PIECES = 96
 """Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
 
 
@@ -42,6 +44,7 @@ class Timeline:
         payload: Bytes.
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
         tail: Seconds more that the last bucket takes, by its bytes.
+        update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
         slowdown: Seconds that backward loses for each second of communication, 0 to 1.
     """
 
@@ -50,69 +53,83 @@ class Timeline:
     kind: Sequence[object]
     cost: Cost
     tail: Cost = nothing
+    update: Cost = nothing
     slowdown: float = 0.0
 
 
-@dataclass(frozen=True)
-class State:
-    """The best that can be said of buckets over the first gradients: when the link is free, how late backward is."""
+class State(NamedTuple):
+    """What matters of buckets over the first gradients to those that follow: seconds, less is better in all of them.
 
+    Attributes:
+        done: When all of these buckets are reduced, and updated if they are updated one by one.
+        free: When the link is free.
+        delay: By how much backward is late.
+        ends: Of each bucket, the index after its last gradient.
+    """
+
+    done: float
     free: float
     delay: float
     ends: tuple[int, ...]
 
 
+START = State(0.0, 0.0, 0.0, ())
+
+
+def with_buckets(states: Sequence[State], starts: Sequence[int], end: int, timeline: Timeline) -> list[State]:
+    """Each of `states`, which end where `starts` say, after another bucket that ends before gradient `end`."""
+    sums = np.concatenate([[0], np.cumsum(timeline.payload)])
+    payload = sums[end] - sums[list(starts)].astype(float)
+    is_last = end == len(timeline.payload)
+    cost, update = timeline.cost(payload).tolist(), timeline.update(payload).tolist()
+    tail = timeline.tail(payload).tolist() if is_last else [0.0] * len(states)
+    found = []
+    for index, state in enumerate(states):
+        free = max(state.free, timeline.ready[end - 1] + state.delay) + cost[index]
+        delay = state.delay + timeline.slowdown * cost[index]
+        done = max(state.done, free + tail[index])
+        if update[index]:
+            done = max(done, timeline.ready[-1] + delay) + update[index]
+        found.append(State(done, free, delay, (*state.ends, end)))
+    return found
+
+
 def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
-    """Seconds at which the last bucket is reduced. `ends`: of each bucket, the index after its last gradient."""
-    state = State(0.0, 0.0, ())
-    payload = np.array([sum(timeline.payload[start:end]) for start, end in pairwise([0, *ends])], dtype=float)
-    for end, seconds in zip(ends, timeline.cost(payload), strict=True):
-        state = with_bucket(state, timeline, end, float(seconds))
-    return state.free + float(timeline.tail(payload[-1:])[0])
-
-
-def with_bucket(state: State, timeline: Timeline, end: int, seconds: float, tail: float = 0.0) -> State:
-    """`state` after another bucket, which ends before gradient `end` and keeps the link for `seconds` and `tail`."""
-    free = max(state.free, timeline.ready[end - 1] + state.delay) + seconds
-    return State(free + tail, state.delay + timeline.slowdown * seconds, (*state.ends, end))
+    """Seconds at which the last bucket is done. `ends`: of each bucket, the index after its last gradient."""
+    state = START
+    for start, end in pairwise([0, *ends]):
+        (state,) = with_buckets([state], [start], end, timeline)
+    return state.done
 
 
 def plan(timeline: Timeline) -> list[int]:
     """The boundaries with the least `finish_time`, and of those with the same, the fewest buckets.
 
-    Dynamic programming over prefixes. What follows a prefix depends only on when the link is free and how late backward
-    is, and never gains from more of either; so of all bucketings of a prefix, those suffice that no other beats in
-    both. Exact for the pieces of `coarse_ends`.
+    Dynamic programming over prefixes. What follows a prefix depends only on the numbers of its `State`, and never gains
+    from more of any; so of all bucketings of a prefix, those suffice that no other beats in all of them. Exact for the
+    pieces of `coarse_ends`.
 
     Returns:
         Of each bucket, the index after its last gradient.
     """
     ends = coarse_ends(timeline)
-    sums = np.concatenate([[0], np.cumsum(timeline.payload)])
-    best: dict[int, list[State]] = {0: [State(0.0, 0.0, ())]}
+    best: dict[int, list[State]] = {0: [START]}
     for place, end in enumerate(ends):
         kind = timeline.kind[end - 1]
         first = place
         while first > 0 and timeline.kind[ends[first - 1] - 1] == kind:
             first -= 1
-        starts = [0, *ends][first : place + 1]
-        payload = np.array([sums[end] - sums[start] for start in starts], dtype=float)
-        seconds, tails = timeline.cost(payload), timeline.tail(payload)
-        is_last = end == len(timeline.payload)
-        states = [
-            with_bucket(state, timeline, end, float(seconds[index]), float(tails[index]) if is_last else 0.0)
-            for index, start in enumerate(starts)
-            for state in best[start]
-        ]
-        best[end] = undominated(states)
-    return list(min(best[ends[-1]], key=lambda state: (state.free, len(state.ends))).ends)
+        before = [(state, start) for start in [0, *ends][first : place + 1] for state in best[start]]
+        states, starts = zip(*before, strict=True)
+        best[end] = undominated(with_buckets(states, starts, end, timeline))
+    return list(min(best[ends[-1]], key=lambda state: (state.done, len(state.ends))).ends)
 
 
 def undominated(states: Sequence[State]) -> list[State]:
-    """Those that no other beats both in the time at which the link is free and in backward's delay."""
+    """Those that no other beats in everything."""
     kept: list[State] = []
-    for state in sorted(states, key=lambda state: (state.free, state.delay, len(state.ends))):
-        if not kept or state.delay < kept[-1].delay:
+    for state in sorted(states, key=lambda state: (*state[:3], len(state.ends))):
+        if not any(other.free <= state.free and other.delay <= state.delay for other in kept):
             kept.append(state)
     return kept
 

@@ -6,7 +6,7 @@ third overlaps, which shows how much communication slows backward. Then all-redu
 the slowest of them in everything and plan on the same figures, so that they agree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class LinkFit:
         self._place: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._stopwatch = Stopwatch(self._parameters[0].device, clock)
         self._marks: list[dict[int, Any]] = []
+        self._updates: list[list[Any]] = []
 
     def begin_step(self) -> None:
         self._marks.append({})
@@ -56,16 +57,29 @@ class LinkFit:
         """The gradient of `parameter` is ready, in the last micro-batch of a step."""
         self._marks[-1][self._place[parameter]] = self._stopwatch.mark()
 
-    def timeline(self, watched: Sequence[Sequence[nn.Parameter]]) -> tuple[list[nn.Parameter], Timeline]:
+    def time_update(self, step: Callable[[], None]) -> None:
+        """Make an optimizer step."""
+        marks = [self._stopwatch.mark()]
+        step()
+        self._updates.append([*marks, self._stopwatch.mark()])
+
+    def timeline(
+        self, watched: Sequence[Sequence[nn.Parameter]], updates_early: bool
+    ) -> tuple[list[nn.Parameter], Timeline]:
         """The parameters in the order in which their gradients become ready, and what to plan for. Collective.
 
         Args:
             watched: The buckets that were in use in the watched steps.
+            updates_early: Whether parameters will be updated bucket by bucket.
         """
         moments = [self._moments(marks) for marks in self._marks]
-        measured = torch.stack([torch.stack([moments[step] for step in DEFERRED]).amin(0), moments[OVERLAPPED]])
+        update = min((self._stopwatch.seconds_since_first(marks)[1] for marks in self._updates[1:]), default=0.0)
+        deferred = torch.stack([moments[step] for step in DEFERRED]).amin(0)
+        measured = torch.cat([deferred, moments[OVERLAPPED], deferred.new_tensor([update])])
         dist.all_reduce(measured, dist.ReduceOp.MAX, self._group)
-        ready, overlapped = measured.tolist()
+        *both, update = measured.tolist()
+        ready, overlapped = both[: len(both) // 2], both[len(both) // 2 :]
+        update_per_byte = update / max(bytes_of(self._parameters), 1) if updates_early else 0.0
         order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
         parameters = [self._parameters[index] for index in order]
         cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
@@ -75,6 +89,7 @@ class LinkFit:
             kind=[(parameter.dtype, parameter.device) for parameter in parameters],
             cost=cost,
             tail=tail,
+            update=lambda payload: update_per_byte * payload,
         )
         busy = busy_until(
             max(overlapped),

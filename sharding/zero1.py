@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ddp.bucket_ddp_async import DEFAULT_CAP_MB, fill_buckets
+from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
 from sharding.collectives import Pending, all_gather, expected_all_gathers, expected_reduce_scatters, reduce_scatter
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy

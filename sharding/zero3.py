@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddp.bucket_ddp_async import DEFAULT_CAP_MB
+from ddp.buckets import DEFAULT_CAP_MB
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters
 from sharding.flat import FlatParameters
 from sharding.schedule import Schedule

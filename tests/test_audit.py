@@ -17,7 +17,8 @@ from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
 from analysis.timeline import RankTimeline
 from analysis.traces import find_windows
-from ddp.bucket_ddp_async import Bucket, BucketDDP
+from ddp.bucket_ddp_async import BucketDDP
+from ddp.buckets import Bucket
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
 from tests.ranks import RankPool
 from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of

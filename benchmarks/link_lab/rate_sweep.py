@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from analysis.report.link_page import write_link_page
-
 from analysis.errors import TraceError
+from analysis.report.link_page import write_link_page
 from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.run import Settings, run_at
 from training.errors import UserError

@@ -1,0 +1,66 @@
+"""Buckets of gradients: flat buffers into which `parameter.grad` is a view, and how parameters are put into them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.replicated import bytes_of
+
+DEFAULT_CAP_MB = 25.0
+"""PyTorch DDP's, too."""
+
+
+class Bucket:
+    """A flat buffer of gradients that are all-reduced together.
+
+    Args:
+        parameters: Of one dtype and device; their gradients lie in the buffer in this order.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.missing = len(parameters)
+        self.is_started = False
+        self.work: Any = None
+
+    def place_gradient(self, slot: int) -> None:
+        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def complete(self) -> None:
+        """Make sure that every gradient lies in the buffer."""
+        for slot in range(len(self.parameters)):
+            if self.parameters[slot].grad is not self.views[slot]:  # not used on this rank in this step
+                self.place_gradient(slot)
+
+    def reset(self) -> None:
+        """Await the gradients of the next step."""
+        self.missing = len(self.parameters)
+        self.is_started = False
+        self.work = None
+
+
+def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
+    """Fill buckets with `parameters` in reversed order, a new one where dtype changes or `cap_bytes` would be passed.
+
+    A parameter larger than `cap_bytes` gets a bucket of its own.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    for parameter in reversed(list(parameters)):
+        fits = buckets and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
+        if fits and bytes_of(buckets[-1]) + bytes_of([parameter]) <= cap_bytes:
+            buckets[-1].append(parameter)
+        else:
+            buckets.append([parameter])
+    return buckets
