@@ -24,6 +24,8 @@ DEFERRED, OVERLAPPED = (1, 3), 2
 """Of the watched steps, by number."""
 PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 IN_FLIGHT, REPEATS = 4, 3
+DOUBT = 0.001
+"""By how much of the whole each bucket must pay off: what was measured is not exact."""
 
 
 class LinkFit:
@@ -82,10 +84,16 @@ class LinkFit:
         update_per_byte = update / max(bytes_of(self._parameters), 1) if updates_early else 0.0
         order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
         parameters = [self._parameters[index] for index in order]
-        cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
+        measured_cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
+        payload = [bytes_of([parameter]) for parameter in self._parameters]
+        doubt = DOUBT * (max(ready) + float(measured_cost(np.array([sum(payload)], dtype=float))[0]))
+
+        def cost(payload: np.ndarray) -> np.ndarray:
+            return measured_cost(payload) + doubt
+
         undisturbed = Timeline(
             ready=[ready[index] for index in order],
-            payload=[bytes_of([parameter]) for parameter in parameters],
+            payload=[payload[index] for index in order],
             kind=[(parameter.dtype, parameter.device) for parameter in parameters],
             cost=cost,
             tail=tail,
