@@ -68,7 +68,9 @@ SETTINGS = {
     "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
     "bucket size": Setting(of_config("bucket_cap_mb", "the default"), (TIME, MEMORY, TRAFFIC)),
     "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
-    "optimizer overlapped with communication": Setting(of_config("overlap_optimizer", "no"), (TIME,)),
+    "optimizer overlapped with communication": Setting(
+        lambda record: "yes" if record["config"].get("overlap_optimizer") else "no", (TIME,)
+    ),
     "link rate": Setting(of_link, (TIME,)),
     "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
     "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),

@@ -38,7 +38,7 @@ class Runner:
         drop_gradients: Free them, as the next step would before its forward pass.
         state_bytes: Count the bytes that model states hold now, those of a DDP's buckets among them.
         expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
-        wire_bytes: That a rank sends in a step, by the formulas of its collectives.
+        wire_bytes: What a rank sends in a step, by the formulas of its collectives; once a step has been run.
         remarks: What the strategy says of its own decisions.
         phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
@@ -48,7 +48,7 @@ class Runner:
     drop_gradients: Callable[[], None]
     state_bytes: Callable[[], int]
     expected_state_bytes: int
-    wire_bytes: float = 0.0
+    wire_bytes: Callable[[], float]
     remarks: Sequence[str] = ()
     phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
-        wire_bytes=sum(collective.wire_bytes for collective in strategy.expected_traffic(config.grad_accum_steps)),
+        wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
         remarks=strategy.remarks,
     )
 
@@ -120,7 +120,7 @@ def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], r
         optimizer.zero_grad,
         state_bytes,
         sum(expected.values()),
-        wire_bytes=wire_bytes if name == "bare_loop" else 0.0,
+        wire_bytes=lambda: wire_bytes if name == "bare_loop" else 0.0,
         phase_seconds=phase_seconds,
     )
 

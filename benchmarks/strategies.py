@@ -17,9 +17,7 @@ With `--rounds 0` only memory is measured (`benchmarks/memory.py` does that for 
 
 import argparse
 import os
-import random
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,7 @@ COLUMNS = (
     "exposed_ms_median",
     "link_bits_per_s",
     "wire_bytes",
+    "sent_bytes_median",
     "bound_ms",
     "bound_ratio_median",
     "peak_bytes",
@@ -59,8 +58,6 @@ COLUMNS = (
     "resting_bytes",
     "expected_resting_bytes",
 )
-WARMUP_ROUNDS = 2
-STEPS_PER_ROUND = 3
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,6 +130,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     """Measure all choices; the table of `COLUMNS` (the same on every rank)."""
     import pandas as pd
 
+    from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
     from benchmarks.runners import make_runner, measure_memory
 
     local = parse_variant(LOCAL, [LOCAL])
@@ -145,11 +143,12 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
         memory = measure_memory(runner, ranks.device)
         table.loc[label, ["choice", "workload", "world_size"]] = label, config.workload, ranks.world_size
         table.loc[label, ["elements", "rounds"]] = runner.elements, options.rounds
-        table.loc[label, ["link_bits_per_s", "wire_bytes"]] = options.link_rate, runner.wire_bytes
+        table.loc[label, ["link_bits_per_s", "wire_bytes"]] = options.link_rate, runner.wire_bytes()
         table.loc[label, "peak_bytes"] = memory.peak
         table.loc[label, ["resting_bytes", "expected_resting_bytes"]] = memory.resting, runner.expected_state_bytes
     if options.rounds:
-        times = time_rounds(runners, options.rounds, ranks)
+        times, sent = time_rounds(runners, options.rounds, ranks)
+        table["sent_bytes_median"] = sent.median()
         table["against"] = options.against.label
         ratios = times.div(times[options.against.label], axis="index")
         table["step_ms_median"] = times.median()
@@ -161,60 +160,12 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"] = bounds.median()
             table["bound_ratio_median"] = times.div(bounds).median()
-    for runner in runners.values():
-        table.attrs.setdefault("remarks", []).extend(runner.remarks)
+    table.attrs["remarks"] = [f"{label}: {remark}" for label, runner in runners.items() for remark in runner.remarks]
     return table
-
-
-def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: Any, ranks: Any) -> Any:
-    """The least milliseconds that a step could take on this link: a row a round, a column a choice.
-
-    Args:
-        phase_seconds: Of each step of `local`: seconds of forward, backward and optimizer.
-    """
-    import pandas as pd
-    import torch
-    import torch.distributed as dist
-
-    phases = torch.tensor(phase_seconds, dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(phases, dist.ReduceOp.MAX)
-    forward, backward, optimizer = phases.view(-1, STEPS_PER_ROUND, 3).mean(1).cpu().numpy().T
-    wire = 8 * table["wire_bytes"].astype(float) / table["link_bits_per_s"].astype(float)
-    rows = [1000 * (f + wire.clip(lower=b) + o) for f, b, o in zip(forward, backward, optimizer, strict=True)]
-    return pd.DataFrame(rows).reset_index(drop=True)
 
 
 def load_strategy(name: str) -> Any:
     return next(registry for registry in REGISTRIES if name in registry.names).load(name)
-
-
-def time_rounds(runners: dict[str, Any], rounds: int, ranks: Any) -> Any:
-    """Milliseconds a step, of the slowest rank: a row a round, a column a choice."""
-    import pandas as pd
-
-    from benchmarks.runners import largest
-
-    times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
-    order = random.Random(0)  # the same on every rank
-    for round_number in range(-WARMUP_ROUNDS, rounds):
-        for name in order.sample(list(runners), len(runners)):
-            seconds = timed(runners[name], ranks.device) / STEPS_PER_ROUND
-            if round_number >= 0:
-                times.loc[round_number, name] = 1000 * largest(seconds, ranks.device)
-    return times
-
-
-def timed(runner: Any, device: Any) -> float:
-    """Seconds from all ranks' start of a round to this rank's end of it."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    runner.steps(STEPS_PER_ROUND)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def show(table: Any, options: argparse.Namespace) -> None:
@@ -238,6 +189,8 @@ def show(table: Any, options: argparse.Namespace) -> None:
     if options.link_rate and options.rounds:
         title += f", link of {options.link_rate / 1e6:g} Mbit/s"
         columns |= {
+            "formula, MB": (table.wire_bytes / 1e6).map("{:.2f}".format),
+            "sent, MB": (table.sent_bytes_median / 1e6).map("{:.2f}".format),
             "bound, ms": table.bound_ms.map("{:.1f}".format),
             "/ bound": table.bound_ratio_median.map("{:.3f}".format),
         }
@@ -251,7 +204,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
         shown.add_column(heading, justify="left" if heading == "choice" else "right", no_wrap=True)
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
-    Console(width=160).print(shown)
+    Console(width=180).print(shown)
     if options.csv:
         table.to_csv(options.csv, index=False)
         print(f"table: {options.csv}")

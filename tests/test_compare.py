@@ -16,8 +16,10 @@ from analysis.compare import Traced, comparison, keep, standings
 from analysis.conclusion import conclusion, fastest
 from analysis.errors import TraceError
 from analysis.fairness import FIELDS, SETTINGS, bent, differences, require_comparable
+from analysis.labels import labels
 from analysis.report.compare_figures import lanes_by_choice_figure, parts_figure, step_time_figure, traffic_figure
 from analysis.report.compare_page import Compared, comparison_page, write_comparison
+from analysis.report.summary_page import summary_page
 from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import WindowAnalysis, analyse_window
 from analysis.traces import find_windows
@@ -237,6 +239,12 @@ DIFFERENT = {
     "steps": ({"train_loss": [1.0]}, "optimizer steps (2: a; 1: b)"),
     "ranks": ({"world_size": 3}, "ranks (2: a; 3: b)"),
     "buckets": ({"config": {"bucket_cap_mb": 5}}, "bucket size (the default: a; 5: b)"),
+    "compression": ({"config": {"compress": "bf16"}}, "gradient compression (none: a; bf16: b)"),
+    "early updates": (
+        {"config": {"overlap_optimizer": True}},
+        "optimizer overlapped with communication (no: a; yes: b)",
+    ),
+    "link": ({"link_bits_per_s": 1e9}, "link rate (not shaped: a; 1000 Mbit/s: b)"),
     "host": ({"host": "other"}, "host (here: a; other: b)"),
     "threads": ({"threads": 2}, "threads (1: a; 2: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
@@ -320,6 +328,21 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     assert "other is fastest here: pytorch_ddp, the reference, takes 2.00 times" in body
     assert "than 0.0e+00 nats" in body
     assert "failed<b>" not in body and "Warning" not in body
+
+
+def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
+    """Compressed gradients, above all; and no run without them stands beside."""
+    assert labels(None) == labels(record("a", 1.0)) == []
+    settings = record("a", 1.0)["config"] | {"compress": "bf16", "overlap_optimizer": True}
+    said = {"config": settings, "link_bits_per_s": 250_000_000, "remarks": ["2 buckets fit this <link>"]}
+    with pytest.raises(TraceError, match="differ in gradient compression"):
+        compared(tmp_path, **said)
+    marked = record("other", 0.1) | said
+    page = comparison_page(compared(tmp_path, tuple(FIELDS), **said))
+    summary = summary_page(analysed(tmp_path, "other", marked), "other")
+    for text in (page, summary):
+        assert "Gradients are compressed (bf16)" in text and "shaped to 250 Mbit/s" in text
+        assert "updated while other buckets" in text and "other: 2 buckets fit this &lt;link&gt;." in text
 
 
 def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Path) -> None:

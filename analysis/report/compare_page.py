@@ -20,6 +20,7 @@ from analysis.columns import (
 from analysis.compare import Traced, comparison, kinds_run, standings
 from analysis.conclusion import conclusion, fastest
 from analysis.fairness import Difference, bent
+from analysis.labels import labels
 from analysis.report.compare_figures import (
     lanes_by_choice_figure,
     loss_figure,
@@ -94,6 +95,7 @@ def comparison_page(compared: Compared) -> str:
         f"over {first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
         f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
     ]
+    lines += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
     if not compared.differences:
         lines.append(
             "Every choice trains the same model on the same samples: equal loss curves are part of the result."

@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
+from analysis.labels import labels
 from analysis.report.collective_figure import collectives_figure, kinds_seen
 from analysis.report.exposure_section import exposure_sections
 from analysis.report.figures import breakdown_figure, lanes_figure
@@ -58,6 +59,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         f"Run {analysis.window.run_id}, optimizer steps {', '.join(map(str, numbers))}. {analysis.kind_sentence}",
         "Times are of profiled steps, which take longer than others; compare step times in the run record instead.",
     ]
+    lines += labels(analysis.record)
     if len(numbers) == 1:
         lines.append("Only one step could be analysed, so nothing here says how far steps differ.")
     if left_out := sum(timeline.left_out for timeline in analysis.timelines):

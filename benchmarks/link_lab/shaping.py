@@ -1,9 +1,9 @@
 """How fast a link is, and whether it is whole: changed with `tc` and `ip`, while a job runs too.
 
 A token bucket (`tbf`) at each end of a link limits what its node sends, and what it receives. The sender's bucket holds
-what the link carries in two milliseconds, since the kernel may come that late to send more, and at least one of the 64 KiB
-packets that TCP hands over at once. The receiver's is twice as large, so that between equal links it does not bite: two
-equal buckets in a row would lose a little more whenever one of them is late.
+what the link carries in two milliseconds, since the kernel may come that late to send more, and at least one of the
+64 KiB packets that TCP hands over at once. The receiver's is twice as large, so that between equal links it does not
+bite: two equal buckets in a row would lose a little more whenever one of them is late.
 """
 
 import json

@@ -1,0 +1,79 @@
+"""Rounds in which all choices of a benchmark take turns, and what a step could take at least on a link."""
+
+import random
+import time
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from benchmarks.link_lab.counters import link_bytes
+from benchmarks.runners import Runner, largest
+from training.distributed import Ranks
+
+WARMUP_ROUNDS = 2
+STEPS_PER_ROUND = 3
+
+
+def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Run all choices in turn, in a new random order each round. Collective.
+
+    Returns:
+        Two tables with a row a round and a column a choice: milliseconds a step, of the slowest rank; and bytes a step
+        that a node has sent over its link, mean over ranks, nan outside the link lab.
+    """
+    times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
+    sent = times.copy()
+    order = random.Random(0)  # the same on every rank
+    for round_number in range(-WARMUP_ROUNDS, rounds):
+        for name in order.sample(list(runners), len(runners)):
+            seconds, sent_bytes = timed(runners[name], ranks.device)
+            if round_number >= 0:
+                times.loc[round_number, name] = 1000 * largest(seconds, ranks.device) / STEPS_PER_ROUND
+                sent.loc[round_number, name] = mean(sent_bytes, ranks) / STEPS_PER_ROUND
+    return times, sent
+
+
+def timed(runner: Runner, device: torch.device) -> tuple[float, float]:
+    """Seconds from all ranks' start of a round to this rank's end of it; bytes sent over the link until all ended."""
+    dist.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    runner.steps(STEPS_PER_ROUND)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return seconds, sent_bytes() - before
+
+
+def sent_bytes() -> float:
+    """Bytes that this node has sent over its link so far; nan outside the link lab."""
+    try:
+        return float(link_bytes().sent)
+    except OSError:
+        return float("nan")
+
+
+def mean(value: float, ranks: Ranks) -> float:
+    """The mean of all ranks' values."""
+    held = torch.tensor(value, dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(held)
+    return held.item() / ranks.world_size
+
+
+def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: pd.DataFrame, ranks: Ranks) -> pd.DataFrame:
+    """The least milliseconds that a step could take on this link: a row a round, a column a choice. Collective.
+
+    Forward, then backward or the bytes on the wire at the link's rate, whichever takes longer, then the optimizer.
+
+    Args:
+        phase_seconds: Of each timed step of `local`: seconds of forward, backward and optimizer.
+        table: A row a choice with its `wire_bytes` and `link_bits_per_s`.
+    """
+    phases = torch.tensor(phase_seconds, dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(phases, dist.ReduceOp.MAX)
+    forward, backward, optimizer = phases.view(-1, STEPS_PER_ROUND, 3).mean(1).cpu().numpy().T
+    wire = 8 * table["wire_bytes"].astype(float) / table["link_bits_per_s"].astype(float)
+    rows = [1000 * (f + wire.clip(lower=b) + o) for f, b, o in zip(forward, backward, optimizer, strict=True)]
+    return pd.DataFrame(rows).reset_index(drop=True)
