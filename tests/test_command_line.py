@@ -230,10 +230,10 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_thirty_runs_end_well(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_many_runs_end_well(tmp_path: Path) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
-    for attempt in range(30):
+    for attempt in range(12):
         answer = command(
             "--nproc_per_node=2",
             "main_ddp.py",
