@@ -13,6 +13,11 @@ Three things make it correct and cheap:
   flattened, copied back or set to zero.
 - Losses are weighted by their share of the global batch before backward, so the all-reduced sum is already the mean,
   and no pass divides it.
+
+Which cap is best depends on the link. With `--bucket-cap-mb auto` the first steps are watched, the link is measured, and
+the buckets are filled anew, once, in the order in which gradients really become ready (`ddp.link_fit`,
+`ddp.bucket_plan`). With `--overlap-optimizer`, the parameters of a bucket are updated while later ones are still being
+reduced.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +33,9 @@ from ddp.link_fit import LinkFit
 from ddp.partial_step import only
 from training.config import AUTO
 from training.errors import UnsupportedError
-from training.replicated import ReplicatedStrategy, bytes_of
+from training.replicated import ReplicatedStrategy
 from training.strategy import are_finite
 from training.traffic import Collective
-
-WATCHED_BUCKETS = 8
-"""About so many buckets are in use while the link is being measured."""
 
 
 class BucketDDP(ReplicatedStrategy):
@@ -48,7 +50,6 @@ class BucketDDP(ReplicatedStrategy):
         cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
         if self.options.bucket_cap_mb == AUTO:
             self._fit = LinkFit(parameters, self.process_group, self.options.clock)
-            cap_bytes = bytes_of(parameters) / WATCHED_BUCKETS
         self.buckets: list[Bucket] = []
         self._fill(fill_buckets(parameters, cap_bytes))
         self._updated: set[Tensor] = set()
@@ -77,7 +78,7 @@ class BucketDDP(ReplicatedStrategy):
 
     def _fit_buckets(self, fit: LinkFit) -> None:
         """Plan the buckets for what was measured, and fill them anew."""
-        order, timeline = fit.timeline([bucket.parameters for bucket in self.buckets], self.options.overlap_optimizer)
+        order, timeline = fit.timeline(self.options.overlap_optimizer)
         ends = plan(timeline)
         self.zero_grad()  # a gradient in an old bucket would keep its memory
         self._fill([order[start:end] for start, end in pairwise([0, *ends])])
@@ -93,8 +94,7 @@ class BucketDDP(ReplicatedStrategy):
         bucket.missing -= 1
         if self._fit:
             self._fit.on_gradient(parameter)
-            if self._fit.defers:
-                return
+            return
         while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
             self._start_next()
 

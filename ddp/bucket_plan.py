@@ -4,13 +4,11 @@ Pure functions: numbers in, boundaries out. The model behind them is a queue wit
 gradient i at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link,
 and keeps the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one
 fills; the last has no next one, and takes `tail(bytes)` longer. If parameters are updated bucket by bucket, a second
-server follows, the optimizer, which begins when backward has ended and takes `update(bytes)`. Where compute and
-communication share a resource (cores, memory, multiprocessors), each second of communication keeps backward back by
-`slowdown` seconds, and so all gradients that it has still to make.
+server follows, the optimizer, which begins when backward has ended and takes `update(bytes)`.
 
-Small buckets start early and leave little after backward; large ones have fewer latencies and disturb backward less. So
-a link that is the bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it
-rests; a link that waits for backward wants few in all.
+Small buckets start early and leave little after backward; large ones have fewer latencies. So a link that is the
+bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it rests; a link that
+waits for backward wants a small last one, and few in all.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ import numpy as np
 
 USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
-MOST_PIECES = 96
+MOST_PIECES = 256
 """Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
 
 
@@ -40,12 +38,11 @@ class Timeline:
     """What a plan is made for. All sequences have a value a gradient, in the order in which gradients become ready.
 
     Attributes:
-        ready: Seconds at which backward has made it, without any communication going on; non-decreasing.
+        ready: Seconds at which backward has made it; non-decreasing.
         payload: Bytes.
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
         tail: Seconds more that the last bucket takes, by its bytes.
         update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
-        slowdown: Seconds that backward loses for each second of communication, 0 to 1.
     """
 
     ready: Sequence[float]
@@ -54,7 +51,6 @@ class Timeline:
     cost: Cost
     tail: Cost = nothing
     update: Cost = nothing
-    slowdown: float = 0.0
 
 
 class State(NamedTuple):
@@ -63,17 +59,15 @@ class State(NamedTuple):
     Attributes:
         done: When all of these buckets are reduced, and updated if they are updated one by one.
         free: When the link is free.
-        delay: By how much backward is late.
         ends: Of each bucket, the index after its last gradient.
     """
 
     done: float
     free: float
-    delay: float
     ends: tuple[int, ...]
 
 
-START = State(0.0, 0.0, 0.0, ())
+START = State(0.0, 0.0, ())
 
 
 def with_buckets(states: Sequence[State], starts: Sequence[int], end: int, timeline: Timeline) -> list[State]:
@@ -85,12 +79,11 @@ def with_buckets(states: Sequence[State], starts: Sequence[int], end: int, timel
     tail = timeline.tail(payload).tolist() if is_last else [0.0] * len(states)
     found = []
     for index, state in enumerate(states):
-        free = max(state.free, timeline.ready[end - 1] + state.delay) + cost[index]
-        delay = state.delay + timeline.slowdown * cost[index]
+        free = max(state.free, timeline.ready[end - 1]) + cost[index]
         done = max(state.done, free + tail[index])
         if update[index]:
-            done = max(done, timeline.ready[-1] + delay) + update[index]
-        found.append(State(done, free, delay, (*state.ends, end)))
+            done = max(done, timeline.ready[-1]) + update[index]
+        found.append(State(done, free, (*state.ends, end)))
     return found
 
 
@@ -105,8 +98,8 @@ def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
 def plan(timeline: Timeline) -> list[int]:
     """The boundaries with the least `finish_time`, and of those with the same, the fewest buckets.
 
-    Dynamic programming over prefixes. What follows a prefix depends only on the numbers of its `State`, and never gains
-    from more of any; so of all bucketings of a prefix, those suffice that no other beats in all of them. Exact for the
+    Dynamic programming over prefixes. What follows a prefix depends only on the two times of its `State`, and never
+    gains from a later one; so of all bucketings of a prefix, those suffice that no other beats in both. Exact for the
     pieces of `coarse_ends`.
 
     Returns:
@@ -126,10 +119,10 @@ def plan(timeline: Timeline) -> list[int]:
 
 
 def undominated(states: Sequence[State]) -> list[State]:
-    """Those that no other beats in everything."""
+    """Those that no other beats in both times."""
     kept: list[State] = []
-    for state in sorted(states, key=lambda state: (*state[:3], len(state.ends))):
-        if not any(other.free <= state.free and other.delay <= state.delay for other in kept):
+    for state in sorted(states, key=lambda state: (state.done, state.free, len(state.ends))):
+        if not kept or state.free < kept[-1].free:
             kept.append(state)
     return kept
 
@@ -146,16 +139,6 @@ def coarse_ends(timeline: Timeline) -> list[int]:
             ends.append(index + 1)
             held = 0
     return ends
-
-
-def busy_until(moment: float, ready: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds before `moment` in which buckets that are `ready` at such times, in this order, keep the link."""
-    free = busy = 0.0
-    for start, length in zip(ready, seconds, strict=True):
-        start = max(free, start)
-        free = start + length
-        busy += max(0.0, min(free, moment) - start)
-    return busy
 
 
 def describe(timeline: Timeline, ends: Sequence[int]) -> str:

@@ -1,13 +1,14 @@
 """What `bucket_ddp_async` finds out in its first steps, on which its buckets are then planned.
 
-Four ordinary optimizer steps are watched. In the first, nothing is measured: allocators and caches settle. The second
-and the fourth all-reduce only after backward, which shows when each gradient is ready if nothing else goes on; the
-third overlaps, which shows how much communication slows backward. Then all-reduces of a few sizes are timed. Ranks take
-the slowest of them in everything and plan on the same figures, so that they agree.
+Four ordinary optimizer steps are watched, whose all-reduces wait for the end of backward: so each gradient is ready
+when backward, which nothing disturbs, has made it. The first does not count, since allocators and caches settle in it.
+Then all-reduces of a few sizes are timed. Ranks take the slowest of them in everything, and so plan on the same figures.
+
+That communication slows backward down where both share cores is not measured: in four steps it cannot be told from
+noise, and plans that believed such figures were worse than those that do not.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.bucket_plan import Cost, Timeline, busy_until
+from ddp.bucket_plan import Cost, Timeline
 from training.replicated import bytes_of
 from training.stopwatch import Clock, Stopwatch
 
 WATCHED_STEPS = 4
-DEFERRED, OVERLAPPED = (1, 3), 2
-"""Of the watched steps, by number."""
+SETTLING_STEPS = 1
+"""Of the watched ones."""
 PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 IN_FLIGHT, REPEATS = 4, 3
-DOUBT = 0.001
+DOUBT = 0.002
 """By how much of the whole each bucket must pay off: what was measured is not exact."""
 
 
@@ -50,11 +51,6 @@ class LinkFit:
         """Whether all steps have been watched."""
         return len(self._marks) == WATCHED_STEPS
 
-    @property
-    def defers(self) -> bool:
-        """Whether this step's all-reduces should wait for the end of backward."""
-        return len(self._marks) - 1 in DEFERRED
-
     def on_gradient(self, parameter: Tensor) -> None:
         """The gradient of `parameter` is ready, in the last micro-batch of a step."""
         self._marks[-1][self._place[parameter]] = self._stopwatch.mark()
@@ -65,47 +61,30 @@ class LinkFit:
         step()
         self._updates.append([*marks, self._stopwatch.mark()])
 
-    def timeline(
-        self, watched: Sequence[Sequence[nn.Parameter]], updates_early: bool
-    ) -> tuple[list[nn.Parameter], Timeline]:
+    def timeline(self, updates_early: bool) -> tuple[list[nn.Parameter], Timeline]:
         """The parameters in the order in which their gradients become ready, and what to plan for. Collective.
 
         Args:
-            watched: The buckets that were in use in the watched steps.
             updates_early: Whether parameters will be updated bucket by bucket.
         """
-        moments = [self._moments(marks) for marks in self._marks]
-        update = min((self._stopwatch.seconds_since_first(marks)[1] for marks in self._updates[1:]), default=0.0)
-        deferred = torch.stack([moments[step] for step in DEFERRED]).amin(0)
-        measured = torch.cat([deferred, moments[OVERLAPPED], deferred.new_tensor([update])])
+        ready_in_steps = torch.stack([self._moments(marks) for marks in self._marks[SETTLING_STEPS:]])
+        update = [self._stopwatch.seconds_since_first(marks)[1] for marks in self._updates[SETTLING_STEPS:]]
+        measured = torch.cat([ready_in_steps.median(0).values, ready_in_steps.new_tensor([min(update, default=0.0)])])
         dist.all_reduce(measured, dist.ReduceOp.MAX, self._group)
-        *both, update = measured.tolist()
-        ready, overlapped = both[: len(both) // 2], both[len(both) // 2 :]
-        update_per_byte = update / max(bytes_of(self._parameters), 1) if updates_early else 0.0
+        *ready, update_s = measured.tolist()
         order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
-        parameters = [self._parameters[index] for index in order]
-        measured_cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
         payload = [bytes_of([parameter]) for parameter in self._parameters]
+        per_byte = update_s / max(sum(payload), 1) if updates_early else 0.0
+        measured_cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
         doubt = DOUBT * (max(ready) + float(measured_cost(np.array([sum(payload)], dtype=float))[0]))
-
-        def cost(payload: np.ndarray) -> np.ndarray:
-            return measured_cost(payload) + doubt
-
-        undisturbed = Timeline(
+        return [self._parameters[index] for index in order], Timeline(
             ready=[ready[index] for index in order],
             payload=[payload[index] for index in order],
-            kind=[(parameter.dtype, parameter.device) for parameter in parameters],
-            cost=cost,
+            kind=[(self._parameters[index].dtype, self._parameters[index].device) for index in order],
+            cost=lambda payload: measured_cost(payload) + doubt,
             tail=tail,
-            update=lambda payload: update_per_byte * payload,
+            update=lambda payload: per_byte * payload,
         )
-        busy = busy_until(
-            max(overlapped),
-            [max(overlapped[self._place[parameter]] for parameter in bucket) for bucket in watched],
-            cost(np.array([bytes_of(bucket) for bucket in watched], dtype=float)).tolist(),
-        )
-        lost = max(overlapped) - max(ready)
-        return parameters, replace(undisturbed, slowdown=min(max(lost / busy, 0.0), 1.0) if busy else 0.0)
 
     def _moments(self, marks: dict[int, Any]) -> Tensor:
         """(parameters,) seconds after the first gradient; of a parameter that got none, the last gradient's."""

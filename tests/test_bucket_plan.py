@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.bucket_plan import MOST_PIECES, Timeline, busy_until, coarse_ends, describe, finish_time, plan
+from ddp.bucket_plan import MOST_PIECES, Timeline, coarse_ends, describe, finish_time, plan
 
 
 def line(latency: float, per_byte: float):
@@ -39,7 +39,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         kind=draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count)),
         cost=lambda payload: latency + per_byte * payload + extra * (payload > 6),  # an algorithm that changes
         tail=line(draw(seconds), draw(seconds) / 8),
-        slowdown=draw(st.integers(0, 4)) / 4,
+        update=line(0, draw(seconds) / 8),
     )
 
 
@@ -72,14 +72,18 @@ def test_the_last_bucket_is_small_where_nothing_hides_its_tail() -> None:
     assert plan(timeline) == [2, 3] and finish_time(timeline, [2, 3]) == 9 and finish_time(timeline, [3]) == 12
 
 
-def test_communication_that_slows_backward_down_pays_less_to_start_early() -> None:
-    """Two gradients, ready at 0 and 10 s, 4 s each, of which 1 s is latency: early, the first delays the second by its
-    own 4 s, so that 18 s would pass instead of 10 + 7.
+def test_updates_follow_bucket_by_bucket() -> None:
+    """All is ready at 2 s, a byte takes 1 s to reduce and as long to update: 4 bytes at once are done at 2 + 4 + 4, two
+    halves at 2 + 2 + 2 + 2, since the first is updated while the second is reduced.
     """
-    alone = Timeline([0, 10], [3, 3], "aa", line(1, 1))
-    assert plan(alone) == [1, 2] and finish_time(alone, [1, 2]) == 14
-    sharing = Timeline([0, 10], [3, 3], "aa", line(1, 1), slowdown=1)
-    assert finish_time(sharing, [1, 2]) == 18 and plan(sharing) == [2] and finish_time(sharing, [2]) == 17
+    timeline = Timeline([2, 2], [2, 2], "aa", line(0, 1), update=line(0, 1))
+    assert finish_time(timeline, [2]) == 10 and finish_time(timeline, [1, 2]) == 8 and plan(timeline) == [1, 2]
+
+
+def test_updates_wait_for_the_end_of_backward() -> None:
+    """The first bucket is reduced at 1 s, but backward, which reads its parameters, goes on until 5 s."""
+    timeline = Timeline([0, 5], [1, 1], "aa", line(0, 1), update=line(0, 1))
+    assert finish_time(timeline, [1, 2]) == 7
 
 
 def test_many_gradients_are_planned_in_pieces() -> None:
@@ -89,11 +93,6 @@ def test_many_gradients_are_planned_in_pieces() -> None:
     assert ends[-1] == 2000 and 1000 in ends and len(ends) <= MOST_PIECES + 2
     planned = plan(timeline)
     assert set(planned) <= set(ends) and 1000 in planned and planned[-1] == 2000
-
-
-def test_busy_until() -> None:
-    """From 0 to 2; from 5 to 9, of which 5 to 8 lie before 8; then none."""
-    assert busy_until(8, [0, 5, 6], [2, 4, 4]) == 5
 
 
 def test_the_plan_in_words() -> None:
