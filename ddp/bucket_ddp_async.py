@@ -14,8 +14,8 @@ Three things make it correct and cheap:
 - Losses are weighted by their share of the global batch before backward, so the all-reduced sum is already the mean,
   and no pass divides it.
 
-Which cap is best depends on the link. With `--bucket-cap-mb auto` the first steps are watched, the link is measured, and
-the buckets are filled anew, once, in the order in which gradients really become ready (`ddp.link_fit`,
+Which cap is best depends on the link. With `--bucket-cap-mb auto` the first steps are watched, the link is measured,
+and the buckets are filled anew, once, in the order in which gradients really become ready (`ddp.link_fit`,
 `ddp.bucket_plan`). With `--overlap-optimizer`, the parameters of a bucket are updated while later ones are still being
 reduced.
 """

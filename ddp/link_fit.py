@@ -2,7 +2,7 @@
 
 Four ordinary optimizer steps are watched, whose all-reduces wait for the end of backward: so each gradient is ready
 when backward, which nothing disturbs, has made it. The first does not count, since allocators and caches settle in it.
-Then all-reduces of a few sizes are timed. Ranks take the slowest of them in everything, and so plan on the same figures.
+Then all-reduces of a few sizes are timed. Ranks take the slowest of them in everything, and plan on the same figures.
 
 That communication slows backward down where both share cores is not measured: in four steps it cannot be told from
 noise, and plans that believed such figures were worse than those that do not.
