@@ -8,7 +8,8 @@ server follows, the optimizer, which begins when backward has ended and takes `u
 
 Small buckets start early and leave little after backward; large ones have fewer latencies. So a link that is the
 bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it rests; a link that
-waits for backward wants a small last one, and few in all.
+waits for backward wants a small last one, and few in all. No bucket may keep the link for `longest`: the queue of the
+model always has work, but on a busy machine threads come late, and then it is well to have several under way.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class Timeline:
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
         tail: Seconds more that the last bucket takes, by its bytes.
         update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
+        longest: Seconds for which a bucket of several gradients may keep the link.
     """
 
     ready: Sequence[float]
@@ -51,6 +53,7 @@ class Timeline:
     cost: Cost
     tail: Cost = nothing
     update: Cost = nothing
+    longest: float = float("inf")
 
 
 class State(NamedTuple):
@@ -106,13 +109,17 @@ def plan(timeline: Timeline) -> list[int]:
         Of each bucket, the index after its last gradient.
     """
     ends = coarse_ends(timeline)
+    sums = np.concatenate([[0], np.cumsum(timeline.payload)])
     best: dict[int, list[State]] = {0: [START]}
     for place, end in enumerate(ends):
         kind = timeline.kind[end - 1]
         first = place
         while first > 0 and timeline.kind[ends[first - 1] - 1] == kind:
             first -= 1
-        before = [(state, start) for start in [0, *ends][first : place + 1] for state in best[start]]
+        starts_of_kind = np.array([0, *ends][first : place + 1])
+        short = timeline.cost((sums[end] - sums[starts_of_kind]).astype(float)) <= timeline.longest
+        short[-1] = True  # one piece, however large
+        before = [(state, start) for start in starts_of_kind[short].tolist() for state in best[start]]
         states, starts = zip(*before, strict=True)
         best[end] = undominated(with_buckets(states, starts, end, timeline))
     return list(min(best[ends[-1]], key=lambda state: (state.done, len(state.ends))).ends)

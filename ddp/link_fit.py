@@ -26,7 +26,9 @@ SETTLING_STEPS = 1
 PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 IN_FLIGHT, REPEATS = 4, 3
 DOUBT = 0.002
-"""By how much of the whole each bucket must pay off: what was measured is not exact."""
+"""By how much of backward each bucket must pay off: what was measured is not exact."""
+LONGEST = 0.3
+"""For how much of backward a bucket may keep the link."""
 
 
 class LinkFit:
@@ -76,7 +78,7 @@ class LinkFit:
         payload = [bytes_of([parameter]) for parameter in self._parameters]
         per_byte = update_s / max(sum(payload), 1) if updates_early else 0.0
         measured_cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
-        doubt = DOUBT * (max(ready) + float(measured_cost(np.array([sum(payload)], dtype=float))[0]))
+        doubt = DOUBT * max(ready)
         return [self._parameters[index] for index in order], Timeline(
             ready=[ready[index] for index in order],
             payload=[payload[index] for index in order],
@@ -84,6 +86,7 @@ class LinkFit:
             cost=lambda payload: measured_cost(payload) + doubt,
             tail=tail,
             update=lambda payload: per_byte * payload,
+            longest=LONGEST * max(ready),
         )
 
     def _moments(self, marks: dict[int, Any]) -> Tensor:

@@ -14,15 +14,19 @@ def line(latency: float, per_byte: float):
     return lambda payload: latency + per_byte * payload
 
 
+def may_be_a_bucket(timeline: Timeline, start: int, end: int) -> bool:
+    """Of one kind, and of one gradient or not too long."""
+    seconds = timeline.cost(np.array([sum(timeline.payload[start:end])], dtype=float))[0]
+    return len(set(timeline.kind[start:end])) == 1 and (end == start + 1 or seconds <= timeline.longest)
+
+
 def every_way(timeline: Timeline) -> list[tuple[int, ...]]:
-    """All bucketings that keep kinds apart."""
+    """All bucketings that are allowed."""
     count = len(timeline.payload)
     cuts = [c for size in range(count) for c in combinations(range(1, count), size)]
     bucketings = [(*cut, count) for cut in cuts]
     return [
-        ends
-        for ends in bucketings
-        if all(len(set(timeline.kind[start:end])) == 1 for start, end in pairwise((0, *ends)))
+        ends for ends in bucketings if all(may_be_a_bucket(timeline, start, end) for start, end in pairwise((0, *ends)))
     ]
 
 
@@ -40,6 +44,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         cost=lambda payload: latency + per_byte * payload + extra * (payload > 6),  # an algorithm that changes
         tail=line(draw(seconds), draw(seconds) / 8),
         update=line(0, draw(seconds) / 8),
+        longest=draw(st.sampled_from([0.0, 5.0, 20.0, float("inf")])),
     )
 
 
