@@ -25,7 +25,7 @@ SETTLING_STEPS = 1
 """Of the watched ones."""
 PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 IN_FLIGHT, REPEATS = 4, 3
-DOUBT = 0.002
+DOUBT = 0.01
 """By how much of backward each bucket must pay off: what was measured is not exact."""
 LONGEST = 0.3
 """For how much of backward a bucket may keep the link."""
