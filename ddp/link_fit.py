@@ -23,8 +23,8 @@ from training.stopwatch import Clock, Stopwatch
 WATCHED_STEPS = 4
 SETTLING_STEPS = 1
 """Of the watched ones."""
-PROBE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
-IN_FLIGHT, REPEATS = 4, 3
+PROBE_BYTES = (2**12, 2**22)
+IN_FLIGHT, REPEATS = 4, 5
 DOUBT = 0.01
 """By how much of backward each bucket must pay off: what was measured is not exact."""
 LONGEST = 0.3
@@ -101,7 +101,8 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch
     """Seconds that an all-reduce keeps the link, and how much longer one takes that no other follows. Collective.
 
     The first is what one more of the same size adds to those that are under way already, since buckets follow each
-    other like that. Both are straight lines between the sizes that are measured.
+    other like that. Both are a latency and a time for each byte (Hockney, 1994), from a small size and a large one:
+    sizes between would show the processor's caches, in which gradients do not lie.
     """
     buffer = torch.zeros(IN_FLIGHT * PROBE_BYTES[-1] // 4, device=device)
     seconds = torch.zeros(2, len(PROBE_BYTES), REPEATS, dtype=torch.float64, device=device)
@@ -113,15 +114,15 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch
     slowest = seconds.median(2).values
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     alone, together = slowest.cpu().numpy()
-    added = np.maximum.accumulate(np.maximum(together - alone, 0) / (IN_FLIGHT - 1))
-    return straight_lines(added), straight_lines(np.maximum.accumulate(np.maximum(alone - added, 0)))
+    added = np.maximum(together - alone, 0) / (IN_FLIGHT - 1)
+    return straight_line(added), straight_line(np.maximum(alone - added, 0))
 
 
-def straight_lines(seconds: np.ndarray) -> Cost:
-    """Seconds by payload: between those measured at `PROBE_BYTES`, and beyond as fast as between first and last."""
-    sizes = np.array(PROBE_BYTES, dtype=float)
-    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
-    return lambda payload: np.interp(payload, sizes, seconds) + slope * np.maximum(payload - sizes[-1], 0)
+def straight_line(seconds: np.ndarray) -> Cost:
+    """Through what was measured at the two `PROBE_BYTES`, falling nowhere."""
+    latency, large = seconds
+    per_byte = max(large - latency, 0.0) / (PROBE_BYTES[1] - PROBE_BYTES[0])
+    return lambda payload: latency + per_byte * np.maximum(payload - PROBE_BYTES[0], 0)
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:
