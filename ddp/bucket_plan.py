@@ -21,7 +21,7 @@ import numpy as np
 
 USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
-MOST_PIECES = 256
+MOST_PIECES = 96
 """Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
 
 
@@ -45,6 +45,7 @@ class Timeline:
         tail: Seconds more that the last bucket takes, by its bytes.
         update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
         longest: Seconds for which a bucket of several gradients may keep the link.
+        overhead: Seconds that each bucket costs backward and optimizer, whatever the link does.
     """
 
     ready: Sequence[float]
@@ -54,6 +55,7 @@ class Timeline:
     tail: Cost = nothing
     update: Cost = nothing
     longest: float = float("inf")
+    overhead: float = 0.0
 
 
 class State(NamedTuple):
@@ -91,19 +93,19 @@ def with_buckets(states: Sequence[State], starts: Sequence[int], end: int, timel
 
 
 def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
-    """Seconds at which the last bucket is done. `ends`: of each bucket, the index after its last gradient."""
+    """Seconds at which the last bucket is done, overheads added. `ends`: of each, the index after its last gradient."""
     state = START
     for start, end in pairwise([0, *ends]):
         (state,) = with_buckets([state], [start], end, timeline)
-    return state.done
+    return state.done + timeline.overhead * len(ends)
 
 
 def plan(timeline: Timeline) -> list[int]:
     """The boundaries with the least `finish_time`, and of those with the same, the fewest buckets.
 
     Dynamic programming over prefixes. What follows a prefix depends only on the two times of its `State`, and never
-    gains from a later one; so of all bucketings of a prefix, those suffice that no other beats in both. Exact for the
-    pieces of `coarse_ends`.
+    gains from a later one; so of all bucketings of a prefix, those suffice that no other beats in both times and in the
+    number of buckets. Exact for the pieces of `coarse_ends`.
 
     Returns:
         Of each bucket, the index after its last gradient.
@@ -122,14 +124,18 @@ def plan(timeline: Timeline) -> list[int]:
         before = [(state, start) for start in starts_of_kind[short].tolist() for state in best[start]]
         states, starts = zip(*before, strict=True)
         best[end] = undominated(with_buckets(states, starts, end, timeline))
-    return list(min(best[ends[-1]], key=lambda state: (state.done, len(state.ends))).ends)
+
+    def finish(state: State) -> tuple[float, int]:
+        return state.done + timeline.overhead * len(state.ends), len(state.ends)
+
+    return list(min(best[ends[-1]], key=finish).ends)
 
 
 def undominated(states: Sequence[State]) -> list[State]:
-    """Those that no other beats in both times."""
+    """Those that no other beats in both times and in the number of buckets."""
     kept: list[State] = []
     for state in sorted(states, key=lambda state: (state.done, state.free, len(state.ends))):
-        if not kept or state.free < kept[-1].free:
+        if not any(other.free <= state.free and len(other.ends) <= len(state.ends) for other in kept):
             kept.append(state)
     return kept
 

@@ -25,8 +25,8 @@ SETTLING_STEPS = 1
 """Of the watched ones."""
 PROBE_BYTES = (2**12, 2**22)
 IN_FLIGHT, REPEATS = 4, 5
-DOUBT = 0.01
-"""By how much of backward each bucket must pay off: what was measured is not exact."""
+OVERHEAD = 0.01
+"""By how much of backward each bucket must pay off: threads have to wake for it, and what was measured is not exact."""
 LONGEST = 0.3
 """For how much of backward a bucket may keep the link."""
 
@@ -77,16 +77,16 @@ class LinkFit:
         order = sorted(range(len(ready)), key=lambda index: (ready[index], -index))
         payload = [bytes_of([parameter]) for parameter in self._parameters]
         per_byte = update_s / max(sum(payload), 1) if updates_early else 0.0
-        measured_cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
-        doubt = DOUBT * max(ready)
+        cost, tail = measure_all_reduce(self._group, self._parameters[0].device, self._stopwatch)
         return [self._parameters[index] for index in order], Timeline(
             ready=[ready[index] for index in order],
             payload=[payload[index] for index in order],
             kind=[(self._parameters[index].dtype, self._parameters[index].device) for index in order],
-            cost=lambda payload: measured_cost(payload) + doubt,
+            cost=cost,
             tail=tail,
             update=lambda payload: per_byte * payload,
             longest=LONGEST * max(ready),
+            overhead=OVERHEAD * max(ready),
         )
 
     def _moments(self, marks: dict[int, Any]) -> Tensor:

@@ -44,6 +44,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         cost=lambda payload: latency + per_byte * payload + extra * (payload > 6),  # an algorithm that changes
         tail=line(draw(seconds), draw(seconds) / 8),
         update=line(0, draw(seconds) / 8),
+        overhead=draw(seconds) / 8,
         longest=draw(st.sampled_from([0.0, 5.0, 20.0, float("inf")])),
     )
 
@@ -83,6 +84,12 @@ def test_updates_follow_bucket_by_bucket() -> None:
     """
     timeline = Timeline([2, 2], [2, 2], "aa", line(0, 1), update=line(0, 1))
     assert finish_time(timeline, [2]) == 10 and finish_time(timeline, [1, 2]) == 8 and plan(timeline) == [1, 2]
+
+
+def test_a_bucket_must_pay_off() -> None:
+    """Two buckets are reduced 1 s sooner than one; that is not worth 2 s."""
+    timeline = Timeline([0, 1], [1, 1], "aa", line(0, 1), overhead=2)
+    assert finish_time(timeline, [1, 2]) == 2 + 4 and finish_time(timeline, [2]) == 3 + 2 and plan(timeline) == [2]
 
 
 def test_updates_wait_for_the_end_of_backward() -> None:
