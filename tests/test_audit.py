@@ -18,7 +18,6 @@ from analysis.summary import analyse_window
 from analysis.timeline import RankTimeline
 from analysis.traces import find_windows
 from ddp.bucket_ddp_async import BucketDDP
-from ddp.buckets import Bucket
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
 from tests.ranks import RankPool
 from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of
@@ -123,16 +122,10 @@ class ExtraAllReduce(SimpleDDPAccumulated):
 class DoubledPayload(BucketDDP):
     """Sends every bucket with as much padding behind it."""
 
-    def prepare(self) -> None:
-        super().prepare()
-        for bucket in self.buckets:
-            bucket.all_reduce = lambda group, bucket=bucket: all_reduce_padded(bucket, group)  # type: ignore[method-assign]
-
-
-def all_reduce_padded(bucket: Bucket, group: dist.ProcessGroup) -> None:
-    twice = torch.cat([bucket.flat, torch.zeros_like(bucket.flat)])
-    dist.all_reduce(twice, group=group)
-    bucket.flat.copy_(twice[: bucket.flat.numel()])
+    def all_reduce(self, gradient: torch.Tensor, parts: object = (), async_op: bool = False) -> None:
+        twice = torch.cat([gradient, torch.zeros_like(gradient)])
+        super().all_reduce(twice)
+        gradient.copy_(twice[: gradient.numel()])
 
 
 class NeverReduced(SimpleDDPAccumulated):
