@@ -1,5 +1,6 @@
 """Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`."""
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 
@@ -49,7 +50,7 @@ def parse_variant(text: str, names: Sequence[str]) -> Variant:
             exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
         try:
             settings[name] = SETTINGS[name](value)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, argparse.ArgumentTypeError):
             exit_with_error(f"{text}: {name} cannot be '{value}'")
     variant = Variant(text, choice, settings)
     try:

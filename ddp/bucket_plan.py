@@ -169,6 +169,6 @@ def describe(timeline: Timeline, ends: Sequence[int]) -> str:
     else:
         shape = f"{len(sizes)} buckets of {min(sizes):.2f} to {max(sizes):.2f} MiB fit"
     return (
-        f"{shape} this link: predicted to be reduced {1000 * planned:.1f} ms after the first gradient, "
-        f"{1000 * (otherwise - planned):.1f} ms sooner than with buckets of {USUAL_BYTES // 2**20} MiB"
+        f"{shape} this link: all are predicted to be reduced {1000 * planned:.1f} ms after the first gradient; "
+        f"buckets of {USUAL_BYTES // 2**20} MiB, after {1000 * otherwise:.1f} ms"
     )

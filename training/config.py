@@ -3,6 +3,7 @@
 This module imports nothing heavy, so that `--help` answers at once.
 """
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -75,8 +76,15 @@ class StrategyOptions:
 
 
 def bucket_cap(text: str) -> float | str:
-    """What `--bucket-cap-mb` takes: a number, or `auto`."""
-    return text if text == AUTO else float(text)
+    """What `--bucket-cap-mb` takes: a number, or `auto`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 
 
 def _flag(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
