@@ -23,10 +23,8 @@ USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
 MOST_PIECES = 96
 """Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
-
-
 Cost = Callable[[np.ndarray], np.ndarray]
-"""Seconds that all-reduces of so many bytes keep the link, each by itself."""
+"""Bytes of several buckets -> seconds of each."""
 
 
 def nothing(payload: np.ndarray) -> np.ndarray:
@@ -42,6 +40,7 @@ class Timeline:
         ready: Seconds at which backward has made it; non-decreasing.
         payload: Bytes.
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
+        cost: Seconds that an all-reduce keeps the link, by its bytes.
         tail: Seconds more that the last bucket takes, by its bytes.
         update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
         longest: Seconds for which a bucket of several gradients may keep the link.
@@ -169,6 +168,6 @@ def describe(timeline: Timeline, ends: Sequence[int]) -> str:
     else:
         shape = f"{len(sizes)} buckets of {min(sizes):.2f} to {max(sizes):.2f} MiB fit"
     return (
-        f"{shape} this link: all are predicted to be reduced {1000 * planned:.1f} ms after the first gradient; "
+        f"{shape} this link: all are predicted to be done {1000 * planned:.1f} ms after the first gradient; "
         f"buckets of {USUAL_BYTES // 2**20} MiB, after {1000 * otherwise:.1f} ms"
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket_plan import Cost, Timeline
+from training.link_model import Piece
 from training.replicated import bytes_of
 from training.stopwatch import Clock, Stopwatch
 
@@ -119,10 +120,10 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch
 
 
 def straight_line(seconds: np.ndarray) -> Cost:
-    """Through what was measured at the two `PROBE_BYTES`, falling nowhere."""
-    latency, large = seconds
-    per_byte = max(large - latency, 0.0) / (PROBE_BYTES[1] - PROBE_BYTES[0])
-    return lambda payload: latency + per_byte * np.maximum(payload - PROBE_BYTES[0], 0)
+    """Through what was measured at the two `PROBE_BYTES`."""
+    small, large = PROBE_BYTES
+    per_byte = max(float(seconds[1] - seconds[0]), 0.0) / (large - small)
+    return Piece(0.0, max(float(seconds[0]) - small * per_byte, 0.0), per_byte).seconds
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:

@@ -111,6 +111,6 @@ def test_the_plan_in_words() -> None:
     mib = 2**20
     timeline = Timeline([0, 0.1], [20 * mib, 20 * mib], "aa", line(0, 0.1 / mib / 20))
     assert describe(timeline, [1, 2]) == (
-        "2 buckets of 20.00 to 20.00 MiB fit this link: all are predicted to be reduced 200.0 ms after the first "
+        "2 buckets of 20.00 to 20.00 MiB fit this link: all are predicted to be done 200.0 ms after the first "
         "gradient; buckets of 25 MiB, after 200.0 ms"
     )

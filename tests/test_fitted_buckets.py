@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import ddp
 from ddp.bucket_ddp_async import BucketDDP
-from ddp.link_fit import WATCHED_STEPS
+from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
 from ddp.partial_step import only
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, assert_parity, load, oracle, train_on_rank
@@ -20,6 +21,7 @@ from tests.test_traffic import profiled_step
 from training.agreement import NonFiniteError
 from training.config import RunConfig, StrategyOptions
 from training.errors import UnsupportedError, UserError
+from training.stopwatch import Stopwatch
 
 BUCKETS = ("ddp", "bucket_ddp_async")
 STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)
@@ -34,14 +36,14 @@ def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
 def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
     """Names of the parameters in each bucket after the fit, the strategy's remarks, and the steps' clock readings.
 
-    Each reading of the clock is `tick` times the last one's distance later, so that ranks see different times.
+    Rank 0's clock goes evenly, the others' ever faster, so that each rank by itself would plan for another timeline.
     """
     readings = itertools.count()
     rank = dist.get_rank()
     strategy = BucketDDP(
         build(model),
         OPTIMIZERS["sgd"],
-        StrategyOptions(bucket_cap_mb="auto", clock=lambda: tick * (1 + rank) * next(readings)),
+        StrategyOptions(bucket_cap_mb="auto", clock=lambda: tick * next(readings) ** (1 + rank)),
     )
     names = {parameter: name for name, parameter in strategy.trainable.items()}
     for step in range(WATCHED_STEPS + 1):
@@ -59,6 +61,22 @@ def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool, model: s
     held = sorted(itertools.chain.from_iterable(buckets))
     assert held == sorted(name for name, p in build(model).named_parameters() if p.requires_grad)
     assert len(remarks) == 1 and "this link: all are predicted" in remarks[0]
+
+
+def predicted() -> list[float]:
+    """Seconds that all-reduces of a kilobyte and of a megabyte would take, by a clock that is this rank's own."""
+    readings, rank = itertools.count(), dist.get_rank()
+    stopwatch = Stopwatch(torch.device("cpu"), lambda: 0.001 * next(readings) ** (1 + rank))
+    return [
+        float(seconds)
+        for cost in measure_all_reduce(dist.group.WORLD, torch.device("cpu"), stopwatch)
+        for seconds in cost(np.array([2**10, 2**20]))
+    ]
+
+
+def test_ranks_agree_on_what_an_all_reduce_costs(ranks: RankPool) -> None:
+    first, *others = ranks.run(3, predicted)
+    assert first[-1] > 0.001 and all(other == first for other in others)
 
 
 def test_a_pretended_clock_decides(ranks: RankPool) -> None:

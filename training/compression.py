@@ -103,7 +103,7 @@ class PowerSGD:
     """Rank-1 averages with error feedback and warm start. Every call is collective: the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._size = group, dist.get_world_size(group)
+        self._group = group
         self._rounds: dict[int, int] = {}
         self._errors: dict[int, Tensor] = {}
         self._right: dict[int, list[Tensor]] = {}

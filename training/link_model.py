@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
 
@@ -178,6 +177,8 @@ def fit_line(sizes: Floats, times: Floats) -> tuple[tuple[float, float], float]:
     Gauss and Newton's method: each step is a linear fit around what the last one predicted. The first is around the
     times themselves, which alone would favour the low ones among them.
     """
+    from scipy.optimize import nnls  # takes a second, which those who only evaluate a model can do without
+
     scale = max(float(sizes.max()), 1.0)  # the two columns then have the same magnitude
     predicted = times
     for _ in range(NEWTON_STEPS):

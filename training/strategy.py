@@ -81,9 +81,7 @@ class Strategy(ABC):
         if self.options.compress and self.shards:
             raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
         if self.options.overlap_optimizer and not self.overlaps_optimizer:
-            raise UnsupportedError(
-                "--overlap-optimizer: only bucket_ddp_async updates parameters before all are reduced"
-            )
+            raise UnsupportedError("--overlap-optimizer: this strategy updates no parameter before all are reduced")
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)

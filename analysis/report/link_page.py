@@ -123,7 +123,7 @@ def rates_figure(rows: pd.DataFrame, found: pd.DataFrame) -> go.Figure:
 def bounds(rows: pd.DataFrame) -> list[tuple[list[str], "pd.Series[float]"]]:
     """Bounds by link, each with the choices whose bound it is: those that send as much have the same."""
     found: list[tuple[list[str], pd.Series[float]]] = []
-    for choice, of_choice in rows.dropna(subset=["bound_ms"]).groupby("choice", sort=False):
+    for choice, of_choice in rows[rows["choice"] != LOCAL].dropna(subset=["bound_ms"]).groupby("choice", sort=False):
         bound = of_choice.set_index("link")["bound_ms"]
         same = next((names for names, other in found if is_same(bound, other)), None)
         if same is None:
