@@ -1,0 +1,129 @@
+"""Everything that was read, in the form in which rules ask for it."""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from doctor.comparison import Parting, compare
+from doctor.flight_recorder import Dump
+from doctor.machine import Machine
+from doctor.nccl_log import Process, read_processes
+from doctor.texts import Line, Text
+from doctor.topology import Topology
+
+_WATCHDOG = re.compile(
+    r"Rank (\d{1,6})\] ?Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
+    r"(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
+)
+_ENQUEUED = re.compile(
+    r"\[PG ([^\]]{0,120}) ?Rank (\d{1,6})\].{0,300}last enqueued NCCL work: (-?\d{1,12}), "
+    r"last completed NCCL work: (-?\d{1,12})"
+)
+_HANG = re.compile(
+    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
+    r"|Received a dump signal due to a collective timeout",
+)
+_VIRTUAL = re.compile(
+    r"Hypervisor detected|Virtualization: +\S|Hypervisor vendor: +\S"
+    r"|\b(?:QEMU|VMware|Xen) (?:Standard|Virtual)|DMI: Amazon EC2"
+)
+_CHANNELS = re.compile(r"NCCL INFO (?:Channel|Ring|Trees|Tree|CollNet) ")
+EARLY = 3
+"""A hang in a group's first collectives: DDP checks and broadcasts parameters before anything else, so nothing that
+the program did later can be the reason."""
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """A collective that torch's NCCL watchdog gave up on."""
+
+    rank: int
+    seq: int
+    kind: str
+    elements: tuple[str | None, str | None]
+    line: Line
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank's queue in a process group had come when the watchdog spoke."""
+
+    group: str
+    rank: int
+    enqueued: int
+    completed: int
+    line: Line
+
+
+@dataclass
+class Facts:
+    texts: list[Text] = field(default_factory=list)
+    topologies: list[Topology] = field(default_factory=list)
+    dumps: list[Dump] = field(default_factory=list)
+    machine: Machine | None = None
+    slow_pairs: list[str] = field(default_factory=list)
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        return read_processes(self.texts)
+
+    @cached_property
+    def partings(self) -> list[Parting]:
+        return compare(self.dumps) if self.dumps else []
+
+    @cached_property
+    def telling_lines(self) -> list[Line]:
+        """All lines but the empty ones and those that list channels, which are most of a log."""
+        return [
+            line
+            for text in self.texts
+            for line in text.lines
+            if line.text and ("NCCL INFO" not in line.text or not _CHANNELS.search(line.text))
+        ]
+
+    @cached_property
+    def hosts(self) -> set[str]:
+        return {process.host for process in self.processes}
+
+    @cached_property
+    def timeouts(self) -> list[Timeout]:
+        return [
+            Timeout(int(match[1]), int(match[2]), match[3], (match[4], match[5]), line)
+            for line, match in self._matches(_WATCHDOG, "Watchdog")
+        ]
+
+    @cached_property
+    def progress(self) -> list[Progress]:
+        return [
+            Progress(match[1].strip(), int(match[2]), int(match[3]), int(match[4]), line)
+            for line, match in self._matches(_ENQUEUED, "last enqueued")
+        ]
+
+    @cached_property
+    def hangs(self) -> list[Line]:
+        """Lines in which a collective is said to have run out of time."""
+        return [line for text in self.texts for line in text.lines if _HANG.search(line.text)]
+
+    @property
+    def hung_early(self) -> list[Line]:
+        """Evidence that one of the first collectives of a group never ended; empty where there is none."""
+        lines = [timeout.line for timeout in self.timeouts if timeout.seq <= EARLY]
+        stuck = [parting for parting in self.partings if parting.what == "stuck" and parting.seq <= EARLY]
+        return lines + [Line(self.dumps[0].path, 0, sentence) for parting in stuck for sentence in parting.sentences]
+
+    @cached_property
+    def is_virtual(self) -> bool | None:
+        """Whether this is a virtual machine; None where nothing says so."""
+        if self.machine:
+            return self.machine.is_virtual
+        found = any(_VIRTUAL.search(line.text) for text in self.texts for line in text.lines)
+        return True if found else None
+
+    @cached_property
+    def is_multi_node(self) -> bool:
+        """Whether ranks of several hosts speak, or one host's ranks use the network."""
+        return len(self.hosts) > 1 or any(process.used("NET/") for process in self.processes)
+
+    def _matches(self, pattern: re.Pattern[str], word: str) -> list[tuple[Line, re.Match[str]]]:
+        lines = (line for text in self.texts for line in text.lines if word in line.text)
+        return [(line, match) for line in lines if (match := pattern.search(line.text))]

@@ -1,0 +1,168 @@
+"""From paths to facts: each file is taken for what its content says it is, never for what its name says.
+
+Nothing that is read can run: pickles and archives are refused, JSON is checked against a layout, text is bounded.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from doctor.facts import Facts
+from doctor.flight_recorder import DumpError, is_dump, read_dump
+from doctor.texts import LONGEST_FILE, Text, printable, to_text
+from doctor.topology import TopologyError, find_topologies
+
+MOST_FILES = 5000
+"""Files of a folder that are looked at."""
+SKIPPED = (".pt.trace.json", ".json.gz", ".safetensors", ".pt", ".pth", ".bin", ".npy", ".csv", ".html", ".png", ".py")
+"""Ends of names that a run directory is full of, and that say nothing about a hang."""
+
+_RANK = re.compile(r"rank_\d{1,6}")
+
+
+class InputError(Exception):
+    """A file that cannot be used, in one line."""
+
+
+class ForeignFile(InputError):
+    """A file of another kind: worth a line if it was asked for by name, not if it only lies in a folder."""
+
+
+@dataclass
+class Inputs:
+    """`looked_at`: a sentence for each file that was used. `problems`: a line for each that was not."""
+
+    facts: Facts = field(default_factory=Facts)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    looked_at: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_inputs(paths: Sequence[str]) -> Inputs:
+    """Everything in the files and folders named; `-` is standard input."""
+    inputs = Inputs()
+    for name in paths:
+        path = Path(name)
+        if name == "-":
+            _take(inputs, "standard input", sys.stdin.buffer.read(LONGEST_FILE + 1))
+        elif path.is_dir():
+            _take_folder(inputs, path)
+        elif not path.exists():
+            inputs.problems.append(f"{printable(name)}: no such file or folder")
+        elif not path.is_file():
+            inputs.problems.append(f"{printable(name)}: neither a file nor a folder")
+        else:
+            _take_file(inputs, path)
+    return inputs
+
+
+def _take_folder(inputs: Inputs, folder: Path) -> None:
+    """All that is of use in a folder; of flight-recorder dumps those of the latest run."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(SKIPPED))
+    if len(files) > MOST_FILES:
+        inputs.looked_at.append(f"{folder}: only the first {MOST_FILES:,} of {len(files):,} files")
+    runs: dict[str, list[Path]] = {}
+    for path in files:
+        if path.name.endswith(".flight.json"):
+            runs.setdefault(_RANK.sub("rank", str(path)), []).append(path)
+    latest = max(runs.values(), key=lambda paths: max(path.stat().st_mtime for path in paths), default=[])
+    if len(runs) > 1:
+        inputs.looked_at.append(f"{folder}: of {len(runs)} runs' flight recorders the latest")
+    before = len(inputs.looked_at)
+    for path in files[:MOST_FILES]:
+        if not path.name.endswith(".flight.json") or path in latest:
+            _take_file(inputs, path, is_wanted=False)
+    if len(inputs.looked_at) == before:
+        inputs.problems.append(f"{folder}: no log, topology, run record or flight-recorder dump in it")
+
+
+def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_FILE + 1)
+    except OSError as error:
+        inputs.problems.append(f"{path}: {error.strerror}")
+        return
+    _take(inputs, printable(str(path)), content, is_wanted)
+
+
+def _take(inputs: Inputs, name: str, content: bytes, is_wanted: bool = True) -> None:
+    try:
+        inputs.looked_at.append(f"{name}: {_read(inputs, name, content)}")
+    except (InputError, DumpError, TopologyError) as error:
+        if is_wanted or not isinstance(error, ForeignFile):
+            inputs.problems.append(str(error))
+
+
+def _read(inputs: Inputs, name: str, content: bytes) -> str:
+    """Add what `content` is to the facts, and say what it is."""
+    _refuse_binary(name, content)
+    if content.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, content)):
+        return found
+    text = to_text(name, content)
+    inputs.facts.texts.append(text)
+    topologies = find_topologies(text)
+    inputs.facts.topologies += topologies
+    kinds = [f"topology of {len(topology.gpus)} GPUs" for topology in topologies]
+    count = sum("NCCL " in line.text for line in text.lines)
+    kinds += [f"{count:,} lines of NCCL"] if count else []
+    kinds += [f"{_count_lines(text):,} lines of text"]
+    return ", ".join(kinds) + (f" (only the first {LONGEST_FILE / 2**20:,.0f} MiB)" if text.cut else "")
+
+
+def _count_lines(text: Text) -> int:
+    return sum(bool(line.text.strip()) for line in text.lines)
+
+
+def _refuse_binary(name: str, content: bytes) -> None:
+    if not content.strip():
+        raise ForeignFile(f"{name}: empty")
+    start = content[:2]
+    if start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK"):
+        raise InputError(
+            f"{name}: a pickle, which is not loaded because it can run code; have the flight recorder dump JSON "
+            "(torch._C._distributed_c10d._dump_nccl_trace_json)"
+        )
+    if start == b"\x1f\x8b":
+        raise ForeignFile(f"{name}: compressed; unpack it first, or pipe it: zcat FILE | python scripts/doctor.py -")
+    if b"\x00" in content[:4096]:
+        raise ForeignFile(f"{name}: a binary file; this doctor reads text and JSON")
+
+
+def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
+    """What a JSON file is; None if it is not JSON but text that begins with a brace."""
+    try:
+        decoded = json.loads(content)
+    except (ValueError, RecursionError):
+        if name.endswith(".json"):
+            raise InputError(f"{name}: not whole JSON; was the file cut off?") from None
+        return None
+    if is_dump(decoded):
+        dump = read_dump(name, decoded)
+        if any(other.rank == dump.rank for other in inputs.facts.dumps):
+            raise InputError(f"{name}: another dump of rank {dump.rank} was read already; give those of one run only")
+        inputs.facts.dumps.append(dump)
+        more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
+        return f"flight recorder of rank {dump.rank}, {len(dump.calls):,} collectives{more}"
+    if isinstance(decoded, dict) and "run_id" in decoded and "choice" in decoded:
+        inputs.runs.append(decoded)
+        return f"record of run {printable(str(decoded['run_id']))}, {printable(str(decoded['choice']))}"
+    raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump nor a run record")
+
+
+def looked_for(facts: Facts) -> Iterable[str]:
+    """What a verdict of unknown rests on: what was there to look at."""
+    if facts.processes:
+        yield f"{len(facts.processes)} processes' NCCL logs"
+    if facts.topologies:
+        yield f"{len(facts.topologies)} topologies"
+    if facts.dumps:
+        yield f"flight recorders of {len(facts.dumps)} ranks"
+    if facts.machine:
+        yield "this machine"
+    if facts.texts:
+        yield f"{sum(_count_lines(text) for text in facts.texts):,} lines of text"

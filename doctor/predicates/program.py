@@ -1,0 +1,72 @@
+"""Ranks held against each other: what they issued, how far they came, which versions they run."""
+
+from collections import defaultdict
+
+from doctor.comparison import evidence
+from doctor.facts import Facts, Progress
+from doctor.predicates.match import Match
+from doctor.texts import ranks_in_words
+
+
+def different_collectives(facts: Facts) -> Match | None:
+    """Ranks issued different collectives under one sequence number: by flight recorder, or by what timed out."""
+    for parting in facts.partings:
+        if parting.what == "differ":
+            return Match(evidence(parting, facts.dumps), parting.sentences)
+    by_seq = defaultdict(list)
+    for timeout in facts.timeouts:
+        by_seq[timeout.seq].append(timeout)
+    for seq, timeouts in sorted(by_seq.items()):
+        by_call = {(timeout.kind, timeout.elements): timeout for timeout in timeouts}
+        if len(by_call) > 1 and len({timeout.rank for timeout in by_call.values()}) > 1:
+            calls = [f"rank {t.rank} {t.kind} of {t.elements[0] or 'unknown'} elements" for t in by_call.values()]
+            return Match([t.line for t in by_call.values()], [f"Under sequence number {seq}: {', '.join(calls)}."])
+    return None
+
+
+def rank_behind(facts: Facts) -> Match | None:
+    """A rank never issued what others wait for: by flight recorder, or by how far the watchdog saw its queue."""
+    for parting in facts.partings:
+        if parting.what in ("behind", "missing"):
+            return Match(evidence(parting, facts.dumps), parting.sentences)
+    by_group: dict[str, dict[int, Progress]] = defaultdict(dict)
+    for progress in facts.progress:
+        by_group[progress.group][progress.rank] = progress
+    for of_rank in by_group.values():
+        furthest = max(progress.enqueued for progress in of_rank.values())
+        behind = [progress for progress in of_rank.values() if progress.enqueued < furthest]
+        if behind and furthest - min(p.enqueued for p in behind) > 1:
+            ranks = ranks_in_words(progress.rank for progress in behind)
+            least = min(behind, key=lambda progress: progress.enqueued)
+            sentence = f"{ranks} issued only {least.enqueued} collectives where others issued {furthest}."
+            return Match([progress.line for progress in of_rank.values()], [sentence])
+    return None
+
+
+def stuck_together(facts: Facts) -> Match | None:
+    for parting in facts.partings:
+        if parting.what == "stuck":
+            return Match(evidence(parting, facts.dumps), parting.sentences)
+    return None
+
+
+def watchdog_timeout(facts: Facts) -> Match | None:
+    """Collectives that ran out of time, and which ranks said nothing: those are to be looked at first."""
+    if not facts.timeouts:
+        return None
+    details = []
+    ranks = {timeout.rank for timeout in facts.timeouts}
+    size = max((process.world_size or 0 for process in facts.processes), default=0)
+    first = min(facts.timeouts, key=lambda timeout: timeout.seq)
+    details.append(f"{ranks_in_words(ranks)} gave up; the first is {first.kind}, number {first.seq} of its group.")
+    if silent := set(range(size)) - ranks:
+        details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
+    return Match([timeout.line for timeout in facts.timeouts], details)
+
+
+def different_versions(facts: Facts) -> Match | None:
+    by_version = {process.version: process for process in facts.processes if process.version}
+    if len(by_version) < 2:
+        return None
+    sentences = [f"{process.name} on {process.host} has NCCL {version}." for version, process in by_version.items()]
+    return Match([process.lines["version"] for process in by_version.values()], sentences)

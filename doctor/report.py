@@ -1,0 +1,154 @@
+"""What the doctor says: the verdict first, then what to do about it, then what else was found and looked at."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text as Styled
+
+from doctor.diagnosis import Finding
+from doctor.inputs import Inputs, looked_for
+from doctor.live import Live
+from doctor.nccl_log import differences
+from doctor.rulebook import Advice
+from doctor.views import process_table, topology_table, write_live
+
+MOST_LINES = 6
+"""Lines of evidence that are quoted; the rest is counted."""
+SCHEMA_VERSION = 1
+KNOWN_FROM = {"certain": "certain", "likely": "likely", "possible": "possible, to be confirmed"}
+
+
+def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> None:
+    if findings:
+        _write_finding(console, findings[0], is_verdict=True)
+    else:
+        seen = ", ".join(looked_for(inputs.facts))
+        _say(console, "Verdict: unknown.", "bold")
+        _say(console, f"No rule found anything wrong in {seen}.")
+        _say(console, "If it hangs all the same: docs/hangs.md says what to collect, and how.")
+    if len(findings) > 1:
+        _say(console, "\nFound as well", "bold")
+        for finding in findings[1:]:
+            _write_finding(console, finding, is_verdict=False)
+    if live:
+        write_live(console, live)
+    facts = inputs.facts
+    if facts.processes:
+        console.print()
+        console.print(process_table(facts.processes))
+        for sentence in differences(facts.processes):
+            _say(console, f"  {sentence}")
+    for topology in facts.topologies:
+        console.print()
+        console.print(topology_table(topology))
+        for gpu in topology.gpus if topology.nics else []:
+            best = topology.best_nics(gpu)
+            others = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""
+            _say(console, f"  {gpu}: nearest network card {best[0]}{others}" if best else f"  {gpu}: no card near")
+        pairs = topology.pairs_across_numa()
+        names = ", ".join(f"{a}-{b}" for a, b in pairs[:12])
+        more = f" and {len(pairs) - 12} more" if len(pairs) > 12 else ""
+        _say(console, f"  pairs across NUMA nodes, over PCIe: {names or 'none'}{more}")
+    if inputs.looked_at:
+        _say(console, "\nLooked at", "bold")
+        for sentence in inputs.looked_at:
+            _say(console, f"  {sentence}")
+
+
+def _write_finding(console: Console, finding: Finding, is_verdict: bool) -> None:
+    rule = finding.rule
+    head = f"Verdict: {rule.verdict}" if is_verdict else f"\n- {rule.verdict}"
+    _say(console, head, "bold")
+    _say(console, f"  {KNOWN_FROM[rule.confidence]}; rule {rule.name}")
+    for detail in finding.details:
+        _say(console, f"  {detail}")
+    for line in finding.lines[: MOST_LINES if is_verdict else 2]:
+        _say(console, f"  {line.place}: {line.text.strip()}", "cyan")
+    left = len(finding.lines) - (MOST_LINES if is_verdict else 2)
+    if left > 0:
+        _say(console, f"  and {left:,} more such lines")
+    if is_verdict:
+        _say(console, f"\nWhy\n  {rule.why}")
+    for heading, advice in finding.advice:
+        _write_advice(console, heading, advice, is_verdict)
+    if is_verdict:
+        _say(console, "\nTo confirm")
+        for step in rule.confirm:
+            _say(console, f"  - {step}")
+        _say(console, "\nSource")
+        for source in rule.sources:
+            _say(console, f"  {source}")
+    else:
+        _say(console, f"  more: docs/hangs.md#{rule.name}, with source and how to confirm")
+
+
+def _write_advice(console: Console, heading: str, advice: Advice, is_verdict: bool) -> None:
+    _say(console, f"\n{heading}" if is_verdict else f"  {heading}")
+    for step in advice.steps:
+        _say(console, f"  {'-' if is_verdict else '  -'} {step}")
+    for variable in advice.variables:
+        _say(console, f"  {variable.name}: {variable.value}", "green")
+        _say(console, f"      does: {variable.does}\n      costs: {variable.costs}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print as it is: nothing in a log is taken for markup, and no quoted line is broken."""
+    console.print(Styled(text, style=style), soft_wrap=True)
+
+
+def to_json(findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> str:
+    """The same for machines; its fields stand in docs/command-line.md."""
+    facts = inputs.facts
+    content: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": findings[0].rule.name if findings else "unknown",
+        "findings": [_finding_as_json(finding) for finding in findings],
+        "looked_at": inputs.looked_at,
+        "problems": inputs.problems,
+        "processes": [
+            {
+                "rank": process.rank,
+                "host": process.host,
+                "pid": process.pid,
+                "version": process.version,
+                "network": process.fabric,
+                "cards": process.cards,
+                "interface": process.interface,
+                "gpu_direct_rdma": process.gdr,
+                "transports": {f"{a}-{b}": sorted(names) for (a, b), names in process.transports.items()},
+                "warnings": len(process.warnings),
+            }
+            for process in facts.processes
+        ],
+        "differences": differences(facts.processes),
+        "topologies": [
+            {
+                "gpus": topology.gpus,
+                "nics": topology.nics,
+                "links": topology.links,
+                "nearest_nics": {gpu: topology.best_nics(gpu) for gpu in topology.gpus},
+                "pairs_across_numa": topology.pairs_across_numa(),
+            }
+            for topology in facts.topologies
+        ],
+        "live": live,
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    rule = finding.rule
+    return {
+        "rule": rule.name,
+        "verdict": rule.verdict,
+        "kind": rule.kind,
+        "confidence": rule.confidence,
+        "details": finding.details,
+        "evidence": [{"file": line.path, "line": line.number, "text": line.text} for line in finding.lines],
+        "why": rule.why,
+        "try": [{"when": heading, "steps": a.steps, "variables": a.variables} for heading, a in finding.advice],
+        "confirm": rule.confirm,
+        "sources": rule.sources,
+    }

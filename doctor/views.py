@@ -1,0 +1,84 @@
+"""Tables for the terminal: ranks, the topology's matrix, and what `--live` measured."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as Styled
+
+from doctor.live import Live
+from doctor.nccl_log import Process
+from doctor.topology import Topology
+
+COLOURS = {"X": "dim", "PIX": "green", "PXB": "green", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
+MOST_ROWS = 64
+
+
+def process_table(processes: Sequence[Process]) -> Table:
+    """A row a process of NCCL's log."""
+    table = Table(title="Ranks in NCCL's log", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("rank", "host", "NCCL", "network", "interface", "transports", "GDR", "warnings"):
+        table.add_column(name)
+    for process in processes[:MOST_ROWS]:
+        transports = sorted({name for found in process.transports.values() for name in found})
+        cells = (
+            "?" if process.rank is None else str(process.rank),
+            process.host,
+            process.version or "?",
+            process.fabric or "?",
+            process.interface or "?",
+            " ".join(transports) or "?",
+            {True: "yes", False: "no", None: "?"}[process.gdr],
+            str(len(process.warnings)),
+        )
+        table.add_row(*map(Styled, cells))
+    if len(processes) > MOST_ROWS:
+        table.caption = f"and {len(processes) - MOST_ROWS} more"
+    return table
+
+
+def topology_table(topology: Topology) -> Table:
+    """The matrix, nearer links in green, across NUMA nodes in red."""
+    table = Table(title=f"Topology ({topology.path})", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for device in topology.devices:
+        table.add_column(device, justify="center", no_wrap=True)
+    has_numa = bool(topology.numa_affinity)
+    if has_numa:
+        table.add_column("NUMA", justify="center")
+    for device, row in topology.links.items():
+        cells = [
+            Styled(row.get(other, ""), style=COLOURS.get(row.get(other, ""), "bold green"))
+            for other in topology.devices
+        ]
+        table.add_row(Styled(device), *cells, *([topology.numa_affinity.get(device, "")] if has_numa else []))
+    return table
+
+
+def write_live(console: Console, live: Live) -> None:
+    """This machine, and the time of an all-reduce between every pair of ranks."""
+    console.print(Styled("\nThis machine", style="bold"))
+    for name, value in live.checks.items():
+        console.print(Styled(f"  {name}: {value}"), soft_wrap=True)
+    if not live.pairs:
+        return
+    table = Table(
+        title=f"All-reduce of {live.size_bytes / 2**20:g} MiB between two ranks over {live.backend}, ms (median of "
+        f"{live.iterations})",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("rank")
+    for rank in range(live.ranks):
+        table.add_column(str(rank), justify="right")
+    times = {(pair.ranks[0], pair.ranks[1]): pair for pair in live.pairs}
+    for one in range(live.ranks):
+        cells = []
+        for other in range(live.ranks):
+            pair = times.get((min(one, other), max(one, other)))
+            text = "" if pair is None else "failed" if pair.time_ms is None else f"{pair.time_ms:.2f}"
+            cells.append(Styled(text, style="red" if pair and pair.is_slow else ""))
+        table.add_row(str(one), *cells)
+    console.print()
+    console.print(table)

@@ -1,0 +1,131 @@
+"""Find out why NCCL or Gloo hangs, fails or crawls, from whatever there is.
+
+    python scripts/doctor.py FILE_OR_FOLDER ...      # NCCL_DEBUG=INFO logs, nvidia-smi topo -m, dmesg, lspci -vvv,
+                                                     # flight-recorder dumps as JSON, a run's folder profile/<choice>/
+    nvidia-smi topo -m | python scripts/doctor.py -
+    python scripts/doctor.py --live --ranks 4        # this machine: its settings, and an all-reduce between every pair
+    torchrun --nnodes=2 ... scripts/doctor.py --live # the same across nodes
+
+Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: the command line makes
+no sense. 3: found something.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from doctor.diagnosis import diagnose
+from doctor.inputs import Inputs, read_inputs
+from doctor.live import Live, describe, take_up
+from doctor.machine import examine
+from doctor.report import to_json, write_report
+from doctor.texts import to_text
+from doctor.topology import TopologyError, find_topologies
+from training.cli import OneLineParser
+
+FOUND = 3
+
+
+def main() -> int:
+    parser = build_parser()
+    options = parser.parse_args()
+    if not options.paths and not options.live:
+        parser.error("nothing to look at; name files or folders, - for standard input, or --live")
+    if options.ranks is not None and "RANK" in os.environ:
+        parser.error("--ranks is for torchrun to say (--nproc_per_node)")
+    inputs = read_inputs(options.paths)
+    live = look_live(options, inputs) if options.live else None
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # rank 0 speaks for all
+    findings = diagnose(inputs.facts)
+    for problem in inputs.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    something = inputs.looked_at or live
+    if options.json:
+        print(to_json(findings, inputs, live))
+    elif something:
+        from rich.console import Console
+
+        write_report(Console(highlight=False), findings, inputs, live)
+    return FOUND if findings else 1 if inputs.problems else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders; - for standard input")
+    parser.add_argument("--live", action="store_true", help="check this machine, and measure every pair of ranks")
+    parser.add_argument(
+        "--ranks",
+        type=at_least(0),
+        metavar="N",
+        help="of --live: processes to start; 0 measures nothing (default: 2, or a GPU each)",
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of --live (default: auto)")
+    parser.add_argument(
+        "--size-mib", type=float, default=4.0, metavar="MIB", help="of --live: size of an all-reduce (default: 4)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def at_least(least: int) -> type:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
+        return value
+
+    return number  # type: ignore[return-value]
+
+
+def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
+    """Examine this machine and measure its pairs; what cannot be measured is a problem of the inputs."""
+    machine = examine()
+    live = Live(describe(machine))
+    if machine.topology:
+        try:
+            inputs.facts.topologies += find_topologies(to_text("nvidia-smi topo -m", machine.topology.encode()))
+        except TopologyError as error:
+            inputs.problems.append(str(error))
+    if options.ranks != 0:
+        measure(options, live, inputs)
+    take_up(inputs.facts, machine, live)
+    return live
+
+
+def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
+    import torch
+
+    from doctor import pairs
+
+    gpus = torch.cuda.device_count()
+    device = options.device if options.device != "auto" else "cuda" if gpus > 1 else "cpu"
+    live.ranks = int(os.environ.get("WORLD_SIZE", "") or options.ranks or (gpus if device == "cuda" else 2))
+    live.backend = "NCCL" if device == "cuda" else "Gloo"
+    live.size_bytes = int(options.size_mib * 2**20)
+    live.iterations = pairs.ITERATIONS
+    if device == "cuda" and "RANK" not in os.environ and live.ranks > gpus:
+        inputs.problems.append(f"--ranks {live.ranks}: there are {gpus} GPUs here; use --device cpu, or fewer ranks")
+        live.ranks = 0
+        return
+    try:
+        if "RANK" in os.environ:
+            live.pairs = pairs.measure_under_torchrun(device, live.size_bytes, options.timeout)
+        else:
+            live.pairs = pairs.measure_here(live.ranks, device, live.size_bytes, options.timeout)
+    except pairs.MeasureError as error:
+        inputs.problems.append(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
