@@ -5,7 +5,7 @@ number, and kinds whose sizes may rightly differ between ranks are compared by k
 of each rank, so comparison begins where every rank's ring does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,8 @@ class Parting:
     """Where ranks part in one group.
 
     `differ`: they issued different collectives at `seq`; `behind`: some have not issued `seq`, for which others wait;
-    `missing`: some left no dump, and all others wait; `stuck`: all have issued `seq`, and none has finished it.
+    `missing`: some left no dump, and all others wait; `stuck`: all have issued `seq`, and none has
+    finished it.
     """
 
     what: Literal["differ", "behind", "missing", "stuck"]
@@ -75,22 +76,34 @@ def _compare_group(group: str, dumps: Sequence[Dump]) -> Parting | None:
     end = max(max(calls) for calls in present.values() if calls)
     for seq in range(start, end + 1):
         calls = {rank: of_rank[seq] for rank, of_rank in present.items() if seq in of_rank}
+        without = sorted(present.keys() - calls.keys())
         if len({_signature(call) for call in calls.values()}) > 1:
             return _differ(group, seq, calls)
-        without = sorted(rank for rank, of_rank in present.items() if seq not in of_rank)
         if without and calls:
             return _behind(group, seq, calls, without, present, absent)
-    calls = {rank: of_rank[end] for rank, of_rank in present.items() if end in of_rank}
-    if not calls or all(call.is_done for call in calls.values()):
-        return None
-    waiting = [rank for rank, call in calls.items() if not call.is_done]
-    call = calls[waiting[0]]
-    where = f"collective {end} of group {group}, {call}"
+        if calls and not any(call.is_done for call in calls.values()):
+            return _all_wait(group, seq, calls, absent)  # what was queued behind it says nothing
+    return None
+
+
+def _all_wait(group: str, seq: int, calls: dict[int, Call], absent: list[int]) -> Parting:
+    call = next(iter(calls.values()))
+    where = f"collective {seq} of group {group}, {call}"
     if absent:
-        sentence = f"{ranks_in_words(absent)} left no dump; {ranks_in_words(waiting)} wait in {where}."
-        return Parting("missing", group, end, calls, absent, call.time_s, [sentence])
-    sentence = f"All ranks have issued {where}; {ranks_in_words(waiting)} have not finished it."
-    return Parting("stuck", group, end, calls, waiting, call.time_s, [sentence])
+        sentence = f"{_left_none(absent)} {waiting(calls)} in {where}."
+        return Parting("missing", group, seq, calls, absent, call.time_s, [sentence])
+    sentence = f"All of its ranks have issued {where}, and none has finished it."
+    return Parting("stuck", group, seq, calls, sorted(calls), call.time_s, [sentence])
+
+
+def _left_none(ranks: list[int]) -> str:
+    return f"{ranks_in_words(ranks).capitalize()} left no dump."
+
+
+def waiting(ranks: Iterable[int]) -> str:
+    """`Rank 0 waits` or `Ranks 0, 2 wait`."""
+    words = ranks_in_words(ranks).capitalize()
+    return f"{words} wait{'' if words.startswith('Ranks') else 's'}"
 
 
 def _signature(call: Call) -> tuple[str, str]:
@@ -117,13 +130,12 @@ def _behind(
 ) -> Parting:
     call = next(iter(calls.values()))
     sentences = [
-        f"{ranks_in_words(calls)} wait in collective {seq} of group {group}, {call}; "
-        f"{ranks_in_words(without)} never issued it."
+        f"{waiting(calls)} in collective {seq} of group {group}, {call}; {ranks_in_words(without)} never issued it."
     ]
     for rank in without:
         own = present[rank]
         last = own[max(own)] if own else None
         sentences.append(f"The last that rank {rank} issued is {f'collective {last.seq}, {last}' if last else 'none'}.")
     if absent:
-        sentences.append(f"{ranks_in_words(absent)} left no dump.")
+        sentences.append(_left_none(absent))
     return Parting("behind", group, seq, calls, without, call.time_s, sentences)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from doctor.comparison import Parting, compare
 from doctor.flight_recorder import Dump
@@ -61,6 +62,7 @@ class Facts:
     topologies: list[Topology] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
     machine: Machine | None = None
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     slow_pairs: list[str] = field(default_factory=list)
 
     @cached_property

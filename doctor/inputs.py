@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from doctor.facts import Facts
 from doctor.flight_recorder import DumpError, is_dump, read_dump
-from doctor.texts import LONGEST_FILE, Text, printable, to_text
+from doctor.texts import LONGEST_FILE, Text, count_of, printable, to_text
 from doctor.topology import TopologyError, find_topologies
 
 MOST_FILES = 5000
@@ -21,7 +20,7 @@ MOST_FILES = 5000
 SKIPPED = (".pt.trace.json", ".json.gz", ".safetensors", ".pt", ".pth", ".bin", ".npy", ".csv", ".html", ".png", ".py")
 """Ends of names that a run directory is full of, and that say nothing about a hang."""
 
-_RANK = re.compile(r"rank_\d{1,6}")
+_OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight|run)\.json")
 
 
 class InputError(Exception):
@@ -37,7 +36,6 @@ class Inputs:
     """`looked_at`: a sentence for each file that was used. `problems`: a line for each that was not."""
 
     facts: Facts = field(default_factory=Facts)
-    runs: list[dict[str, Any]] = field(default_factory=list)
     looked_at: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -61,20 +59,21 @@ def read_inputs(paths: Sequence[str]) -> Inputs:
 
 
 def _take_folder(inputs: Inputs, folder: Path) -> None:
-    """All that is of use in a folder; of flight-recorder dumps those of the latest run."""
+    """All that is of use in a folder; of run records and this project's flight records, those of the latest run."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(SKIPPED))
     if len(files) > MOST_FILES:
         inputs.looked_at.append(f"{folder}: only the first {MOST_FILES:,} of {len(files):,} files")
-    runs: dict[str, list[Path]] = {}
-    for path in files:
-        if path.name.endswith(".flight.json"):
-            runs.setdefault(_RANK.sub("rank", str(path)), []).append(path)
-    latest = max(runs.values(), key=lambda paths: max(path.stat().st_mtime for path in paths), default=[])
-    if len(runs) > 1:
-        inputs.looked_at.append(f"{folder}: of {len(runs)} runs' flight recorders the latest")
+        files = files[:MOST_FILES]
+    of_run = {path: match[1] for path in files if (match := _OF_A_RUN.fullmatch(path.name))}
+    latest = max(of_run.values(), default="")
+    older = [path for path, run in of_run.items() if run != latest]
+    if older:
+        inputs.looked_at.append(
+            f"{folder}: of run {latest}, the latest, and not of {len(set(of_run.values())) - 1} others"
+        )
     before = len(inputs.looked_at)
-    for path in files[:MOST_FILES]:
-        if not path.name.endswith(".flight.json") or path in latest:
+    for path in files:
+        if path not in older:
             _take_file(inputs, path, is_wanted=False)
     if len(inputs.looked_at) == before:
         inputs.problems.append(f"{folder}: no log, topology, run record or flight-recorder dump in it")
@@ -107,10 +106,10 @@ def _read(inputs: Inputs, name: str, content: bytes) -> str:
     inputs.facts.texts.append(text)
     topologies = find_topologies(text)
     inputs.facts.topologies += topologies
-    kinds = [f"topology of {len(topology.gpus)} GPUs" for topology in topologies]
+    kinds = [f"topology of {count_of(len(topology.gpus), 'GPU')}" for topology in topologies]
     count = sum("NCCL " in line.text for line in text.lines)
-    kinds += [f"{count:,} lines of NCCL"] if count else []
-    kinds += [f"{_count_lines(text):,} lines of text"]
+    kinds += [f"{count_of(count, 'line')} of NCCL"] if count else []
+    kinds += [f"{count_of(_count_lines(text), 'line')} of text"]
     return ", ".join(kinds) + (f" (only the first {LONGEST_FILE / 2**20:,.0f} MiB)" if text.cut else "")
 
 
@@ -147,9 +146,9 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
             raise InputError(f"{name}: another dump of rank {dump.rank} was read already; give those of one run only")
         inputs.facts.dumps.append(dump)
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
-        return f"flight recorder of rank {dump.rank}, {len(dump.calls):,} collectives{more}"
+        return f"flight recorder of rank {dump.rank}, {count_of(len(dump.calls), 'collective')}{more}"
     if isinstance(decoded, dict) and "run_id" in decoded and "choice" in decoded:
-        inputs.runs.append(decoded)
+        inputs.facts.runs.append((name, decoded))
         return f"record of run {printable(str(decoded['run_id']))}, {printable(str(decoded['choice']))}"
     raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump nor a run record")
 
@@ -157,12 +156,14 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
 def looked_for(facts: Facts) -> Iterable[str]:
     """What a verdict of unknown rests on: what was there to look at."""
     if facts.processes:
-        yield f"{len(facts.processes)} processes' NCCL logs"
+        yield f"NCCL's log of {count_of(len(facts.processes), 'rank')}"
     if facts.topologies:
-        yield f"{len(facts.topologies)} topologies"
+        yield f"the topology of {count_of(len(facts.topologies), 'machine')}"
     if facts.dumps:
-        yield f"flight recorders of {len(facts.dumps)} ranks"
+        yield f"the flight records of {count_of(len(facts.dumps), 'rank')}"
+    if facts.runs:
+        yield f"{count_of(len(facts.runs), 'run record')}"
     if facts.machine:
         yield "this machine"
     if facts.texts:
-        yield f"{sum(_count_lines(text) for text in facts.texts):,} lines of text"
+        yield f"{count_of(sum(_count_lines(text) for text in facts.texts), 'line')} of text"

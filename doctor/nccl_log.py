@@ -108,6 +108,8 @@ def _take(process: Process, line: Line, severity: str, message: str) -> None:
         return
     if match := _CHANNEL.match(message):
         pair = (int(match[1]), int(match[3]))
+        if process.rank is None:  # lines that say it outright follow, or are cut off
+            process.rank = pair[1] if match[5] == "receive" else pair[0]
         transport = _transport(match[6])
         process.transports.setdefault(pair, Counter())[transport] += 1
         process.lines.setdefault(transport, line)

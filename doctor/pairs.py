@@ -142,7 +142,7 @@ def _measure(rank: int, ranks: int, device: str, size_bytes: int, connection: Co
     data = torch.ones(max(1, size_bytes // 4), device=device)
     for pair in combinations(range(ranks), 2):
         group = dist.new_group(list(pair))
-        if rank in pair:
+        if rank in pair and isinstance(group, dist.ProcessGroup):
             if connection and rank == pair[0]:
                 connection.send(("begin", pair, None))
             times = []

@@ -12,6 +12,7 @@ from doctor.inputs import Inputs, looked_for
 from doctor.live import Live
 from doctor.nccl_log import differences
 from doctor.rulebook import Advice
+from doctor.texts import count_of
 from doctor.views import process_table, topology_table, write_live
 
 MOST_LINES = 6
@@ -36,12 +37,12 @@ def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, 
         write_live(console, live)
     facts = inputs.facts
     if facts.processes:
-        console.print()
+        _say(console, "\nRanks in NCCL's log", "bold")
         console.print(process_table(facts.processes))
         for sentence in differences(facts.processes):
             _say(console, f"  {sentence}")
     for topology in facts.topologies:
-        console.print()
+        _say(console, f"\nTopology, {topology.path}", "bold")
         console.print(topology_table(topology))
         for gpu in topology.gpus if topology.nics else []:
             best = topology.best_nics(gpu)
@@ -68,7 +69,7 @@ def _write_finding(console: Console, finding: Finding, is_verdict: bool) -> None
         _say(console, f"  {line.place}: {line.text.strip()}", "cyan")
     left = len(finding.lines) - (MOST_LINES if is_verdict else 2)
     if left > 0:
-        _say(console, f"  and {left:,} more such lines")
+        _say(console, f"  and {count_of(left, 'more such line')}")
     if is_verdict:
         _say(console, f"\nWhy\n  {rule.why}")
     for heading, advice in finding.advice:

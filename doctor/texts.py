@@ -74,3 +74,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3` or `ranks 0, 2`."""
     ranks = sorted(set(ranks))
     return f"rank{'s' if len(ranks) != 1 else ''} {list_of(ranks)}"
+
+
+def count_of(number: int, thing: str) -> str:
+    """`1 line`, `2,000 lines`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

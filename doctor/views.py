@@ -16,7 +16,7 @@ MOST_ROWS = 64
 
 def process_table(processes: Sequence[Process]) -> Table:
     """A row a process of NCCL's log."""
-    table = Table(title="Ranks in NCCL's log", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("rank", "host", "NCCL", "network", "interface", "transports", "GDR", "warnings"):
         table.add_column(name)
     for process in processes[:MOST_ROWS]:
@@ -39,7 +39,7 @@ def process_table(processes: Sequence[Process]) -> Table:
 
 def topology_table(topology: Topology) -> Table:
     """The matrix, nearer links in green, across NUMA nodes in red."""
-    table = Table(title=f"Topology ({topology.path})", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
     for device in topology.devices:
         table.add_column(device, justify="center", no_wrap=True)
@@ -62,13 +62,9 @@ def write_live(console: Console, live: Live) -> None:
         console.print(Styled(f"  {name}: {value}"), soft_wrap=True)
     if not live.pairs:
         return
-    table = Table(
-        title=f"All-reduce of {live.size_bytes / 2**20:g} MiB between two ranks over {live.backend}, ms (median of "
-        f"{live.iterations})",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-    )
+    title = f"\nAll-reduce of {live.size_bytes / 2**20:g} MiB between two ranks over {live.backend}, ms, median of "
+    console.print(Styled(f"{title}{live.iterations}", style="bold"))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("rank")
     for rank in range(live.ranks):
         table.add_column(str(rank), justify="right")
@@ -80,5 +76,4 @@ def write_live(console: Console, live: Live) -> None:
             text = "" if pair is None else "failed" if pair.time_ms is None else f"{pair.time_ms:.2f}"
             cells.append(Styled(text, style="red" if pair and pair.is_slow else ""))
         table.add_row(str(one), *cells)
-    console.print()
     console.print(table)

@@ -11,6 +11,8 @@ PREDICATES: dict[str, Callable[[Facts], Match | None]] = {
     for function in (
         program.different_collectives,
         program.rank_behind,
+        program.rank_without_dump,
+        program.run_ended,
         program.stuck_together,
         program.watchdog_timeout,
         program.different_versions,

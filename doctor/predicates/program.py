@@ -5,7 +5,9 @@ from collections import defaultdict
 from doctor.comparison import evidence
 from doctor.facts import Facts, Progress
 from doctor.predicates.match import Match
-from doctor.texts import ranks_in_words
+from doctor.texts import Line, printable, ranks_in_words
+
+_PLACE = ("rank", "step", "phase", "collective")
 
 
 def different_collectives(facts: Facts) -> Match | None:
@@ -27,7 +29,7 @@ def different_collectives(facts: Facts) -> Match | None:
 def rank_behind(facts: Facts) -> Match | None:
     """A rank never issued what others wait for: by flight recorder, or by how far the watchdog saw its queue."""
     for parting in facts.partings:
-        if parting.what in ("behind", "missing"):
+        if parting.what == "behind":
             return Match(evidence(parting, facts.dumps), parting.sentences)
     by_group: dict[str, dict[int, Progress]] = defaultdict(dict)
     for progress in facts.progress:
@@ -41,6 +43,27 @@ def rank_behind(facts: Facts) -> Match | None:
             sentence = f"{ranks} issued only {least.enqueued} collectives where others issued {furthest}."
             return Match([progress.line for progress in of_rank.values()], [sentence])
     return None
+
+
+def rank_without_dump(facts: Facts) -> Match | None:
+    for parting in facts.partings:
+        if parting.what == "missing":
+            return Match(evidence(parting, facts.dumps), parting.sentences)
+    return None
+
+
+def run_ended(facts: Facts) -> Match | None:
+    """The latest run's own record names the first cause of its end (docs/run-record.md, `ended`)."""
+    if not facts.runs:
+        return None
+    path, record = max(facts.runs, key=lambda run: str(run[1]["run_id"]))
+    ended = record.get("ended")
+    if not isinstance(ended, dict) or ended.get("how") in (None, "completed"):
+        return None
+    where = [f"{name} {printable(str(ended[name]))}" for name in _PLACE if ended.get(name) is not None]
+    said = printable(str(ended.get("message") or "no message"))
+    line = Line(path, 0, f"ended: {printable(str(ended['how']))}{': ' if where else ''}{', '.join(where)}")
+    return Match([line], [said])
 
 
 def stuck_together(facts: Facts) -> Match | None:
