@@ -52,8 +52,7 @@ def evidence(parting: Parting, dumps: Sequence[Dump]) -> list[Line]:
         call = parting.calls.get(dump.rank)
         own = [other for other in dump.calls if other.group == parting.group]
         if call:
-            state = "completed" if call.is_done else "issued, not completed"
-            text = f"rank {dump.rank}: seq {call.seq} {call}, {state}"
+            text = f"rank {dump.rank}: seq {call.seq} {call}, {call.state}"
         elif own and dump.rank in parting.ranks:
             last = max(own, key=lambda other: other.seq)
             text = f"rank {dump.rank}: last call is seq {last.seq} {last}"

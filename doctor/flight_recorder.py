@@ -65,13 +65,17 @@ class TorchDump(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank issued it. `moves` says what it takes: elements or sizes, and dtype."""
+    """A collective as one rank issued it. `moves` says what it takes: elements or sizes, and dtype.
+
+    `is_done`: it no longer runs; of Gloo's in torch's dump nobody knows whether it ended or was given up.
+    """
 
     group: str
     seq: int
     kind: str
     moves: str
     is_done: bool
+    state: str
     time_s: float
 
     def __str__(self) -> str:
@@ -114,7 +118,7 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
     if dump.version != 1:
         raise DumpError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
     calls = [
-        Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.time_s)
+        Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
     ]
     members = {e.group: _ranks_in(e.group) or frozenset(range(dump.world_size)) for e in dump.entries}
@@ -144,6 +148,7 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
                 entry.profiling_name.rpartition(":")[2],
                 f"{sizes} x {dtypes}" if sizes else "",
                 entry.retired or entry.state == "completed",
+                "ended or given up" if entry.retired and entry.state != "completed" else entry.state,
                 entry.time_created_ns / 1e9,
             )
         )

@@ -13,7 +13,11 @@ from doctor.facts import Facts
 from doctor.machine import Machine
 
 SLOW = 10.0
-"""A pair this many times slower than the median of all pairs is flagged."""
+"""A pair this many times slower than the typical fast one of its kind is flagged.
+
+That is the median of the faster half of the pairs within a host, or of those across hosts: one slow rank of three or
+four makes half of all pairs slow, so the median of all would hide it.
+"""
 
 
 class Pair(msgspec.Struct):
@@ -22,6 +26,7 @@ class Pair(msgspec.Struct):
     ranks: tuple[int, int]
     time_ms: float | None
     problem: str = ""
+    across_hosts: bool = False
     is_slow: bool = False
 
 
@@ -36,21 +41,26 @@ class Live:
 
 
 def flag_slow_pairs(pairs: list[Pair]) -> list[str]:
-    """Mark the pairs that failed or are an order slower than the median; a sentence for each."""
-    times = [pair.time_ms for pair in pairs if pair.time_ms is not None]
-    median = statistics.median(times) if times else 0.0
+    """Mark the pairs that failed or are an order slower than others of their kind; a sentence for each."""
     sentences = []
-    for pair in pairs:
-        name = f"ranks {pair.ranks[0]} and {pair.ranks[1]}"
-        if pair.time_ms is None:
-            pair.is_slow = True
-            sentences.append(f"{name}: {pair.problem}.")
-        elif pair.time_ms >= SLOW * median and len(times) > 2:
-            pair.is_slow = True
-            sentences.append(
-                f"{name}: {pair.time_ms:.2f} ms, {pair.time_ms / median:.0f} times the median of {median:.2f} ms."
-            )
-    return sentences
+    for kind in (False, True):
+        alike = [pair for pair in pairs if pair.across_hosts is kind]
+        times = sorted(pair.time_ms for pair in alike if pair.time_ms is not None)
+        typical = statistics.median(times[: (len(times) + 1) // 2]) if times else 0.0
+        for pair in alike:
+            name = f"Ranks {pair.ranks[0]} and {pair.ranks[1]}"
+            if pair.time_ms is None:
+                pair.is_slow = True
+                sentences.append(f"{name}: {pair.problem}.")
+            elif pair.time_ms >= SLOW * typical:
+                pair.is_slow = True
+                ratio = pair.time_ms / typical
+                sentences.append(
+                    f"{name}: {pair.time_ms:.2f} ms, {ratio:.0f} times the {typical:.2f} ms of fast pairs."
+                )
+    slow = [set(pair.ranks) for pair in pairs if pair.is_slow]
+    shared = set.intersection(*slow) if len(slow) > 1 else set()
+    return sentences + [f"All of them have rank {rank} in common." for rank in sorted(shared)]
 
 
 def describe(machine: Machine) -> dict[str, str]:

@@ -66,15 +66,19 @@ def _iommu() -> str:
 
 
 def _port() -> str:
-    """Whether torchrun's default port is free on this host."""
-    port = int(os.environ.get("MASTER_PORT", "") or 29500)
+    """Whether the port of the rendezvous, or torchrun's default, is free on this host."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun has one already"
+    given = os.environ.get("MASTER_PORT", "") or "29500"
+    if not given.isdecimal() or not 0 < int(given) < 65536:
+        return f"MASTER_PORT={given} is no port; unset it, or give a number from 1024 to 65535"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", int(given)))
         except OSError as error:
-            return f"{port} in use ({error.strerror}); give torchrun --standalone, or another --master-port"
-    return f"{port} free"
+            return f"{given} cannot be used ({error.strerror}); give torchrun --standalone, or another --master-port"
+    return f"{given} free"
 
 
 def _versions() -> dict[str, str]:

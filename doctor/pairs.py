@@ -114,14 +114,15 @@ def measure_under_torchrun(device: str, size_bytes: int, timeout_s: float) -> li
         for pair, seconds in _measure(rank, ranks, device, size_bytes, None):
             own[pair] = seconds * 1e3
         gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, (own, os.uname().nodename))
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise MeasureError(f"rank {rank}, after ranks {pair or 'none'}: {reason}") from None
     finally:
         dist.destroy_process_group()
-    times = {pair: time_ms for of_rank in gathered for pair, time_ms in of_rank.items()}
-    return [Pair(pair, times[pair]) for pair in combinations(range(ranks), 2)]
+    times = {pair: time_ms for of_rank, _ in gathered for pair, time_ms in of_rank.items()}
+    hosts = [host for _, host in gathered]
+    return [Pair((a, b), times[a, b], across_hosts=hosts[a] != hosts[b]) for a, b in combinations(range(ranks), 2)]
 
 
 def _join(device: str, timeout_s: float, **where: Any) -> None:

@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from doctor.diagnosis import diagnose
+from doctor.guide import rules_as_markdown
 from doctor.inputs import Inputs, read_inputs
 from doctor.live import Live, describe, take_up
 from doctor.machine import examine
@@ -34,6 +35,9 @@ FOUND = 3
 def main() -> int:
     parser = build_parser()
     options = parser.parse_args()
+    if options.rules:
+        print(rules_as_markdown())
+        return 0
     if not options.paths and not options.live:
         parser.error("nothing to look at; name files or folders, - for standard input, or --live")
     if options.ranks is not None and "RANK" in os.environ:
@@ -74,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
     )
+    parser.add_argument("--rules", action="store_true", help="print every rule, as docs/hangs.md has them, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
