@@ -25,12 +25,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
-    lines, details = [], []
-    patterns = rule.compiled
-    if patterns:
-        for line in facts.telling_lines:
-            if any(pattern.search(line.text) for pattern in patterns):
-                lines.append(line)
+    lines, details = [line for pattern in rule.compiled for line in facts.search(pattern)], []
     if rule.predicate:
         match = PREDICATES[rule.predicate](facts)
         if match:

@@ -28,7 +28,6 @@ _VIRTUAL = re.compile(
     r"Hypervisor detected|Virtualization: +\S|Hypervisor vendor: +\S"
     r"|\b(?:QEMU|VMware|Xen) (?:Standard|Virtual)|DMI: Amazon EC2"
 )
-_CHANNELS = re.compile(r"NCCL INFO (?:Channel|Ring|Trees|Tree|CollNet) ")
 EARLY = 3
 """A hang in a group's first collectives: DDP checks and broadcasts parameters before anything else, so nothing that
 the program did later can be the reason."""
@@ -73,15 +72,9 @@ class Facts:
     def partings(self) -> list[Parting]:
         return compare(self.dumps) if self.dumps else []
 
-    @cached_property
-    def telling_lines(self) -> list[Line]:
-        """All lines but the empty ones and those that list channels, which are most of a log."""
-        return [
-            line
-            for text in self.texts
-            for line in text.lines
-            if line.text and ("NCCL INFO" not in line.text or not _CHANNELS.search(line.text))
-        ]
+    def search(self, pattern: re.Pattern[str]) -> list[Line]:
+        """The lines of all texts in which `pattern` is found."""
+        return [line for text in self.texts for line in text.search(pattern)]
 
     @cached_property
     def hosts(self) -> set[str]:
@@ -91,20 +84,20 @@ class Facts:
     def timeouts(self) -> list[Timeout]:
         return [
             Timeout(int(match[1]), int(match[2]), match[3], (match[4], match[5]), line)
-            for line, match in self._matches(_WATCHDOG, "Watchdog")
+            for line, match in self._matches(_WATCHDOG)
         ]
 
     @cached_property
     def progress(self) -> list[Progress]:
         return [
             Progress(match[1].strip(), int(match[2]), int(match[3]), int(match[4]), line)
-            for line, match in self._matches(_ENQUEUED, "last enqueued")
+            for line, match in self._matches(_ENQUEUED)
         ]
 
     @cached_property
     def hangs(self) -> list[Line]:
         """Lines in which a collective is said to have run out of time."""
-        return [line for text in self.texts for line in text.lines if _HANG.search(line.text)]
+        return self.search(_HANG)
 
     @property
     def hung_early(self) -> list[Line]:
@@ -118,14 +111,12 @@ class Facts:
         """Whether this is a virtual machine; None where nothing says so."""
         if self.machine:
             return self.machine.is_virtual
-        found = any(_VIRTUAL.search(line.text) for text in self.texts for line in text.lines)
-        return True if found else None
+        return True if self.search(_VIRTUAL) else None
 
     @cached_property
     def is_multi_node(self) -> bool:
         """Whether ranks of several hosts speak, or one host's ranks use the network."""
         return len(self.hosts) > 1 or any(process.used("NET/") for process in self.processes)
 
-    def _matches(self, pattern: re.Pattern[str], word: str) -> list[tuple[Line, re.Match[str]]]:
-        lines = (line for text in self.texts for line in text.lines if word in line.text)
-        return [(line, match) for line in lines if (match := pattern.search(line.text))]
+    def _matches(self, pattern: re.Pattern[str]) -> list[tuple[Line, re.Match[str]]]:
+        return [(line, match) for line in self.search(pattern) if (match := pattern.search(line.text))]

@@ -70,8 +70,8 @@ class Process:
 def read_processes(texts: Iterable[Text]) -> list[Process]:
     """The processes of all logs together, by rank where it is known."""
     found: dict[tuple[str, int, int], Process] = {}
-    current: Process | None = None
     for text in texts:
+        current: Process | None = None
         unclaimed: Line | None = None
         for line in text.lines:
             match = _PREFIX.search(line.text)
@@ -80,13 +80,11 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
                 key = (_NO_HOST.split(line.text[: match.start()])[-1], int(match[1]), int(match[2]))
                 current = found.setdefault(key, Process(*key))
                 _take(current, line, severity[1], severity[2])
-                if unclaimed:
-                    _take(current, unclaimed, "INFO", unclaimed.text)
-                    unclaimed = None
-            elif "NCCL version" in line.text:  # printed without a prefix, by the process whose lines stand around it
+            elif "NCCL version" in line.text:  # without a prefix, by the process whose lines stand around it
                 unclaimed = line
-        if unclaimed and current:
-            _take(current, unclaimed, "INFO", unclaimed.text)
+            if unclaimed and current:
+                _take(current, unclaimed, "INFO", unclaimed.text)
+                unclaimed = None
     for process in found.values():
         _fill_from_siblings(process, found.values())
     return sorted(found.values(), key=lambda p: (p.rank is None, p.rank or 0, p.host, p.pid, p.device))

@@ -75,7 +75,7 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
         Pair(
             pair,
             times.get(pair),
-            "" if pair in times else problem if pair == begun else "not measured, after a failure",
+            "" if pair in times else problem if pair == begun else "not measured, since a pair before it failed",
         )
         for pair in combinations(range(ranks), 2)
     ]

@@ -48,7 +48,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def compiled(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.patterns]
+        return [re.compile(pattern, re.MULTILINE) for pattern in self.patterns]
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

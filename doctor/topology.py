@@ -22,9 +22,13 @@ LINKS = {
 DISTANCE = ["PIX", "PXB", "PHB", "NODE", "SYS"]
 EXTRA_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
+MOST_LINES = 200
+"""Lines after a header in which its rows and legend are looked for."""
+
 _LINK = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A")
 _GPU = re.compile(r"GPU\d{1,3}")
-_NIC = re.compile(r"[A-Za-z][\w.-]{0,30}")
+_HEADER = re.compile(r"^[ \t]{0,200}GPU\d{1,3}\b", re.MULTILINE)
+_NIC = re.compile(r"(?=[^\d]*\d)[A-Za-z][\w.-]{0,30}")  # with a digit, as words of a sentence have none
 _PEER_ACCESS = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
 _LEGEND = re.compile(r"^\s*(NIC\d{1,3})\s*:\s+(\S{1,40})\s*$")
 
@@ -58,7 +62,7 @@ class Topology:
     def crosses_numa(self, one: str, other: str) -> bool:
         """Whether two GPUs reach each other over PCIe and the link between NUMA nodes (NVLink does not pass it)."""
         link = self.links[one].get(other, "")
-        homes = {self.numa_affinity.get(gpu) for gpu in (one, other)} - {None, "N/A"}
+        homes = {home for gpu in (one, other) if (home := self.numa_affinity.get(gpu, "")).isdecimal()}
         return link == "SYS" or (len(homes) == 2 and not link.startswith("NV"))
 
     def pairs_across_numa(self) -> list[tuple[str, str]]:
@@ -73,10 +77,10 @@ def find_topologies(text: Text) -> list[Topology]:
     """
     found = []
     lines = text.lines
-    for index, line in enumerate(lines):
-        header = _read_header(line.text)
+    for index in text.indices(_HEADER):
+        header = _read_header(lines[index].text)
         if header and not _is_of_peer_access(lines[index + 1 : index + 3]):
-            found.append(_read_matrix(header, line, lines[index + 1 :]))
+            found.append(_read_matrix(header, lines[index], lines[index + 1 : index + 1 + MOST_LINES]))
     return found
 
 

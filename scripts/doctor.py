@@ -73,10 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of --live (default: auto)")
     parser.add_argument(
-        "--size-mib", type=float, default=4.0, metavar="MIB", help="of --live: size of an all-reduce (default: 4)"
+        "--size-mib", type=positive, default=4.0, metavar="MIB", help="of --live: size of an all-reduce (default: 4)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
+        "--timeout", type=positive, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
     )
     parser.add_argument("--rules", action="store_true", help="print every rule, as docs/hangs.md has them, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -91,6 +91,13 @@ def at_least(least: int) -> type:
         return value
 
     return number  # type: ignore[return-value]
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
+    return value
 
 
 def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:

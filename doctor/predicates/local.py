@@ -8,14 +8,13 @@ from doctor.predicates.match import Match
 
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")
-_NO_CUMEM = "cuMem host allocations do not appear to be working"
+_NO_CUMEM = re.compile("cuMem host allocations do not appear to be working")
 
 
 def acs_or_iommu(facts: Facts) -> Match | None:
     """ACS alone is reported where nothing else is known; beside a log, only if one of its first collectives hung."""
-    lines = [line for text in facts.texts for line in text.lines]
-    acs = [line for line in lines if _ACS.search(line.text)]
-    iommu = [line for line in lines if _IOMMU.search(line.text) and "iommu=pt" not in line.text]
+    acs = facts.search(_ACS)
+    iommu = [line for line in facts.search(_IOMMU) if "iommu=pt" not in line.text]
     if facts.hung_early:
         return Match(acs + iommu + facts.hung_early) if acs or iommu else None
     return Match(acs) if acs and not facts.processes and not facts.hangs else None
@@ -23,7 +22,7 @@ def acs_or_iommu(facts: Facts) -> Match | None:
 
 def cumem_on_some_ranks(facts: Facts) -> Match | None:
     """Some processes of a host fell back to /dev/shm, and others did not."""
-    lines = [line for text in facts.texts for line in text.lines if _NO_CUMEM in line.text]
+    lines = facts.search(_NO_CUMEM)
     fallen = {(p.host, p.pid) for p in facts.processes if any(f"{p.host}:{p.pid}:" in line.text for line in lines)}
     for host in {host for host, _ in fallen}:
         others = {(p.host, p.pid) for p in facts.processes if p.host == host} - fallen

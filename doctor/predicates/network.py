@@ -31,12 +31,7 @@ def socket_despite_infiniband(facts: Facts) -> Match | None:
     lines = [processes[0].lines["network"]]
     cards = [nic for topology in facts.topologies for nic in topology.nics]
     disabled = [process for process in processes if process.environment.get("NCCL_IB_DISABLE") == "1"]
-    signs = [
-        line
-        for text in facts.texts
-        for line in text.lines
-        if _RDMA_HERE.search(line.text) and not line.text.strip().startswith("NIC")
-    ]
+    signs = [line for line in facts.search(_RDMA_HERE) if not line.text.strip().startswith("NIC")]
     if disabled:
         return Match([*lines, disabled[0].lines["NCCL_IB_DISABLE"]], ["NCCL_IB_DISABLE=1 forbids RDMA."])
     if cards:
@@ -47,7 +42,7 @@ def socket_despite_infiniband(facts: Facts) -> Match | None:
 def virtual_interface(facts: Facts) -> Match | None:
     """Ranks of several hosts, or ones that cannot connect, listen on an interface that no other host can reach."""
     bad = [process for process in facts.processes if process.interface and _is_local(process)]
-    refused = [line for text in facts.texts for line in text.lines if _LOCAL_TARGET.search(line.text)]
+    refused = facts.search(_LOCAL_TARGET)
     if not bad or not (facts.is_multi_node or refused):
         return None
     details = [f"{process.name} listens on {process.interface} ({process.address})." for process in bad[:4]]
@@ -75,7 +70,7 @@ def interface_not_here(facts: Facts) -> Match | None:
 
 
 def _completions_12(facts: Facts) -> list[Line]:
-    return [line for text in facts.texts for line in text.lines if _COMPLETION_12.search(line.text)]
+    return facts.search(_COMPLETION_12)
 
 
 def roce_gid(facts: Facts) -> Match | None:
