@@ -4,11 +4,13 @@ import datetime
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from doctor.live import Pair
+from doctor.texts import ranks_in_words
 
 WARMUP, ITERATIONS = 2, 5
 START_TIMEOUT_S = 120
@@ -53,6 +55,7 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
     begun: tuple[int, int] | None = None
     problem = "no answer within the timeout"
     open_connections = list(connections)
+    here: set[int] = set()
     deadline = time.monotonic() + START_TIMEOUT_S
     while open_connections and (left := deadline - time.monotonic()) > 0:
         for connection in wait(open_connections, timeout=left):
@@ -62,6 +65,9 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
             except (EOFError, ConnectionResetError):
                 open_connections.remove(connection)
                 continue
+            if what == "here":
+                here.add(value)
+                continue
             deadline = time.monotonic() + 2 * timeout_s
             if what == "begin":
                 begun = pair
@@ -70,7 +76,9 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
             elif what == "failed":
                 problem, deadline = value, min(deadline, time.monotonic() + 1)
     if begun is None and not times:
-        raise MeasureError(f"the {ranks} processes did not come up: {problem}")
+        silent = set(range(ranks)) - here
+        who = f"; {ranks_in_words(silent)} never answered" if silent else ""
+        raise MeasureError(f"the {ranks} processes did not come up: {problem}{who}")
     return [
         Pair(
             pair,
@@ -89,9 +97,10 @@ def _serve(
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     try:
+        connection.send(("here", None, rank))
         store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
-        _join(device, timeout_s, store=store, rank=rank, world_size=ranks)
-        for pair, seconds in _measure(rank, ranks, device, size_bytes, connection):
+        _join(device, store=store, rank=rank, world_size=ranks)
+        for pair, seconds in _measure(rank, ranks, device, size_bytes, timeout_s, connection):
             connection.send(("time", pair, seconds * 1e3))
         dist.barrier()
     except Exception as error:  # whatever it is, the parent must hear of it
@@ -106,12 +115,12 @@ def measure_under_torchrun(device: str, size_bytes: int, timeout_s: float) -> li
     """
     import torch.distributed as dist
 
-    _join(device, timeout_s)
+    _join(device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own: dict[tuple[int, int], float] = {}
     pair: tuple[int, int] | None = None
     try:
-        for pair, seconds in _measure(rank, ranks, device, size_bytes, None):
+        for pair, seconds in _measure(rank, ranks, device, size_bytes, timeout_s, None):
             own[pair] = seconds * 1e3
         gathered: list[Any] = [None] * ranks
         dist.all_gather_object(gathered, (own, os.uname().nodename))
@@ -125,24 +134,26 @@ def measure_under_torchrun(device: str, size_bytes: int, timeout_s: float) -> li
     return [Pair((a, b), times[a, b], across_hosts=hosts[a] != hosts[b]) for a, b in combinations(range(ranks), 2)]
 
 
-def _join(device: str, timeout_s: float, **where: Any) -> None:
+def _join(device: str, **where: Any) -> None:
     import torch
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=START_TIMEOUT_S), **where)
 
 
-def _measure(rank: int, ranks: int, device: str, size_bytes: int, connection: Connection | None) -> Any:
+def _measure(
+    rank: int, ranks: int, device: str, size_bytes: int, timeout_s: float, connection: Connection | None
+) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield each pair of which this rank is the lower, with the median seconds of an all-reduce. Collective."""
     import torch
     import torch.distributed as dist
 
     data = torch.ones(max(1, size_bytes // 4), device=device)
     for pair in combinations(range(ranks), 2):
-        group = dist.new_group(list(pair))
+        group = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout_s))
         if rank in pair and isinstance(group, dist.ProcessGroup):
             if connection and rank == pair[0]:
                 connection.send(("begin", pair, None))

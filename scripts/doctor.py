@@ -40,6 +40,8 @@ def main() -> int:
         return 0
     if not options.paths and not options.live:
         parser.error("nothing to look at; name files or folders, - for standard input, or --live")
+    if options.ranks == 1:
+        parser.error("--ranks 1: one rank has no pair; give 2 or more, or 0 to measure nothing")
     if options.ranks is not None and "RANK" in os.environ:
         parser.error("--ranks is for torchrun to say (--nproc_per_node)")
     inputs = read_inputs(options.paths)
