@@ -21,7 +21,7 @@ four makes half of all pairs slow, so the median of all would hide it.
 
 
 class Pair(msgspec.Struct):
-    """`time_ms`: median of an all-reduce between the two; None where it failed, with the reason."""
+    """`time_ms`: median of an all-reduce between the two; None where it failed, with the reason, or was not begun."""
 
     ranks: tuple[int, int]
     time_ms: float | None
@@ -50,6 +50,8 @@ def flag_slow_pairs(pairs: list[Pair]) -> list[str]:
         for pair in alike:
             name = f"Ranks {pair.ranks[0]} and {pair.ranks[1]}"
             if pair.time_ms is None:
+                if not pair.problem:
+                    continue  # a pair before it failed
                 pair.is_slow = True
                 sentences.append(f"{name}: {pair.problem}.")
             elif pair.time_ms >= SLOW * typical:

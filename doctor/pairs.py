@@ -52,10 +52,10 @@ def measure_here(ranks: int, device: str, size_bytes: int, timeout_s: float) -> 
 def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> list[Pair]:
     """Each pair's time as the lower of its ranks tells it; what is left when ranks fall silent has failed."""
     times: dict[tuple[int, int], float] = {}
-    begun: tuple[int, int] | None = None
     problem = "no answer within the timeout"
     open_connections = list(connections)
     here: set[int] = set()
+    has_begun = False
     deadline = time.monotonic() + START_TIMEOUT_S
     while open_connections and (left := deadline - time.monotonic()) > 0:
         for connection in wait(open_connections, timeout=left):
@@ -69,24 +69,18 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
                 here.add(value)
                 continue
             deadline = time.monotonic() + 2 * timeout_s
-            if what == "begin":
-                begun = pair
-            elif what == "time":
+            has_begun |= what == "begin"
+            if what == "time":
                 times[pair] = value
             elif what == "failed":
                 problem, deadline = value, min(deadline, time.monotonic() + 1)
-    if begun is None and not times:
+    if not times and not has_begun:
         silent = set(range(ranks)) - here
         who = f"; {ranks_in_words(silent)} never answered" if silent else ""
         raise MeasureError(f"the {ranks} processes did not come up: {problem}{who}")
-    return [
-        Pair(
-            pair,
-            times.get(pair),
-            "" if pair in times else problem if pair == begun else "not measured, since a pair before it failed",
-        )
-        for pair in combinations(range(ranks), 2)
-    ]
+    order = list(combinations(range(ranks), 2))
+    failed = next((pair for pair in order if pair not in times), None)
+    return [Pair(pair, times.get(pair), problem if pair == failed else "") for pair in order]
 
 
 def _serve(

@@ -73,7 +73,7 @@ def write_live(console: Console, live: Live) -> None:
         cells = []
         for other in range(live.ranks):
             pair = times.get((min(one, other), max(one, other)))
-            text = "" if pair is None else "failed" if pair.time_ms is None else f"{pair.time_ms:.2f}"
+            text = "" if pair is None else f"{pair.time_ms:.2f}" if pair.time_ms else "failed" if pair.problem else "-"
             cells.append(Styled(text, style="red" if pair and pair.is_slow else ""))
         table.add_row(str(one), *cells)
     console.print(table)
