@@ -124,6 +124,7 @@ def run_record(
     size: ModelSize,
     memory: list[dict[str, Any]],
     workload: Workload,
+    resumed_from: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
     return {
@@ -138,7 +139,7 @@ def run_record(
         "threads": torch.get_num_threads(),
         "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": package_versions(),
         "parameters": size.elements,
         "optimizer": optimizer,
         "shards": sorted(strategy.shards),
@@ -152,6 +153,7 @@ def run_record(
         "train_loss": result.loss,
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,
+        "resumed_from": resumed_from,
         "remarks": strategy.remarks,
         "memory": memory,
     }
@@ -167,7 +169,7 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
