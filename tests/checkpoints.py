@@ -20,8 +20,8 @@ from training.loop import TrainingResult, train
 from training.run import seed_everything
 from training.strategy import MicroBatch, Strategy
 
-SAMPLES = 12
-"""Of a global batch: divides among 1, 2 and 3 ranks of two micro-batches each."""
+SAMPLES = 24
+"""Of a global batch: divides among 1 to 4 ranks of two micro-batches each."""
 
 
 class Everything(nn.Module):
@@ -86,7 +86,7 @@ def train_to(
     checkpoints.require_steps_left(last)
     strategy = make_strategy(choice, seed=17 * checkpoints.done, dropout=dropout)
     seed_everything(config.seed, dist.get_rank())
-    earlier = checkpoints.begin(strategy, config, SAMPLES, last)
+    earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
     try:
         result = train(strategy, steps(checkpoints.done, last), Watcher(), None, checkpoints.after_step, earlier)
         checkpoints.finish()

@@ -17,7 +17,7 @@ def choices() -> list[tuple[str, str]]:
 def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: tuple[str, str]) -> None:
     """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
     in_background = choice[1] in ("zero2", "simple_ddp", "pytorch_zero3")
-    for straight, stopped, other in ranks.run(2, straight_and_stopped, choice, tmp_path, in_background):
+    for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
         assert stopped == straight
         assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
 

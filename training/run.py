@@ -80,7 +80,11 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
         WindowProfiler(config, trace_folder, run_id, ranks) as profiler,
         training_progress(config.choice, steps, ranks.is_main) as on_step,
     ):
-        earlier = checkpoints.begin(strategy, config, len(workload.train), steps)
+
+        def first_step() -> Sequence[MicroBatch]:
+            return next(micro_batches(config, workload, ranks, steps=1))[1]
+
+        earlier = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
 
         def after_step(result: TrainingResult) -> None:
             on_step(result)

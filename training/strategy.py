@@ -60,6 +60,10 @@ class Strategy(ABC):
     communicates_in_forward = False
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
+    learns_from_first_step = False
+    """Whether the first step decides how later ones are computed. A run that goes on from a checkpoint then repeats it
+    before it takes over the saved state, so that sums are rounded as if it had never stopped."""
+
     shards: frozenset[str] = frozenset()
     """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
 

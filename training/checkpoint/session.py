@@ -1,5 +1,6 @@
 """The checkpoints of one run: what it goes on from, and what it saves as it goes."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from training.checkpoint.state import (
     restore_random_states,
     tensors_to_save,
 )
-from training.config import RunConfig
+from training.config import AUTO, RunConfig
 from training.distributed import Ranks, on_every_rank
 from training.errors import UserError
 from training.loop import TrainingResult
-from training.strategy import Strategy
+from training.strategy import MicroBatch, Strategy
 
 
 class Checkpoints:
@@ -68,12 +69,20 @@ class Checkpoints:
                 "raise --max-steps or --epochs"
             )
 
-    def begin(self, strategy: Strategy, config: RunConfig, train_samples: int, steps: int) -> TrainingResult:
+    def begin(
+        self,
+        strategy: Strategy,
+        config: RunConfig,
+        train_samples: int,
+        steps: int,
+        first_step: Callable[[], Sequence[MicroBatch]],
+    ) -> TrainingResult:
         """Give `strategy` what the checkpoint holds, or nothing if there is none.
 
         Args:
             config: With everything resolved.
             steps: Optimizer steps of the whole run.
+            first_step: Makes this rank's micro-batches of the first one.
 
         Returns:
             What the steps before have measured.
@@ -92,6 +101,9 @@ class Checkpoints:
         optimizer = type(strategy.updating_optimizer).__name__
         parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
         require_same_model(manifest, parameters, buffers, optimizer)
+        if strategy.learns_from_first_step:
+            strategy.forward_backward(first_step())
+            strategy.zero_grad()
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
@@ -99,6 +111,8 @@ class Checkpoints:
                 f"went on after step {self.done} with {world_size} ranks instead of {manifest.world_size}: samples and "
                 "their order are the same, the random numbers of dropout are new"
             )
+        if config.bucket_cap_mb == AUTO:
+            strategy.remarks.append(f"went on after step {self.done} with buckets that are fitted to the link anew")
         if config.compress == "powersgd":
             strategy.remarks.append(
                 f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
