@@ -117,7 +117,7 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
     return [straight, stopped, other]
 
 
-def losses(choice: tuple[str, str], last: int, folder: Path, resume: str | None = None) -> list[float]:
+def losses(choice: tuple[str, str], last: int, folder: Path | None, resume: str | None = None) -> list[float]:
     return train_to(choice, last, folder, resume=resume)[1].loss
 
 

@@ -177,10 +177,15 @@ class RunConfig:
             "with --clip-grad-norm",
             "one or the other, since the norm of all gradients is known only when all of them are reduced",
         )
-        for name in ("checkpoint_async", "keep_last"):
-            _require(
-                not getattr(self, name) or bool(self.checkpoint_every), flag_name(name), "", "with --checkpoint-every"
-            )
+        saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
+        _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
+        _require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")
+        _require(
+            saves_or_resumes or self.checkpoint_dir is None,
+            "--checkpoint-dir",
+            self.checkpoint_dir,
+            "with --checkpoint-every or --resume",
+        )
         self.strategy_options()
 
     def strategy_options(self) -> StrategyOptions:
@@ -222,4 +227,4 @@ def flag_name(field_name: str) -> str:
 
 def _require(holds: bool, flag: str, value: object, wanted: str) -> None:
     if not holds:
-        raise UserError(f"{flag} {value}: must be {wanted}")
+        raise UserError(f"{flag} {value}".rstrip() + f": must be {wanted}")

@@ -102,7 +102,7 @@ def named(path: Path, ranks: Ranks) -> Origin:
     Raises:
         UserError: on every rank, where there is none.
     """
-    holds_others = from_rank0(lambda: not (path / MANIFEST).exists() and bool(checkpoints_in(path)))
+    holds_others = from_rank0(lambda: path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path)))
     return require_found(newest_whole(path, ranks), path) if holds_others else checked(path, ranks)
 
 
