@@ -129,7 +129,9 @@ class RunConfig:
     backend: str = _flag("auto", "auto, gloo or nccl; auto takes NCCL with CUDA and Gloo without")
     timeout_minutes: float = _flag(10.0, "how long a collective may wait for a missing rank, in minutes")
     output_dir: str = _flag(".", "root folder of profile/")
-    checkpoint_every: int | None = _flag(None, "save a checkpoint every so many optimizer steps, and after the last")
+    checkpoint_every: int | None = _flag(
+        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)"
+    )
     checkpoint_dir: str | None = _flag(
         None, "folder of this run's checkpoints (default: checkpoints/<choice> in --output-dir)"
     )
