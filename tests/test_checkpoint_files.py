@@ -2,6 +2,8 @@
 and things that somebody has planted."""
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -22,6 +24,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import here
 from tests.ranks import RankPool
+from training.checkpoint.direct import BUFFER_BYTES, DirectFile
 from training.checkpoint.files import DTYPES, TensorFiles, write_tensors
 from training.checkpoint.manifest import (
     FORMAT,
@@ -85,6 +88,37 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES + 5])
+@pytest.mark.parametrize("refuses", ["nothing", "to open", "to write"])
+def test_files_past_the_cache(tmp_path: Path, size: int, refuses: str) -> None:
+    """Any size, in any pieces, also where the file system refuses to write past the cache."""
+    content = bytes(range(251)) * (size // 251 + 1)
+    open_, write = os.open, os.write
+
+    def refuse(call: str, direct: int) -> None:
+        if refuses == call and direct & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def opening(path: Any, flags: int, mode: int = 0o777) -> int:
+        refuse("to open", flags)
+        return open_(path, flags, mode)
+
+    def writing(descriptor: int, data: memoryview) -> int:
+        refuse("to write", fcntl.fcntl(descriptor, fcntl.F_GETFL))
+        return write(descriptor, data[: max(len(data) // 2 // 4096 * 4096, 4096)])  # less than it is asked to
+
+    with (
+        mock.patch.object(os, "open", opening),
+        mock.patch.object(os, "write", writing),
+        DirectFile(tmp_path / "x") as file,
+    ):
+        for start in range(0, size, 1_000_003):
+            file.write(memoryview(content)[start : min(start + 1_000_003, size)])
+        file.finish()
+    assert (tmp_path / "x").read_bytes() == content[:size] and file.size == size
+    assert file.crc32 == zlib.crc32(content[:size])
 
 
 # A checkpoint without a strategy -------------------------------------------------------------------------------------

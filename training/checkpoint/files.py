@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from training.checkpoint.direct import DirectFile
 from training.checkpoint.ranges import IncompleteError, cover
 from training.errors import UserError
 
@@ -34,8 +35,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """As safetensors calls them, largest elements first: in this order all data is aligned."""
-CHUNK_BYTES = 1 << 22
-"""So much at a time is written and added to the checksum: small enough to be still in cache for the second."""
+READ_BYTES = 1 << 22
+"""So much at a time is read for a checksum."""
 
 
 class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,24 +97,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = size = 0
-    with path.open("wb") as file:
-        for chunk in _chunks(len(text).to_bytes(8, "little") + text, (tensors[key] for key in order)):
-            file.write(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileInfo(size, checksum)
-
-
-def _chunks(header: bytes, tensors: Iterator[Tensor]) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for tensor in tensors:
-        if tensor.numel():
-            content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-            for start in range(0, len(content), CHUNK_BYTES):
-                yield content[start : start + CHUNK_BYTES]
+    with DirectFile(path) as file:
+        file.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for key in order:
+            flat = tensors[key].detach().cpu().contiguous().view(-1)
+            if flat.numel():
+                file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.finish()
+        return FileInfo(file.size, file.crc32)
 
 
 def problem_of(path: Path, info: FileInfo) -> str | None:
@@ -125,7 +116,7 @@ def problem_of(path: Path, info: FileInfo) -> str | None:
             return f"{path.name} has {path.stat().st_size} bytes instead of {info.bytes}"
         checksum = 0
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read(READ_BYTES):
                 checksum = zlib.crc32(chunk, checksum)
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"

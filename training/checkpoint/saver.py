@@ -32,7 +32,7 @@ from training.errors import UserError
 LOCK = ".lock"
 LAST_WAIT_S = 10.0
 """How long a run that ends early waits for a checkpoint that is being written."""
-POLL_S = 0.02
+POLL_S = 0.05
 
 
 class Saver:
