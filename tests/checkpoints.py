@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.models import FEATURES, answer, batch
+from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
@@ -58,9 +58,10 @@ def here() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
 
 
-def make_strategy(choice: tuple[str, str], seed: int, dropout: float) -> Strategy:
+def make_strategy(choice: tuple[str, str], seed: int, model: str | None, dropout: float) -> Strategy:
     torch.manual_seed(seed)
-    return load(choice)(Everything(dropout), lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
+    module = build(model, seed) if model else Everything(dropout)
+    return load(choice)(module, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
 
 
 def steps(first: int, last: int) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
@@ -78,13 +79,18 @@ def settings(choice: tuple[str, str], **changes: Any) -> RunConfig:
 
 
 def train_to(
-    choice: tuple[str, str], last: int, folder: Path | None = None, dropout: float = 0.0, **changes: Any
+    choice: tuple[str, str],
+    last: int,
+    folder: Path | None = None,
+    dropout: float = 0.0,
+    model: str | None = None,
+    **changes: Any,
 ) -> tuple[Strategy, TrainingResult]:
     """Train a new strategy up to step `last`; with `folder`, saving there, and going on from what `resume` names."""
     config = settings(choice, **({"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}), **changes)
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
-    strategy = make_strategy(choice, seed=17 * checkpoints.done, dropout=dropout)
+    strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
     try:
@@ -117,8 +123,10 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
     return [straight, stopped, other]
 
 
-def losses(choice: tuple[str, str], last: int, folder: Path | None, resume: str | None = None) -> list[float]:
-    return train_to(choice, last, folder, resume=resume)[1].loss
+def losses(
+    choice: tuple[str, str], last: int, folder: Path | None, resume: str | None = None, model: str | None = None
+) -> list[float]:
+    return train_to(choice, last, folder, resume=resume, model=model)[1].loss
 
 
 def error_of(choice: tuple[str, str], last: int, folder: Path | None, changes: dict[str, Any]) -> str:

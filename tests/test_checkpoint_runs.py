@@ -27,16 +27,16 @@ def records(folder: Path, choice: str) -> list[dict[str, Any]]:
 
 
 def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
-    """Stopped after step 3 of 5, in the second epoch's middle, and once more behind the last step."""
+    """Stopped after step 3 of 6, which ends the first epoch, and once more after the last."""
     steps = {**TINY, "train_samples": 20, "epochs": 2, "profile_wait": 0, "profile_warmup": 1, "profile_active": 1}
-    straight = {**steps, "output_dir": str(tmp_path / "straight")}
+    straight = {**steps, "output_dir": str(tmp_path / "straight"), "no_profile": True}
     assert ranks.run(2, run_here, straight) == [None, None]
     (expected,) = records(tmp_path / "straight", "flat_ddp")
     assert expected["resumed_from"] is None and len(expected["train_loss"]) == 6
     saving = {**steps, "output_dir": str(tmp_path / "stopped"), "checkpoint_every": 2}
-    assert ranks.run(2, run_here, {**saving, "max_steps": 3}) == [None, None]
-    for changes in ({}, {"choice": "flat_ddp"}):
-        assert ranks.run(2, run_here, {**saving, "resume": "latest", **changes}) == [None, None]
+    assert ranks.run(2, run_here, {**saving, "max_steps": 3, "no_profile": True}) == [None, None]
+    for _ in range(2):
+        assert ranks.run(2, run_here, {**saving, "resume": "latest"}) == [None, None]
     _, resumed, ended = records(tmp_path / "stopped", "flat_ddp")
     folder = tmp_path / "stopped" / "checkpoints" / "flat_ddp"
     for record, step in ((resumed, 3), (ended, 6)):
@@ -50,7 +50,7 @@ def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.glob("step*")) == [f"step_{s:08d}" for s in (2, 3, 4, 6)]
 
 
-def test_deepspeed_says_that_it_cannot(ranks: RankPool, tmp_path: Path) -> None:
+def test_deepspeed_says_that_it_cannot() -> None:
     from reference.deepspeed_zero import DeepSpeedZero1
     from training.errors import UnsupportedError
 

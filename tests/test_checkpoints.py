@@ -35,9 +35,27 @@ def test_other_choices_and_other_numbers_of_ranks_go_on(ranks: RankPool, tmp_pat
         (2, ("sharding", "pytorch_zero2")),
         (3, ("sharding", "pytorch_zero1")),
     ]
+    assert relay(ranks, tmp_path, legs) == pytest.approx(expected, rel=1e-5)
+
+
+def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path) -> None:
+    """0-d, without elements, and of mixed dtypes: what is one number for a parameter, and what one for each element."""
+    expected = ranks.run(2, losses, ("ddp", "simple_ddp"), 8, None, None, "odd")[0]
+    legs = [
+        (2, ("ddp", "simple_ddp")),
+        (3, ("sharding", "zero3")),
+        (2, ("sharding", "zero1")),
+        (1, ("ddp", "bucket_ddp_async")),
+    ]
+    assert relay(ranks, tmp_path, legs, "odd") == pytest.approx(expected, rel=1e-5)
+
+
+def relay(
+    ranks: RankPool, folder: Path, legs: list[tuple[int, tuple[str, str]]], model: str | None = None
+) -> list[float]:
+    """The losses of all steps, of which each leg makes two, from what the one before has saved."""
     before: str | None = None
     for leg, (size, choice) in enumerate(legs):
-        folder = tmp_path / str(leg)
-        found = ranks.run(size, losses, choice, 2 * leg + 2, folder, before)
-        before = str(folder)
-    assert found[0] == pytest.approx(expected, rel=1e-5)
+        found = ranks.run(size, losses, choice, 2 * leg + 2, folder / str(leg), before, model)
+        before = str(folder / str(leg))
+    return found[0]
