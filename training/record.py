@@ -98,11 +98,15 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
     return rows
 
 
-def step_statistics(result: TrainingResult) -> dict[str, float | None]:
-    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up."""
+def step_statistics(result: TrainingResult, earlier: int) -> dict[str, float | None]:
+    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up.
+
+    Args:
+        earlier: Steps that another run has made, from whose checkpoint this one went on.
+    """
     timed = [
         (samples, seconds)
-        for samples, seconds in zip(result.samples[1:], result.step_time_s[1:], strict=True)
+        for samples, seconds in zip(result.samples[earlier + 1 :], result.step_time_s[earlier + 1 :], strict=True)
         if seconds is not None
     ]
     if not timed:
@@ -149,7 +153,7 @@ def run_record(
         "train_samples": len(workload.train),
         "step_samples": result.samples,
         "step_time_s": result.step_time_s,
-        **step_statistics(result),
+        **step_statistics(result, resumed_from["step"] if resumed_from else 0),
         "train_loss": result.loss,
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,

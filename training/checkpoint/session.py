@@ -85,7 +85,7 @@ class Checkpoints:
             first_step: Makes this rank's micro-batches of the first one.
 
         Returns:
-            What the steps before have measured.
+            What is known of the steps before.
 
         Raises:
             UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
@@ -118,7 +118,8 @@ class Checkpoints:
                 f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
                 "from those of a run that was not stopped"
             )
-        return TrainingResult(list(manifest.train_loss), list(manifest.step_time_s), list(manifest.step_samples))
+        # Times are another process's, perhaps another choice's: they stay in its record and in the manifest.
+        return TrainingResult(list(manifest.train_loss), [None] * self.done, list(manifest.step_samples))
 
     def _load(self, path: Path, manifest: Manifest) -> None:
         files = TensorFiles([path / name for name in manifest.files])
