@@ -57,9 +57,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
     """`config.choice` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
     workload = build_workload(config)
-    size = config.micro_batch_size(ranks.world_size)
-    samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
-    batches = [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
+    batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
         return plain_runner(config.choice, workload, batches, ranks)
     model_size = ModelSize.of(workload.model)
@@ -79,6 +77,13 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
         remarks=strategy.remarks,
     )
+
+
+def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> list[MicroBatch]:
+    """This rank's micro-batches of the first samples."""
+    size = config.micro_batch_size(ranks.world_size)
+    samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
+    return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 
 def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sharding.clipping import clip_shards, clipping_traffic
 from sharding.partition import require_elementwise
+from training.checkpoint.ranges import Piece
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
 from training.memory import ModelSize, expected_state_bytes
@@ -165,6 +166,10 @@ class DeepSpeedZero(Strategy):
         expected = expected_state_bytes(size, self.data_parallel_size, self.shards, optimizer_values=3)
         kept = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
         return expected | {"gradients": 0, "parameters": expected["parameters"] + kept}
+
+    def parameter_pieces(self) -> list[Piece]:
+        """DeepSpeed keeps states in flat partitions of its own, and has its own checkpoints."""
+        raise UnsupportedError("DeepSpeed choices can neither save nor resume checkpoints; take zero1, zero2 or zero3")
 
     def full_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad

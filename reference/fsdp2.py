@@ -23,6 +23,7 @@ from reference.unit_order import UnitOrder
 from sharding.clipping import clip_shards, clipping_traffic
 from sharding.partition import require_elementwise
 from sharding.units import find_blocks
+from training.checkpoint.ranges import Piece
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -128,6 +129,15 @@ class FSDP2(Strategy):
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
 
+    def parameter_pieces(self) -> list[Piece]:
+        return [Piece(name, first_element(p), p) for name, p in self.module.named_parameters()]
+
+    def updated_pieces(self) -> list[Piece]:
+        return [Piece(name, first_element(p), p) for name, p in self.trainable.items()]
+
+    def on_this_rank(self, tensor: Tensor) -> Tensor:
+        return local(tensor).detach()
+
     def full_gradients(self) -> dict[str, Tensor]:
         return {name: whole(p.grad) for name, p in self.trainable.items() if p.grad is not None}
 
@@ -179,6 +189,15 @@ class PyTorchZero3(FSDP2):
 def padded_bytes(tensors: Iterable[Tensor], size: int) -> int:
     """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`."""
     return sum(-(-len(t) // size) * size * (t.nbytes // len(t)) for t in tensors if t.numel())
+
+
+def first_element(parameter: Tensor) -> int:
+    """Number of the first element of this rank's shard: dimension 0 is cut as `torch.chunk` does it."""
+    if not isinstance(parameter, DTensor) or not parameter.numel():
+        return 0
+    rows = len(parameter)
+    before = -(-rows // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+    return min(before, rows) * (parameter.numel() // rows)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel behind the interface of all strategies."""
 
     averages_over_ranks = True
+    learns_from_first_step = True  # the order in which gradients become ready, by which DDP fills its buckets anew
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()

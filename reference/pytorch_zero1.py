@@ -6,14 +6,13 @@ needs to update its part. Then each rank updates its parameters and broadcasts t
 the step and not overlapped with anything: 3(N-1)/N * P elements on the wire, where reduce-scatter would do with 2.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reference.pytorch_ddp import PyTorchDDP
+from training.checkpoint.ranges import Piece
 from training.errors import UnsupportedError
 from training.replicated import bytes_of
 from training.strategy import MakeOptimizer
@@ -37,9 +36,13 @@ class PyTorchZero1(PyTorchDDP):
             raise UnsupportedError(f"cannot share out the optimizer: {error}") from error
         return self.sharded
 
-    def optimizer_tensors(self) -> Iterable[Tensor]:
-        values = (value for entry in self.sharded.optim.state.values() for value in entry.values())
-        return (value for value in values if isinstance(value, Tensor))
+    @property
+    def updating_optimizer(self) -> torch.optim.Optimizer:
+        return self.sharded.optim
+
+    def updated_pieces(self) -> list[Piece]:
+        own = {p for group in self.sharded.optim.param_groups for p in group["params"]}
+        return [piece for piece in super().updated_pieces() if piece.tensor in own]
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         parameters = [p for group in self.sharded.param_groups for p in group["params"]]

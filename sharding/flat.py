@@ -51,6 +51,11 @@ class FlatParameters:
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
+    def first_elements(self) -> list[int]:
+        """For each of `pieces`, the number of its first element in its parameter."""
+        begin = self.rank * self.layout.shard_numel
+        return [begin + place.start - self.layout.slots[place.slot].start for place in self._places]
+
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Give each piece its part of the shard of the reduced gradient, or none."""
         for place, piece in zip(self._places, self.pieces.values(), strict=True):

@@ -12,6 +12,7 @@ from sharding.clipping import clip_shards, clipping_traffic
 from sharding.collectives import all_gather
 from sharding.flat import FlatParameters
 from sharding.partition import require_elementwise
+from training.checkpoint.ranges import Piece
 from training.consistency import require_matching_state
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0
@@ -129,6 +130,18 @@ class ShardedStrategy(Strategy):
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
+
+    def updated_pieces(self) -> list[Piece]:
+        return self._pieces_of(flat for flat in self.flats if flat.trainable)
+
+    def _pieces_of(self, flats: Iterable[FlatParameters]) -> list[Piece]:
+        """This rank's shards, cut where one parameter ends and the next begins."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [
+            Piece(names[parameter], start, piece)
+            for flat in flats
+            for (parameter, piece), start in zip(flat.pieces.items(), flat.first_elements(), strict=True)
+        ]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()

@@ -30,6 +30,7 @@ from sharding.sharded import ShardedStrategy
 from sharding.unit import ReleasedParameters, Unit
 from sharding.units import around_units, plan_units
 from sharding.zero2 import FreedGradientBucket
+from training.checkpoint.ranges import Piece
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.traffic import Collective
 
@@ -188,6 +189,9 @@ class Zero3(ShardedStrategy):
         self._reshard(*self.units, self.root)
 
     # State and traffic -------------------------------------------------------------------------------------------
+
+    def parameter_pieces(self) -> list[Piece]:
+        return self._pieces_of(self.flats)  # what lies in none of them has no elements
 
     @contextmanager
     def unsharded(self, flat: FlatParameters, gather: bool = True) -> Iterator[None]:

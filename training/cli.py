@@ -87,6 +87,7 @@ def build_parser(
                 type=value_type,
                 default=default,
                 metavar=value_type.__name__.upper(),
+                **({} if field.metadata["alone"] is None else {"nargs": "?", "const": field.metadata["alone"]}),
                 help=help_text + shown,
             )
     return parser

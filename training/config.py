@@ -17,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
+LATEST = "latest"
 
 RECORD_VERSION = 4
 """Of the run record's format (`docs/run-record.md`)."""
@@ -87,8 +88,9 @@ def bucket_cap(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 
 
-def _flag(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "parse": parse})
+def _flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, alone: Any = None) -> Any:
+    """`alone`: what the flag means where no value follows it; without one, a value has to."""
+    return dataclasses.field(default=default, metadata={"help": help, "parse": parse, "alone": alone})
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,20 @@ class RunConfig:
     backend: str = _flag("auto", "auto, gloo or nccl; auto takes NCCL with CUDA and Gloo without")
     timeout_minutes: float = _flag(10.0, "how long a collective may wait for a missing rank, in minutes")
     output_dir: str = _flag(".", "root folder of profile/")
+    checkpoint_every: int | None = _flag(
+        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)"
+    )
+    checkpoint_dir: str | None = _flag(
+        None, "folder of this run's checkpoints (default: checkpoints/<choice> in --output-dir)"
+    )
+    checkpoint_async: bool = _flag(False, "write checkpoints in the background, from a copy in host memory")
+    keep_last: int | None = _flag(None, "keep only so many of the newest checkpoints (default: all)")
+    resume: str | None = _flag(
+        None,
+        "go on from this checkpoint, or from the newest in a folder; alone, or latest: in --checkpoint-dir",
+        None,
+        LATEST,
+    )
     no_profile: bool = _flag(False, "train without torch.profiler and write no traces")
     profile_wait: int = _flag(4, "optimizer steps before each profile window, not profiled")
     profile_warmup: int = _flag(1, "optimizer steps for which the profiler runs but throws its events away")
@@ -144,7 +160,7 @@ class RunConfig:
             "profile_repeat",
         ):
             _require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "a whole number of at least 1")
-        for name in ("train_samples", "eval_samples", "max_steps"):
+        for name in ("train_samples", "eval_samples", "max_steps", "checkpoint_every", "keep_last"):
             value = getattr(self, name)
             _require(value is None or value >= 1, flag_name(name), value, "a whole number of at least 1")
         for name in ("profile_wait", "profile_warmup"):
@@ -162,6 +178,15 @@ class RunConfig:
             "--overlap-optimizer",
             "with --clip-grad-norm",
             "one or the other, since the norm of all gradients is known only when all of them are reduced",
+        )
+        saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
+        _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
+        _require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")
+        _require(
+            saves_or_resumes or self.checkpoint_dir is None,
+            "--checkpoint-dir",
+            self.checkpoint_dir,
+            "with --checkpoint-every or --resume",
         )
         self.strategy_options()
 
@@ -204,4 +229,4 @@ def flag_name(field_name: str) -> str:
 
 def _require(holds: bool, flag: str, value: object, wanted: str) -> None:
     if not holds:
-        raise UserError(f"{flag} {value}: must be {wanted}")
+        raise UserError(f"{flag} {value}".rstrip() + f": must be {wanted}")

@@ -78,9 +78,16 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     device, backend = choose_device_and_backend(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun gives ranks that it starts again the old store, where the addresses of the dead ones still stand.
+    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        timeout=datetime.timedelta(minutes=config.timeout_minutes),
+        store=attempt,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
     )
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)

@@ -49,9 +49,14 @@ def train(
     profiler: StepFollower,
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
+    earlier: TrainingResult | None = None,
 ) -> TrainingResult:
-    """Train over `steps`: for each, the samples in the global batch and this rank's micro-batches."""
-    result = TrainingResult()
+    """Train over `steps`: for each, the samples in the global batch and this rank's micro-batches.
+
+    Args:
+        earlier: What was measured before a checkpoint that the strategy goes on from; to be continued.
+    """
+    result = earlier or TrainingResult()
     strategy.module.train()
     start = time.perf_counter()
     for samples, micro_batches in steps:

@@ -35,7 +35,7 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
         )
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(choice, total=steps, state="starting")
-            yield lambda result: progress.update(task, advance=1, state=describe(result))
+            yield lambda result: progress.update(task, completed=len(result.loss), state=describe(result))
     else:
         every = max(1, steps // PLAIN_LINES)
 

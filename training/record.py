@@ -98,11 +98,15 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
     return rows
 
 
-def step_statistics(result: TrainingResult) -> dict[str, float | None]:
-    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up."""
+def step_statistics(result: TrainingResult, earlier: int) -> dict[str, float | None]:
+    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up.
+
+    Args:
+        earlier: Steps that another run has made, from whose checkpoint this one went on.
+    """
     timed = [
         (samples, seconds)
-        for samples, seconds in zip(result.samples[1:], result.step_time_s[1:], strict=True)
+        for samples, seconds in zip(result.samples[earlier + 1 :], result.step_time_s[earlier + 1 :], strict=True)
         if seconds is not None
     ]
     if not timed:
@@ -124,6 +128,7 @@ def run_record(
     size: ModelSize,
     memory: list[dict[str, Any]],
     workload: Workload,
+    resumed_from: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
     return {
@@ -138,7 +143,7 @@ def run_record(
         "threads": torch.get_num_threads(),
         "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": package_versions(),
         "parameters": size.elements,
         "optimizer": optimizer,
         "shards": sorted(strategy.shards),
@@ -148,10 +153,11 @@ def run_record(
         "train_samples": len(workload.train),
         "step_samples": result.samples,
         "step_time_s": result.step_time_s,
-        **step_statistics(result),
+        **step_statistics(result, resumed_from["step"] if resumed_from else 0),
         "train_loss": result.loss,
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,
+        "resumed_from": resumed_from,
         "remarks": strategy.remarks,
         "memory": memory,
     }
@@ -167,7 +173,7 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

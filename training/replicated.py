@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.checkpoint.ranges import share
 from training.compression import Compression
 from training.consistency import require_matching_state
 from training.strategy import MakeOptimizer, Strategy
@@ -66,12 +67,8 @@ class ReplicatedStrategy(Strategy):
 
     def gradient_share(self) -> Iterator[Tensor]:
         gradients = [p.grad.reshape(-1) for p in self.trainable.values() if p.grad is not None]
-        total, rank, size = sum(map(len, gradients)), self.data_parallel_rank, self.data_parallel_size
-        start, end = total * rank // size, total * (rank + 1) // size
-        for gradient in gradients:
-            if start < len(gradient) and end > 0:
-                yield gradient[max(start, 0) : end]
-            start, end = start - len(gradient), end - len(gradient)
+        parts = share(map(len, gradients), self.data_parallel_rank, self.data_parallel_size)
+        return (gradients[index][start:end] for index, start, end in parts)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         if self.data_parallel_rank != 0:

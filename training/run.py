@@ -6,22 +6,32 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from training.agreement import NonFiniteError
+from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import OneRankError, UserError
-from training.loop import evaluate, train
+from training.loop import TrainingResult, evaluate, train
 from training.memory import ModelSize
 from training.memory_timeline import record_step_memory
 from training.profiling import WindowProfiler, require_window_fits
 from training.progress import training_progress
-from training.record import choice_folder, gather_memory, make_run_id, make_trace_folder, run_record, write_json
+from training.record import (
+    choice_folder,
+    gather_memory,
+    make_run_id,
+    make_trace_folder,
+    package_versions,
+    run_record,
+    write_json,
+)
 from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload, build_workload
 
@@ -52,21 +62,37 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     micro_batch_size = config.micro_batch_size(ranks.world_size)
     run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
+    checkpoints = Checkpoints(config, ranks, run_id, package_versions())
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
     steps = planned_steps(config, len(workload.train))
+    checkpoints.require_steps_left(steps)
+    if checkpoints.origin and config.profile_steps() > steps - checkpoints.done:
+        config = replace(config, no_profile=True)  # a run that was stopped near its end must be able to reach it
     require_window_fits(config, steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with (
+        closing(checkpoints),
         WindowProfiler(config, trace_folder, run_id, ranks) as profiler,
         training_progress(config.choice, steps, ranks.is_main) as on_step,
     ):
-        all_batches = micro_batches(config, workload, ranks, steps)
-        result = train(strategy, all_batches, profiler, config.clip_grad_norm, on_step)
+
+        def first_step() -> Sequence[MicroBatch]:
+            return next(micro_batches(config, workload, ranks, steps=1))[1]
+
+        earlier = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
+
+        def after_step(result: TrainingResult) -> None:
+            on_step(result)
+            checkpoints.after_step(result)
+
+        all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
+        result = train(strategy, all_batches, profiler, config.clip_grad_norm, after_step, earlier)
+        checkpoints.finish()
     evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
@@ -74,7 +100,10 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
     memory = gather_memory(strategy, size, step_memory)
     on_every_rank(lambda: require_written(profiler))
-    record = run_record(config, ranks, run_id, strategy, OPTIMIZER.__name__, result, evaluation, size, memory, workload)
+    optimizer, resumed_from = OPTIMIZER.__name__, checkpoints.as_record()
+    record = run_record(
+        config, ranks, run_id, strategy, optimizer, result, evaluation, size, memory, workload, resumed_from
+    )
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
@@ -120,14 +149,18 @@ def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy
 
 
 def micro_batches(
-    config: RunConfig, workload: Workload, ranks: Ranks, steps: int
+    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int = 0
 ) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
-    """For each optimizer step: the samples in the global batch, and this rank's micro-batches on its device."""
+    """For each optimizer step from `first` on: the samples in the global batch, and this rank's micro-batches on its
+    device."""
     size, done = config.micro_batch_size(ranks.world_size), 0
     for epoch in range(config.epochs):
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
             if done == steps:
                 return
+            if done < first:
+                done += 1
+                continue
             mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
             batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
             yield len(window), [to_device(batch, ranks.device) for batch in batches]

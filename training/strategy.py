@@ -26,6 +26,7 @@ from training.agreement import (
     StepAgreement,
     StepResult,
 )
+from training.checkpoint.ranges import Piece
 from training.config import StrategyOptions
 from training.consistency import require_same_parameters, require_supported_parameters
 from training.errors import UnsupportedError
@@ -58,6 +59,10 @@ class Strategy(ABC):
     """Whether `options.overlap_optimizer` is supported."""
     communicates_in_forward = False
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
+
+    learns_from_first_step = False
+    """Whether the first step decides how later ones are computed. A run that goes on from a checkpoint then repeats it
+    before it takes over the saved state, so that sums are rounded as if it had never stopped."""
 
     shards: frozenset[str] = frozenset()
     """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
@@ -183,8 +188,31 @@ class Strategy(ABC):
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds optimizer states at this moment."""
-        values = (value for entry in self.optimizer.state.values() for value in entry.values())
+        values = (value for entry in self.updating_optimizer.state.values() for value in entry.values())
         return (value for value in values if isinstance(value, Tensor))
+
+    # What a checkpoint saves and fills again: each rank what it holds ---------------------------------------------
+
+    @property
+    def updating_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose states this rank holds."""
+        return self.optimizer
+
+    def parameter_pieces(self) -> list[Piece]:
+        """What this rank holds of all parameters, frozen ones too. Where `shards` names parameters, nobody else holds
+        the same; otherwise everyone holds everything.
+        """
+        return [Piece(name, 0, parameter) for name, parameter in self.module.named_parameters()]
+
+    def updated_pieces(self) -> list[Piece]:
+        """Of which parameters, or ranges of them, this rank's `updating_optimizer` keeps states. Where `shards` names
+        the optimizer's state, nobody else keeps the same; otherwise everyone keeps everything.
+        """
+        return [Piece(name, 0, parameter) for name, parameter in self.trainable.items()]
+
+    def on_this_rank(self, tensor: Tensor) -> Tensor:
+        """The elements of a piece, or of an optimizer state of it, that are here."""
+        return tensor.detach()
 
     # The step ----------------------------------------------------------------------------------------------------
 

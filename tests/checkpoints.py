@@ -1,0 +1,138 @@
+"""Runs that stop and go on, inside ranks (`tests.ranks`): a model with everything that has to be saved."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.models import FEATURES, answer, batch, build
+from tests.parity import load
+from training.checkpoint.session import Checkpoints
+from training.config import RunConfig
+from training.distributed import Ranks
+from training.errors import UserError
+from training.loop import TrainingResult, train
+from training.run import seed_everything
+from training.strategy import MicroBatch, Strategy
+
+SAMPLES = 24
+"""Of a global batch: divides among 1 to 4 ranks of two micro-batches each."""
+
+
+class Everything(nn.Module):
+    """Frozen and tied parameters, sizes that do not divide, running statistics, and dropout if asked for."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 11)
+        self.norm = nn.BatchNorm1d(11, momentum=0.3, affine=False)
+        self.blocks = nn.ModuleList(nn.Linear(11, 11) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(11, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        hidden = self.first(x)
+        self.norm(hidden.detach())  # its statistics alone: they must not decide how samples of a rank are normalized
+        for block in self.blocks:
+            hidden = torch.tanh(block(self.dropout(hidden)))
+        return answer(self.last(hidden) * self.scale, y)
+
+
+class Watcher:
+    """Follows the loop as the profiler does."""
+
+    bends_this_step = False
+
+    def step(self) -> None:
+        pass
+
+
+def here() -> Ranks:
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+
+
+def make_strategy(choice: tuple[str, str], seed: int, model: str | None, dropout: float) -> Strategy:
+    torch.manual_seed(seed)
+    module = build(model, seed) if model else Everything(dropout)
+    return load(choice)(module, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
+
+
+def steps(first: int, last: int) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
+    """The same samples of each step for any number of ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(first, last):
+        whole = batch(SAMPLES, step)
+        mine = {name: tensor[rank::size] for name, tensor in whole.items()}
+        half = SAMPLES // size // 2
+        yield SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in mine.items()} for i in range(2)]
+
+
+def settings(choice: tuple[str, str], **changes: Any) -> RunConfig:
+    return RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **changes})
+
+
+def train_to(
+    choice: tuple[str, str],
+    last: int,
+    folder: Path | None = None,
+    dropout: float = 0.0,
+    model: str | None = None,
+    **changes: Any,
+) -> tuple[Strategy, TrainingResult]:
+    """Train a new strategy up to step `last`; with `folder`, saving there, and going on from what `resume` names."""
+    config = settings(choice, **({"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}), **changes)
+    checkpoints = Checkpoints(config, here(), "a run", {})
+    checkpoints.require_steps_left(last)
+    strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)
+    seed_everything(config.seed, dist.get_rank())
+    earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
+    try:
+        result = train(strategy, steps(checkpoints.done, last), Watcher(), None, checkpoints.after_step, earlier)
+        checkpoints.finish()
+    finally:
+        checkpoints.close()
+    return strategy, result
+
+
+def fingerprints(strategy: Strategy, result: TrainingResult) -> dict[str, str]:
+    """A digest of all that a rank holds and that decides its next steps; losses too."""
+    held: dict[str, Any] = {"random": torch.get_rng_state(), "losses": torch.tensor(result.loss, dtype=torch.float64)}
+    strategy.finish_parameter_synchronization()
+    for piece in strategy.parameter_pieces():
+        held[f"{piece.name} {piece.start}"] = strategy.on_this_rank(piece.tensor)
+    for piece in strategy.updated_pieces():
+        for name, value in strategy.updating_optimizer.state[piece.tensor].items():
+            held[f"{name} of {piece.name} {piece.start}"] = strategy.on_this_rank(value)
+    held |= dict(strategy.module.named_buffers())
+    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
+
+
+def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: bool) -> list[dict[str, str]]:
+    """The same training without and with a stop after step 2, of 4 steps."""
+    straight = fingerprints(*train_to(choice, 4, dropout=0.5))
+    train_to(choice, 2, folder, dropout=0.5, checkpoint_async=in_background)
+    stopped = fingerprints(*train_to(choice, 4, folder, dropout=0.5, resume="latest", checkpoint_async=in_background))
+    other = fingerprints(*train_to(choice, 4, dropout=0.5, seed=1))
+    return [straight, stopped, other]
+
+
+def losses(
+    choice: tuple[str, str], last: int, folder: Path | None, resume: str | None = None, model: str | None = None
+) -> list[float]:
+    return train_to(choice, last, folder, resume=resume, model=model)[1].loss
+
+
+def error_of(choice: tuple[str, str], last: int, folder: Path | None, changes: dict[str, Any]) -> str:
+    """What the user is told, if anything."""
+    try:
+        train_to(choice, last, folder, **changes)
+    except UserError as error:
+        return str(error)
+    return ""

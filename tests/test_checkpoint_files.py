@@ -1,0 +1,406 @@
+"""What is on disk, without strategies: ranges, files cut off or altered at any place, kills between any two operations,
+and things that somebody has planted."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.checkpoints import here
+from tests.ranks import RankPool
+from training.checkpoint.direct import BUFFER_BYTES, DirectFile
+from training.checkpoint.files import DTYPES, TensorFiles, write_tensors
+from training.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    TensorInfo,
+    _checksum,
+    checkpoints_in,
+    file_name,
+    folder_name,
+    read_manifest,
+    remove_older,
+    verify_files,
+    write_manifest,
+)
+from training.checkpoint.origin import Origin, newest_whole, require_same_model
+from training.checkpoint.ranges import IncompleteError, cover, share
+from training.checkpoint.saver import Saver
+from training.errors import UserError
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=8)
+CUTS = st.lists(st.integers(0, 60), max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_ranks_share_each_element_once(lengths: list[int], size: int) -> None:
+    parts = [share(lengths, rank, size) for rank in range(size)]
+    elements = [(part.which, element) for own in parts for part in own for element in range(part.start, part.end)]
+    assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
+    counts = [sum(part.end - part.start for part in own) for own in parts]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(CUTS, CUTS, st.randoms())
+def test_any_cut_into_ranges_is_put_together_by_any_other(written: list[int], read: list[int], order: Any) -> None:
+    bounds = [0, *sorted(written), 60]
+    ranges = list(itertools.pairwise(bounds))
+    order.shuffle(ranges)
+    wanted = [0, *sorted(read), 60]
+    for start, end in itertools.pairwise(wanted):
+        parts = cover(ranges, start, end)
+        assert [ranges[which][0] + e for which, first, last in parts for e in range(first, last)] == [
+            *range(start, end)
+        ]
+
+
+@given(st.integers(0, 19), st.integers(1, 20))
+def test_a_gap_is_found(start: int, length: int) -> None:
+    ranges = [(0, start), (start + length, 40)]
+    assert cover(ranges, 0, start) == ([(0, 0, start)] if start else [])
+    with pytest.raises(IncompleteError, match=f"element {start} of 40"):
+        cover(ranges, 0, 40)
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    tensors = {f"x/{n}": torch.arange(n).to(dtype) for n, dtype in enumerate(DTYPES)} | {"matrix": torch.eye(3)[:, :2]}
+    info = write_tensors(tmp_path / "file", tensors, {"said": "so"})
+    content = (tmp_path / "file").read_bytes()
+    assert (info.bytes, info.crc32) == (len(content), zlib.crc32(content))
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES + 5])
+@pytest.mark.parametrize("refuses", ["nothing", "to open", "to write"])
+def test_files_past_the_cache(tmp_path: Path, size: int, refuses: str) -> None:
+    """Any size, in any pieces, also where the file system refuses to write past the cache."""
+    content = bytes(range(251)) * (size // 251 + 1)
+    open_, write = os.open, os.write
+
+    def refuse(call: str, direct: int) -> None:
+        if refuses == call and direct & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def opening(path: Any, flags: int, mode: int = 0o777) -> int:
+        refuse("to open", flags)
+        return open_(path, flags, mode)
+
+    def writing(descriptor: int, data: memoryview) -> int:
+        refuse("to write", fcntl.fcntl(descriptor, fcntl.F_GETFL))
+        return write(descriptor, data[: max(len(data) // 2 // 4096 * 4096, 4096)])  # less than it is asked to
+
+    with (
+        mock.patch.object(os, "open", opening),
+        mock.patch.object(os, "write", writing),
+        DirectFile(tmp_path / "x") as file,
+    ):
+        for start in range(0, size, 1_000_003):
+            file.write(memoryview(content)[start : min(start + 1_000_003, size)])
+        file.finish()
+    assert (tmp_path / "x").read_bytes() == content[:size] and file.size == size
+    assert file.crc32 == zlib.crc32(content[:size])
+
+
+# A checkpoint without a strategy -------------------------------------------------------------------------------------
+
+
+def manifest(step: int, **changes: Any) -> Manifest:
+    plain = Manifest(
+        format=FORMAT,
+        step=step,
+        choice="zero3",
+        world_size=2,
+        run_id="a run",
+        job=None,
+        config={"lr": 0.1},
+        versions={},
+        optimizer="AdamW",
+        parameter_groups=[{"lr": 0.1}],
+        parameters={"weight": TensorInfo([6], "float32", True)},
+        buffers={},
+        train_loss=[0.5] * step,
+        step_samples=[8] * step,
+        step_time_s=[None] * step,
+        files={},
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
+    path = folder / folder_name(step)
+    path.mkdir(parents=True)
+    files = {}
+    for rank in range(2):
+        tensors = {f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}
+        files[file_name(rank)] = write_tensors(path / file_name(rank), tensors, {})
+    write_manifest(path, manifest(step, **{"files": files, **changes}))
+    return path
+
+
+def problem_in(path: Path) -> str:
+    """What reading a checkpoint ends with; anything but an answer or a UserError fails the test."""
+    try:
+        found = read_manifest(path)
+        verify_files(path, found, 0, 1)
+        TensorFiles([path / name for name in found.files]).read("parameter/weight", 0, 6)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def test_cut_off_at_any_byte(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 3)
+    assert problem_in(path) == ""
+    for name in (MANIFEST, file_name(0), file_name(1)):
+        whole = (path / name).read_bytes()
+        for length in range(len(whole) - (name == MANIFEST)):  # its last byte is a line end, without which it is whole
+            (path / name).write_bytes(whole[:length])
+            assert name in problem_in(path), f"{name} cut off after {length} bytes"
+        (path / name).unlink()
+        assert name in problem_in(path)
+        (path / name).write_bytes(whole)
+
+
+def test_any_byte_altered(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 3)
+    for name in (MANIFEST, file_name(1)):
+        whole = (path / name).read_bytes()
+        for place in range(len(whole)):
+            altered = bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]])
+            (path / name).write_bytes(altered)
+            same_meaning = name == MANIFEST and (
+                whole[place : place + 1].isspace() or altered[place : place + 1].isspace()
+            )
+            assert same_meaning or problem_in(path), f"byte {place} of {name}"
+        (path / name).write_bytes(whole)
+
+
+def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[Any]:
+    """On a rank: the step of the newest whole checkpoint after each damage."""
+    found = []
+    for name, content in damage:
+        path = folder / name
+        before = path.read_bytes()
+        path.write_bytes(content)
+        origin = newest_whole(folder, here())
+        found.append((origin.step, len(origin.skipped)) if isinstance(origin, Origin) else origin)
+        path.write_bytes(before)
+    return found
+
+
+def test_the_newest_whole_one_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / ".step_00000006.saving").mkdir()
+    (tmp_path / "step_00000009").symlink_to(tmp_path / "step_00000004")
+    (tmp_path / "step_x").mkdir()
+    whole = {
+        name: (tmp_path / name).read_bytes() for name in ("step_00000004/manifest.json", "step_00000002/manifest.json")
+    }
+    newest, older = whole.items()
+    data = "step_00000004/rank_1.safetensors"
+    damage = [newest, older, (newest[0], newest[1][:-9]), (newest[0], b""), (data, b"")]
+    assert ranks.run(1, newest_after, tmp_path, damage) == [[(4, 0), (4, 0), (2, 1), (2, 1), (2, 1)]]
+
+
+class Killed(BaseException):
+    """What no code catches, as nothing can catch a SIGKILL."""
+
+
+@contextlib.contextmanager
+def killed_at(operation: int) -> Iterator[Callable[[], int]]:
+    """Within this context the disk is written no further than to the given operation."""
+    count = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count >= operation:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")):
+            stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
+        stack.enter_context(mock.patch.object(shutil, "rmtree", counted(shutil.rmtree)))
+        yield lambda: count
+
+
+def save_until_killed(folder: Path) -> list[Any]:
+    """On a rank: save step 4 beside step 2, killed at each operation in turn, and look what is found afterwards."""
+    found = []
+    for operation in range(1, 100):
+        saver = Saver(folder, here(), in_background=False, keep=1)
+        saver.save({"parameter/weight/0": torch.full((6,), 2.0)}, {}, manifest(2, world_size=1))
+        with killed_at(operation) as count:
+            try:
+                saver.save({"parameter/weight/0": torch.full((6,), 4.0)}, {}, manifest(4, world_size=1))
+                is_done = True
+            except Killed:
+                is_done = False
+            done = count()
+        saver.close()
+        origin = newest_whole(folder, here())
+        assert isinstance(origin, Origin) and not origin.skipped, origin
+        value = TensorFiles([origin.path / name for name in origin.manifest.files]).read("parameter/weight", 0, 6)
+        found.append((origin.step, value.tolist() == [float(origin.step)] * 6))
+        shutil.rmtree(folder / folder_name(4), ignore_errors=True)
+        if is_done:
+            return [found, done]
+    raise AssertionError("it never ends")
+
+
+def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path) -> None:
+    """There is always a whole checkpoint: the old one until the new one is complete."""
+    ((found, operations),) = ranks.run(1, save_until_killed, tmp_path)
+    assert len(found) == operations + 1 > 10
+    assert all(right for _, right in found)
+    steps = [step for step, _ in found]
+    assert steps == sorted(steps) and set(steps) == {2, 4}
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 5):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "step_00000000").symlink_to(tmp_path)
+    remove_older(tmp_path, step=3, keep=2)  # 5 is of a run that is behind, or damaged: it does not count
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [5, 3, 2]
+
+
+# Planted things ------------------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_no_pickle_is_loaded(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    trap = pickle.dumps(Trap(sprung))
+    path = make_checkpoint(tmp_path, 2)
+    for name in ("data.pkl", ".metadata", "__0_0.distcp", "rank_0.pt", "rank_2.safetensors"):
+        (path / name).write_bytes(trap)
+    assert problem_in(path) == ""
+    (path / file_name(1)).write_bytes(trap)
+    assert "rank_1.safetensors has" in problem_in(path)
+    info = {"bytes": len(trap), "crc32": zlib.crc32(trap)}
+    rewrite(path, lambda content: content["files"].update({file_name(1): info}))
+    assert "rank_1.safetensors is no safetensors file" in problem_in(path)
+    (path / MANIFEST).write_bytes(trap)
+    assert "manifest.json cannot be understood" in problem_in(path)
+    assert not sprung.exists()
+    pickle.loads(trap)
+    assert sprung.exists(), "the trap does not work"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Alter a manifest as somebody does who knows how to make its checksum right."""
+    content = json.loads((path / MANIFEST).read_bytes())
+    change(content)
+    content.pop("crc32", None)
+    (path / MANIFEST).write_text(json.dumps(content | {"crc32": _checksum(content)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda content: content["files"].update({"../secret": content["files"][file_name(0)]}),
+            "names a file '../secret'",
+        ),
+        (
+            lambda content: content["files"].update({"/etc/passwd": content["files"][file_name(0)]}),
+            "names a file '/etc",
+        ),
+        (
+            lambda content: content["files"].update({"rank_9.safetensors": {"bytes": -1, "crc32": 0}}),
+            "rank_9.safetensors",
+        ),
+        (lambda content: content["files"].pop(file_name(1)), "element 3 of 6 is in no range"),
+        (lambda content: content.update(step="2"), "cannot be understood"),
+        (lambda content: content.update(step=7), "lists are not as long"),
+        (lambda content: content.update(format=2), "of format 2, but this program reads format 1"),
+        (lambda content: content.update(more=1), "cannot be understood"),
+        (lambda content: content.pop("parameters"), "cannot be understood"),
+    ],
+)
+def test_altered_manifests(tmp_path: Path, change: Callable[[dict[str, Any]], object], expected: str) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    rewrite(path, change)
+    assert expected in problem_in(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": [1]}', b"NaN"]
+)
+def test_manifests_that_are_something_else(tmp_path: Path, content: bytes) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    (path / MANIFEST).write_bytes(content)
+    assert str(path) in problem_in(path)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    for name in (file_name(0), MANIFEST):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+        assert f"{name} is a symbolic link" in problem_in(path)
+        (path / name).unlink()
+        (tmp_path / name).rename(path / name)
+    assert problem_in(path) == ""
+
+
+def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "matrix", {"parameter/weight/0": torch.eye(2)}, {})
+    with pytest.raises(UserError, match="has 2 dimensions instead of one"):
+        TensorFiles([tmp_path / "matrix"])
+    write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
+    with pytest.raises(UserError, match="parameter/bias: element 0 of 1"):
+        TensorFiles([tmp_path / "short"]).read("parameter/bias", 0, 1)
+
+
+def test_another_model_or_optimizer() -> None:
+    stored = manifest(1, parameters={name: TensorInfo([2], "float32", True) for name in "abcde"})
+    same = dict(stored.parameters)
+    require_same_model(stored, same, {}, "AdamW")
+    for wanted, expected in (
+        (same | {"a": TensorInfo([3], "float32", True)}, r"a is \(2,\) float32 that trains there and \(3,\) float32"),
+        (same | {"a": TensorInfo([2], "bfloat16", True)}, "bfloat16 that trains here"),
+        (same | {"a": TensorInfo([2], "float32", False)}, "and \\(2,\\) float32 here"),
+        (same | {"f": TensorInfo([2], "float32", True)}, "it lacks f"),
+        ({}, "it has a, which the model lacks; it has b, .*; and 2 more"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            require_same_model(stored, wanted, {}, "AdamW")
+    with pytest.raises(UserError, match="of optimizer AdamW, and this run's is SGD"):
+        require_same_model(stored, same, {}, "SGD")

@@ -1,0 +1,61 @@
+"""A run that stops and goes on equals one that does not; so it does, within rounding, with another choice or ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import losses, straight_and_stopped
+from tests.parity import all_choices
+from tests.ranks import RankPool
+
+
+def choices() -> list[tuple[str, str]]:
+    return [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
+
+
+@pytest.mark.parametrize("choice", choices(), ids="-".join)
+def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: tuple[str, str]) -> None:
+    """Bitwise: parameters, optimizer, buffers, random numbers and losses of every rank."""
+    in_background = choice[1] in ("zero2", "simple_ddp", "pytorch_zero3")
+    for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
+        assert stopped == straight
+        assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
+
+
+def test_other_choices_and_other_numbers_of_ranks_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    """A relay: each leg reads what the one before has saved."""
+    expected = ranks.run(2, losses, ("ddp", "simple_ddp"), 16, tmp_path / "straight")[0]
+    legs = [
+        (2, ("sharding", "zero3")),
+        (3, ("sharding", "zero3")),
+        (1, ("sharding", "pytorch_zero3")),
+        (2, ("ddp", "simple_ddp")),
+        (3, ("sharding", "zero1")),
+        (2, ("sharding", "pytorch_zero1")),
+        (2, ("sharding", "pytorch_zero2")),
+        (3, ("sharding", "pytorch_zero1")),
+    ]
+    assert relay(ranks, tmp_path, legs) == pytest.approx(expected, rel=1e-5)
+
+
+def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path) -> None:
+    """0-d, without elements, and of mixed dtypes: what is one number for a parameter, and what one for each element."""
+    expected = ranks.run(2, losses, ("ddp", "simple_ddp"), 8, None, None, "odd")[0]
+    legs = [
+        (2, ("ddp", "simple_ddp")),
+        (3, ("sharding", "zero3")),
+        (2, ("sharding", "zero1")),
+        (1, ("ddp", "bucket_ddp_async")),
+    ]
+    assert relay(ranks, tmp_path, legs, "odd") == pytest.approx(expected, rel=1e-5)
+
+
+def relay(
+    ranks: RankPool, folder: Path, legs: list[tuple[int, tuple[str, str]]], model: str | None = None
+) -> list[float]:
+    """The losses of all steps, of which each leg makes two, from what the one before has saved."""
+    before: str | None = None
+    for leg, (size, choice) in enumerate(legs):
+        found = ranks.run(size, losses, choice, 2 * leg + 2, folder / str(leg), before, model)
+        before = str(folder / str(leg))
+    return found[0]

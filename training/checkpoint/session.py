@@ -1,0 +1,189 @@
+"""The checkpoints of one run: what it goes on from, and what it saves as it goes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.files import TensorFiles
+from training.checkpoint.manifest import FORMAT, Manifest, file_name
+from training.checkpoint.origin import (
+    Origin,
+    changed_settings,
+    checkpoint_folder,
+    current_job,
+    find_origin,
+    require_same_model,
+    require_same_settings,
+)
+from training.checkpoint.saver import Saver
+from training.checkpoint.state import (
+    derive_random_states,
+    describe_buffers,
+    describe_groups,
+    describe_parameters,
+    fill,
+    random_states,
+    restore_random_states,
+    tensors_to_save,
+)
+from training.config import AUTO, RunConfig
+from training.distributed import Ranks, on_every_rank
+from training.errors import UserError
+from training.loop import TrainingResult
+from training.strategy import MicroBatch, Strategy
+
+
+class Checkpoints:
+    """Finds what to go on from when it is made; everything it does is collective, but for `close`.
+
+    Attributes:
+        origin: The checkpoint that the run goes on from, if any.
+        done: Optimizer steps that were made before.
+
+    Raises:
+        UserError: on every rank: no checkpoint to go on from, or no place to save one.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
+        self._ranks, self._run_id, self._versions = ranks, run_id, versions
+        self.origin: Origin | None = find_origin(config, ranks)
+        self.done = self.origin.step if self.origin else 0
+        self._every = config.checkpoint_every
+        self._saver: Saver | None = None
+        if self._every:
+            self._saver = Saver(checkpoint_folder(config), ranks, config.checkpoint_async, config.keep_last)
+        if ranks.is_main and self.origin:
+            for problem in self.origin.skipped.values():
+                print(f"{config.choice}: skipped: {problem}", flush=True)
+            print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
+
+    def require_steps_left(self, steps: int) -> None:
+        """Refuse to go on behind the end of the run. At the end itself there is still the evaluation.
+
+        Raises:
+            UserError: names both numbers.
+        """
+        if self.done > steps:
+            raise UserError(
+                f"--resume: the checkpoint was made after step {self.done}, but this run ends after step {steps}; "
+                "raise --max-steps or --epochs"
+            )
+
+    def begin(
+        self,
+        strategy: Strategy,
+        config: RunConfig,
+        train_samples: int,
+        steps: int,
+        first_step: Callable[[], Sequence[MicroBatch]],
+    ) -> TrainingResult:
+        """Give `strategy` what the checkpoint holds, or nothing if there is none.
+
+        Args:
+            config: With everything resolved.
+            steps: Optimizer steps of the whole run.
+            first_step: Makes this rank's micro-batches of the first one.
+
+        Returns:
+            What is known of the steps before.
+
+        Raises:
+            UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
+        """
+        self._strategy, self._last_step = strategy, steps
+        self._settings = config.as_dict() | {"train_samples": train_samples}
+        if self.origin or self._saver:
+            strategy.parameter_pieces()  # whether this choice can be saved at all, it says before training begins
+        if not self.origin:
+            return TrainingResult()
+        manifest, world_size = self.origin.manifest, self._ranks.world_size
+        require_same_settings(manifest, self._settings)
+        optimizer = type(strategy.updating_optimizer).__name__
+        parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
+        require_same_model(manifest, parameters, buffers, optimizer)
+        if strategy.learns_from_first_step:
+            strategy.forward_backward(first_step())
+            strategy.zero_grad()
+        on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
+        strategy.optimizer_steps = self.done
+        if manifest.world_size != world_size:
+            strategy.remarks.append(
+                f"went on after step {self.done} with {world_size} ranks instead of {manifest.world_size}: samples and "
+                "their order are the same, the random numbers of dropout are new"
+            )
+        if config.bucket_cap_mb == AUTO:
+            strategy.remarks.append(f"went on after step {self.done} with buckets that are fitted to the link anew")
+        if config.compress == "powersgd":
+            strategy.remarks.append(
+                f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
+                "from those of a run that was not stopped"
+            )
+        # Times are another process's, perhaps another choice's: they stay in its record and in the manifest.
+        return TrainingResult(list(manifest.train_loss), [None] * self.done, list(manifest.step_samples))
+
+    def _load(self, path: Path, manifest: Manifest) -> None:
+        files = TensorFiles([path / name for name in manifest.files])
+        fill(self._strategy, files, manifest.parameter_groups)
+        tensors, texts = files.of_file(file_name(self._ranks.rank))
+        same_ranks = manifest.world_size == self._ranks.world_size
+        if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
+            derive_random_states(self._settings["seed"], manifest.step, self._ranks.rank)
+
+    def after_step(self, result: TrainingResult) -> None:
+        """Save if it is time to: every so many steps, and after the last.
+
+        Raises:
+            UserError: on every rank, where that failed.
+        """
+        step = len(result.loss)
+        if self._saver and self._every and (step % self._every == 0 or step == self._last_step):
+            tensors, texts = random_states(self._ranks.device)
+            tensors |= tensors_to_save(self._strategy)
+            self._saver.save(tensors, texts, self._manifest(result))
+
+    def finish(self) -> None:
+        """Wait until the last save is complete.
+
+        Raises:
+            UserError: on every rank, where it failed.
+        """
+        if self._saver:
+            self._saver.settle()
+
+    def close(self) -> None:
+        """The run ends here, well or not."""
+        if self._saver:
+            self._saver.close()
+
+    def as_record(self) -> dict[str, Any] | None:
+        """What the run record says of where the run went on from."""
+        if not self.origin:
+            return None
+        manifest = self.origin.manifest
+        return {
+            "path": str(self.origin.path),
+            "step": manifest.step,
+            "run_id": manifest.run_id,
+            "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
+        }
+
+    def _manifest(self, result: TrainingResult) -> Manifest:
+        strategy = self._strategy
+        return Manifest(
+            format=FORMAT,
+            step=len(result.loss),
+            choice=self._settings["choice"],
+            world_size=self._ranks.world_size,
+            run_id=self._run_id,
+            job=current_job(),
+            config=self._settings,
+            versions=self._versions,
+            optimizer=type(strategy.updating_optimizer).__name__,
+            parameter_groups=describe_groups(strategy.optimizer),
+            parameters=describe_parameters(strategy.module),
+            buffers=describe_buffers(strategy.module),
+            train_loss=list(result.loss),
+            step_samples=list(result.samples),
+            step_time_s=list(result.step_time_s),
+            files={},
+        )

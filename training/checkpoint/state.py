@@ -1,0 +1,207 @@
+"""What of a strategy is saved, and how it is filled again: parameters, optimizer states, buffers, random numbers.
+
+Keys of what a rank stores, each tensor flat, of which elements from `start` on:
+    parameter/<name>/<start>                      values
+    optimizer/<state>/<name>/<start>              an optimizer state that has a value for each element
+    optimizer_count/<state>/<name>/0              one that has a single value for the whole parameter, such as `step`
+    buffer/<name>/0                               rank 0's persistent buffers
+    random/torch, random/cuda                     states of this rank's generators
+"""
+
+import hashlib
+import json
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint.files import DTYPES, TensorFiles
+from training.checkpoint.manifest import TensorInfo
+from training.checkpoint.ranges import Piece, share
+from training.errors import UnsupportedError, UserError
+from training.strategy import Strategy
+
+COUNT = "step"
+"""What torch's optimizers call the state that is one number, also where the parameter is one."""
+
+
+def describe_parameters(module: nn.Module) -> dict[str, TensorInfo]:
+    """Shapes are those of the whole model, also where it is sharded."""
+    return {n: TensorInfo(list(p.shape), dtype_name(p), p.requires_grad) for n, p in module.named_parameters()}
+
+
+def describe_buffers(module: nn.Module) -> dict[str, TensorInfo]:
+    return {n: TensorInfo(list(b.shape), dtype_name(b), False) for n, b in persistent_buffers(module).items()}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers that each parameter group is set to, such as its learning rate."""
+    return [{name: value for name, value in group.items() if is_setting(value)} for group in optimizer.param_groups]
+
+
+def is_setting(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(is_setting, value)) and bool(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Saving --------------------------------------------------------------------------------------------------------------
+
+
+def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
+    """What this rank stores, by key: views where that is possible, so that they must be copied before the next step.
+
+    Raises:
+        UnsupportedError: the optimizer keeps something that is neither a value for each element nor one for all.
+    """
+    strategy.finish_parameter_synchronization()
+    tensors: dict[str, Tensor] = {}
+    for piece, start, end in own_share(strategy, strategy.parameter_pieces(), "parameters"):
+        tensors[f"parameter/{piece.name}/{piece.start + start}"] = flat(strategy, piece.tensor)[start:end]
+    for piece, start, end in own_share(strategy, strategy.updated_pieces(), "optimizer_state"):
+        for name, value in strategy.updating_optimizer.state.get(piece.tensor, {}).items():
+            if is_elementwise(name, value, piece.tensor):
+                tensors[f"optimizer/{name}/{piece.name}/{piece.start + start}"] = flat(strategy, value)[start:end]
+            elif piece.start + start == 0:  # every rank that has a part of the parameter has the same
+                tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
+    if strategy.data_parallel_rank == 0:
+        buffers = persistent_buffers(strategy.module)
+        tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
+    unknown = [key for key, tensor in tensors.items() if tensor.dtype not in DTYPES]
+    if unknown:
+        raise UnsupportedError(f"cannot save {unknown[0]}: its dtype is {tensors[unknown[0]].dtype}")
+    return tensors
+
+
+def own_share(strategy: Strategy, pieces: Sequence[Piece], component: str) -> list[tuple[Piece, int, int]]:
+    """Which elements of which pieces this rank saves: all that only it has; of what all have, its part."""
+    lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
+    if component in strategy.shards:
+        return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
+    parts = share(lengths, strategy.data_parallel_rank, strategy.data_parallel_size)
+    return [(pieces[index], start, end) for index, start, end in parts]
+
+
+def flat(strategy: Strategy, tensor: Tensor) -> Tensor:
+    return strategy.on_this_rank(tensor).reshape(-1)
+
+
+def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
+    """Whether an optimizer state has a value for each element of a parameter, rather than one for all.
+
+    Raises:
+        UnsupportedError: neither.
+    """
+    if isinstance(value, Tensor):
+        if name != COUNT and value.shape == parameter.shape:
+            return True
+        if value.ndim == 0:
+            return False
+    raise UnsupportedError(
+        f"checkpoints: the optimizer's state {name!r} is neither a tensor of its parameter's shape nor a single value"
+    )
+
+
+# Filling -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give this rank's parameters, buffers and optimizer the stored values. Reads only what this rank holds.
+
+    Raises:
+        UserError: some are not stored, or the optimizer is another.
+    """
+    strategy.finish_parameter_synchronization()
+    for piece in strategy.parameter_pieces():
+        here = strategy.on_this_rank(piece.tensor)
+        if here.numel():
+            put(here, files.read(f"parameter/{piece.name}", piece.start, piece.start + here.numel()))
+    for name, buffer in persistent_buffers(strategy.module).items():
+        put(buffer, files.read(f"buffer/{name}", 0, buffer.numel()))
+    states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
+    optimizer = strategy.updating_optimizer
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for piece in strategy.updated_pieces():
+        state: dict[str, Tensor] = {}
+        for name, key in states[piece.name].items():
+            here = strategy.on_this_rank(piece.tensor)
+            values = files.read(key, piece.start, piece.start + here.numel())
+            state[name] = torch.empty_like(piece.tensor, dtype=values.dtype)
+            put(strategy.on_this_rank(state[name]), values)
+        for name, key in counts[piece.name].items():
+            group = group_of[piece.tensor]
+            on_device = group.get("fused") or group.get("capturable")  # where torch's optimizers keep it then
+            state[name] = files.read(key, 0, 1)[0].clone().to(piece.tensor.device if on_device else "cpu")
+        if state:
+            optimizer.state[piece.tensor] = state
+    for group, settings in zip(strategy.optimizer.param_groups, groups, strict=True):
+        for name, value in settings.items():
+            group[name] = type(group[name])(value)
+
+
+def put(target: Tensor, values: Tensor) -> None:
+    target.copy_(values.view(target.shape))
+
+
+def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]]:
+    """For each parameter the names of its stored states, with their keys."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in files.keys:
+        if key.startswith(f"{kind}/"):
+            _, state, name = key.split("/", 2)
+            found[name][state] = key
+    return found
+
+
+# Random numbers ------------------------------------------------------------------------------------------------------
+
+
+def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """States of this rank's generators: torch's as tensors, Python's and NumPy's as JSON."""
+    tensors = {"random/torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}  # type: ignore[union-attr]
+    return tensors, {name: json.dumps(state) for name, state in texts.items()}
+
+
+def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> bool:
+    """Go on from where the generators of a rank were; False if nothing is stored for this device.
+
+    Raises:
+        UserError: what is stored is no state of a generator.
+    """
+    if "random/torch" not in tensors or (device.type == "cuda" and "random/cuda" not in tensors):
+        return False
+    try:
+        torch.set_rng_state(tensors["random/torch"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["random/cuda"], device)
+        version, keys, gauss = json.loads(texts["python_random"])
+        random.setstate((version, tuple(keys), gauss))
+        kind, keys, *rest = json.loads(texts["numpy_random"])
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise UserError(f"cannot go on from the stored random numbers: {error}") from error
+    return True
+
+
+def derive_random_states(seed: int, step: int, rank: int) -> None:
+    """Start torch's generators anew, differently for each rank and each step that a run goes on from."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
