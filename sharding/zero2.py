@@ -18,9 +18,8 @@ from torch import Tensor
 from sharding.collectives import free, reduce_scatter
 from sharding.zero1 import GradientBucket, Zero1
 
-
 IN_FLIGHT = 2
-"""Buckets that are reduced while one fills: with a second one the link does not wait for backward, nor it for the link."""
+"""Buckets that are reduced while one fills: with two, neither the link nor backward waits for the other all the time."""
 
 
 class FreedGradientBucket(GradientBucket):
