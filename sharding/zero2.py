@@ -19,7 +19,7 @@ from sharding.collectives import free, reduce_scatter
 from sharding.zero1 import GradientBucket, Zero1
 
 IN_FLIGHT = 2
-"""Buckets that are reduced while one fills: with two, neither the link nor backward waits for the other all the time."""
+"""Buckets that are reduced while one fills; with a single one, the link and backward wait for each other in turn."""
 
 
 class FreedGradientBucket(GradientBucket):
