@@ -6,7 +6,7 @@ reduce-scatter and an all-gather, and the optimizer fits between the two. So gra
 are updated, and the updated parameters are all-gathered: 2(N-1)/N * P elements on the wire, as much as DDP.
 
 What hides the communication: gradients lie in buckets, and a bucket's reduce-scatter starts as soon as its last
-gradient is ready, while backward goes on. Parameters are gathered bucket by bucket, and each block of the next forward
+gradient is ready, while backward goes on. Parameters are gathered bucket by bucket, and each part of the next forward
 pass waits only for those that it needs.
 
 Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N optimizer states (Rajbhandari et al.,
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
+from sharding.arrivals import Arrivals
 from sharding.collectives import Pending, all_gather, expected_all_gathers, expected_reduce_scatters, reduce_scatter
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy
@@ -102,15 +103,10 @@ class Zero1(ShardedStrategy):
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         self.buckets = [self.make_bucket(flat) for flat in self.flats]
         self._started = 0
-        self._gathers: dict[FlatParameters, Pending] = {}
+        self._arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(bucket, slot))
-        blocks = find_blocks(self.module)
-        inside = {p for block in blocks for p in block.parameters()}
-        self._wait_before(self.module, {p for p in self.module.parameters() if p not in inside})
-        for block in blocks:
-            self._wait_before(block, set(block.parameters()))
 
     def _default_cap_mb(self) -> float:
         """At most a tenth of the gradients, so that buckets in flight stay small beside what sharding saves."""
@@ -157,19 +153,10 @@ class Zero1(ShardedStrategy):
     def step(self) -> None:
         super().step()
         for flat in reversed(self.flats):  # the order in which forward needs them
-            self._gathers[flat] = all_gather(flat.full, self.process_group)
-
-    def _wait_before(self, module: nn.Module, parameters: set[nn.Parameter]) -> None:
-        flats = [flat for flat in self.flats if parameters.intersection(flat.parameters)]
-        module.register_forward_pre_hook(lambda *_: self._wait_for(flats))
-
-    def _wait_for(self, flats: list[FlatParameters]) -> None:
-        for flat in flats:
-            if flat in self._gathers:
-                self._gathers.pop(flat).wait()
+            self._arrivals.start(flat, all_gather(flat.full, self.process_group))
 
     def finish_parameter_synchronization(self) -> None:
-        self._wait_for(self.flats)
+        self._arrivals.wait()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         payloads, device = [flat.full_bytes for flat in self.flats], self.flats[0].full.device

@@ -1,8 +1,8 @@
 """ZeRO-2: as ZeRO-1, and a full gradient lives only until its bucket is reduced.
 
 After the reduce-scatter a rank needs nothing but its shard of the sum, so the full bucket is freed. Gradient memory at
-rest is then P / N elements, and its peak that shard plus the buckets in flight: one that fills while the one before
-it is being reduced. With several micro-batches a step, each is reduced into the shard as it comes, since to wait for
+rest is then P / N elements, and its peak that shard plus the buckets in flight: one that fills while the two before
+it are being reduced. With several micro-batches a step, each is reduced into the shard as it comes, since to wait for
 the last would mean to hold full gradients again: K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on
 the wire for K micro-batches, 2(N-1)/N * P as in DDP for one.
 
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from sharding.collectives import free, reduce_scatter
 from sharding.zero1 import GradientBucket, Zero1
+
+IN_FLIGHT = 2
+"""Buckets that are reduced while one fills; with a single one, the link and backward wait for each other in turn."""
 
 
 class FreedGradientBucket(GradientBucket):
@@ -84,9 +87,9 @@ class Zero2(Zero1):
         yield
 
     def _start_next(self) -> None:
-        if self._started > 0:  # one fills while one is in flight, and no more
-            self.buckets[self._started - 1].finish_reduction()
         super()._start_next()
+        if self._started > IN_FLIGHT:
+            self.buckets[self._started - 1 - IN_FLIGHT].finish_reduction()
 
     def after_backward(self) -> None:
         super().finish_gradient_synchronization()

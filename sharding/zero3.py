@@ -4,8 +4,9 @@ Each rank keeps a shard of everything. A model is a chain of units, one a transf
 rest (embeddings, last norm, head). Just before a unit runs, in forward and again in backward, its parameters are
 all-gathered (unsharded); afterwards they are freed (resharded). The next unit is fetched while one computes. The root
 stays whole through a step, and so does the last block between forward and backward. So a rank never holds more full
-parameters than the root and two blocks, with the gradients of one block beside them, and what is on the wire for each
-micro-batch is two all-gathers and a reduce-scatter: 3(N-1)/N * P elements, half as much again as DDP.
+parameters than the root and two blocks, with the gradients of two blocks beside them (some made, some reduced), and
+what is on the wire for each micro-batch is two all-gathers and a reduce-scatter: 3(N-1)/N * P elements, half as much
+again as DDP.
 
 This file says when a unit is needed and when its gradients are there, which modules and autograd tell by hooks;
 `sharding.schedule` says what is to be done before, in the same order on every rank.
@@ -145,7 +146,7 @@ class Zero3(ShardedStrategy):
     def _before_backward(self, unit: Unit) -> None:
         self._make_whole(unit)
         self.schedule.do_ready_reductions()
-        if not unit.buckets:
+        if unit is not self.schedule.last_unit:
             self.schedule.do_gather()
 
     def _on_gradient(self, unit: Unit, bucket: FreedGradientBucket, slot: int, _: Tensor) -> None:
@@ -157,8 +158,6 @@ class Zero3(ShardedStrategy):
             )
         if all(other.full is None for other in act.buckets):  # the first one of this act
             self.schedule.finish_reductions()
-            if unit not in (self.root, self.schedule.last_unit):
-                self.schedule.do_gather()
         bucket.place(slot)
         bucket.missing -= 1
         if unit is self.schedule.last_unit and not any(other.missing for other in act.buckets):

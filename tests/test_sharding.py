@@ -1,6 +1,7 @@
 """What sharding promises beyond the right numbers: memory to the byte, order, repeatability, and clear refusals."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.collectives import all_gather, reduce_scatter
+from sharding.collectives import all_gather, groups_of_roots, reduce_scatter
 from tests.models import answer, batch, build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, assert_close, load
 from tests.ranks import RankPool
@@ -55,6 +56,22 @@ def test_collectives(ranks: RankPool, world_size: int) -> None:
             assert torch.equal(apart, expected.view(world_size, -1)[rank])
             assert torch.equal(in_place, apart)
             assert torch.equal(whole, expected)
+
+
+def roots() -> tuple[list[list[int]], bool, bool]:
+    """The ranks in each root's group; whether these groups are made once; whether they time out as their parent."""
+    parent = dist.new_group(timeout=timedelta(seconds=77))
+    assert isinstance(parent, dist.ProcessGroup)
+    groups = groups_of_roots(parent, torch.device("cpu"))
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    again = groups_of_roots(parent, torch.device("cpu"))
+    ranks, is_same = [dist.get_process_group_ranks(group) for group in groups], again is groups
+    return ranks, is_same and len(set(groups)) == len(groups), timeouts == {timedelta(seconds=77)}
+
+
+def test_each_root_has_a_group_of_its_own(ranks: RankPool) -> None:
+    for members, are_kept, time_out in ranks.run(3, roots):
+        assert members == 3 * [[0, 1, 2]] and are_kept and time_out
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -144,7 +161,7 @@ def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int
     for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
         assert (root, block) == (4 * (6 * 20 + 20 + 20 + 1 + 1), 4 * (20 * 20 + 20)), "with an element of padding"
         assert root + block < full <= root + 2 * block
-        assert beyond_rest <= root + 3 * block
+        assert beyond_rest <= root + 4 * block, "two of them gradients: some being made, some being reduced"
         assert left == 0
 
 

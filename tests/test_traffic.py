@@ -27,11 +27,13 @@ def profiled_step(
     strategy = load(choice)(build(model), OPTIMIZERS["adam"], StrategyOptions(**options))
     for step in range(step_number + 1):
         if step == step_number:
+            strategy.finish_parameter_synchronization()  # of the step before
             profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             profiler.start()
         strategy.zero_grad()
         strategy.forward_backward([make_batch(model, 3, 10 * step + index) for index in range(micro_batches)])
         strategy.step()
+    strategy.finish_parameter_synchronization()
     dist.barrier()
     profiler.stop()
     with tempfile.TemporaryDirectory() as folder:

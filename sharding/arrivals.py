@@ -1,0 +1,68 @@
+"""Updated parameters on their way to this rank: each part of a model waits for its own, just before it runs."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from torch import nn
+
+from sharding.collectives import Pending
+from sharding.flat import FlatParameters
+
+
+class Arrivals:
+    """Lets forward begin while the parameters of later parts of the model are still being gathered.
+
+    A part is a block, or a module outside blocks with all that is in it (an embedding, a norm, a head). Before anything
+    runs, the parameters are waited for that lie in no part; so are those of parts that the first forward pass did not
+    call, whose weights may be used all the same.
+
+    Args:
+        blocks: Those of `module`; without any, forward waits for all parameters.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], flats: Sequence[FlatParameters]) -> None:
+        self._flats = flats
+        self._pending: dict[FlatParameters, Pending] = {}
+        parts = list(_parts(module, set(blocks))) if blocks else []
+        inside = {member for part in parts for member in part.modules()}
+        around = [member for member in module.modules() if member not in inside]
+        self._needed_first = self._holding(p for member in around for p in member.parameters(recurse=False))
+        self._not_called = {part: self._holding(part.parameters()) for part in parts}
+        module.register_forward_pre_hook(lambda *_: self._wait_for(self._needed_first))
+        for part in parts:
+            part.register_forward_pre_hook(partial(self._before_part, self._not_called[part]))
+        self._first = module.register_forward_hook(lambda *_: self._after_first_forward())
+
+    def start(self, flat: FlatParameters, pending: Pending) -> None:
+        """`flat` is being gathered."""
+        self._pending[flat] = pending
+
+    def wait(self) -> None:
+        """For all that is on its way."""
+        self._wait_for(self._flats)
+
+    def _before_part(self, flats: Sequence[FlatParameters], part: nn.Module, _: object) -> None:
+        self._not_called.pop(part, None)
+        self._wait_for(flats)
+
+    def _after_first_forward(self) -> None:
+        self._first.remove()
+        self._needed_first = [*self._needed_first, *(flat for flats in self._not_called.values() for flat in flats)]
+
+    def _holding(self, parameters: Iterable[nn.Parameter]) -> list[FlatParameters]:
+        held = set(parameters)
+        return [flat for flat in self._flats if held.intersection(flat.parameters)]
+
+    def _wait_for(self, flats: Sequence[FlatParameters]) -> None:
+        for flat in flats:
+            if flat in self._pending:
+                self._pending.pop(flat).wait()
+
+
+def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """The outermost modules below `module` that are a block or hold none; those between are left out."""
+    for child in module.children():
+        if child in blocks or blocks.isdisjoint(child.modules()):
+            yield child
+        else:
+            yield from _parts(child, blocks)

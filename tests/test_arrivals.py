@@ -1,0 +1,102 @@
+"""Which parts of a model wait for which parameters: each for its own, just before it runs, and never too late."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sharding.arrivals import Arrivals
+from sharding.units import find_blocks
+
+
+class Model(nn.Module):
+    """Notes what runs. `offset` lies beside the blocks, in no part; `head` is perhaps not called."""
+
+    def __init__(self, log: list[str], calls_head: bool = True) -> None:
+        super().__init__()
+        self.log, self.calls_head = log, calls_head
+        self.embedding = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.offset = nn.Parameter(torch.zeros(2))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) + self.offset
+        for index, block in enumerate(self.blocks):
+            self.log.append(f"before block {index}")
+            x = block(x)
+        self.log.append("before head")
+        return self.head(x) if self.calls_head else functional.linear(x, self.head.weight)
+
+
+class Flat:
+    def __init__(self, name: str, parameters: list[nn.Parameter]) -> None:
+        self.name, self.parameters = name, parameters
+
+
+class Arriving:
+    """In the place of `Pending`."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(f"wait for {self.name}")
+
+
+def started(model: Model, cut: bool = True) -> Any:
+    """What lets `model` wait, after a first forward pass, with all parameters on their way."""
+    flats: list[Any] = [Flat(name, [p]) for name, p in model.named_parameters() if "bias" not in name]
+    arrivals = Arrivals(model, find_blocks(model) if cut else [], flats)
+    model(torch.ones(1, 2))
+    model.log.clear()
+    for flat in flats:
+        arrivals.start(flat, Arriving(model.log, flat.name))  # type: ignore[arg-type]
+    return arrivals
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_each_part_waits_for_its_own(is_training: bool) -> None:
+    log: list[str] = []
+    model = Model(log)
+    started(model)
+    with torch.set_grad_enabled(is_training):
+        model(torch.ones(1, 2))
+    assert log == [
+        "wait for offset",
+        "wait for embedding.weight",
+        "before block 0",
+        "wait for blocks.0.weight",
+        "before block 1",
+        "wait for blocks.1.weight",
+        "before head",
+        "wait for head.weight",
+    ]
+    log.clear()
+    model(torch.ones(1, 2))
+    assert log == ["before block 0", "before block 1", "before head"], "nothing is on its way any more"
+
+
+def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once() -> None:
+    log: list[str] = []
+    model = Model(log, calls_head=False)
+    started(model)
+    model(torch.ones(1, 2))
+    assert log[:2] == ["wait for offset", "wait for head.weight"] and log[-1] == "before head"
+
+
+def test_without_blocks_forward_waits_for_all() -> None:
+    log: list[str] = []
+    model = Model(log)
+    started(model, cut=False)
+    model(torch.ones(1, 2))
+    assert len([line for line in log if line.startswith("wait")]) == 5 and log[5] == "before block 0"
+
+
+def test_all_can_be_waited_for() -> None:
+    log: list[str] = []
+    model = Model(log)
+    started(model).wait()
+    assert sorted(log) == sorted(f"wait for {name}" for name, _ in model.named_parameters() if "bias" not in name)
