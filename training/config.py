@@ -18,7 +18,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 """Of the run record's format (`docs/run-record.md`)."""
 
 
