@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training import sequence
-from training.errors import NonFiniteError, SequenceError, UnsupportedError
+from training.errors import NonFiniteError, UnsupportedError
 
 COUNTS_ROW_BYTES = 3 * 8
 RESULTS_ROW_BYTES = 4 * 8
@@ -54,9 +54,11 @@ class StepResult:
         updated = (
             "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
         )
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {step}: {self.nonfinite} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
         )
+        error.rank = self.culprits[0] if self.culprits else None
+        raise error
 
 
 class StepAgreement:
@@ -109,7 +111,7 @@ class StepAgreement:
         table = table.cpu()
         losses, finite_shares, bad_rounds, flags = table[:, 0], table[:, 1], table[:, 2], table[:, 4:]
         if (table[:, 3] != table[0, 3]).any() and (problem := sequence.agree_on_sequence(self._group)):
-            raise SequenceError(problem)
+            raise problem
         used = (flags.sum(0) > 0).tolist()
         if not losses.isfinite().all():
             return StepResult(losses.sum().item(), used, "the loss", _ranks_where(~losses.isfinite()))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from training.board import Place
-from training.sequence import difference, first_difference
+from training.sequence import ADVICE, difference, first_difference
 
 COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
@@ -146,7 +146,7 @@ def _mismatched(seen: Mapping[int, Seen], parting: str) -> Ending:
     places = {rank: one.place for rank, one in seen.items() if one.place is not None}
     found = first_difference({rank: place.entries for rank, place in places.items()}) or {}
     rank = next(iter(found))
-    message = f"{parting}; the ranks run different programs, or in different order; {places[rank].when}"
+    message = f"{parting}; {ADVICE}; {places[rank].when}"
     ending = _ending(MISMATCHED, seen, rank, message)
     return Ending(**{**ending.as_dict(), "collective": str(found[rank])})
 
@@ -154,10 +154,9 @@ def _mismatched(seen: Mapping[int, Seen], parting: str) -> Ending:
 def _interrupted(seen: Mapping[int, Seen], ranks: Sequence[int]) -> Ending:
     statement, place = seen[ranks[0]].statement, seen[ranks[0]].place
     assert statement is not None
-    who = "every rank" if len(ranks) == len(seen) else f"rank {', '.join(map(str, sorted(ranks)))}"
-    rank = min(ranks)
-    where = f" {place.when}" if place else ""
-    return _ending(INTERRUPTED, seen, rank, f"stopped by {statement.text} to {who}{where}")
+    who = "" if len(ranks) == len(seen) else f"rank {', '.join(map(str, sorted(ranks)))} was "
+    message = f"{who}stopped by {statement.text}" + (f" {place.when}" if place else "")
+    return _ending(INTERRUPTED, seen, min(ranks), message)
 
 
 def _hung(seen: Mapping[int, Seen], waited: Sequence[int]) -> Ending:

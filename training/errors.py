@@ -2,7 +2,15 @@
 
 
 class AgreedError(Exception):
-    """Raised on every rank alike, or on one that speaks for all: one line says it, and no rank looks for a cause."""
+    """Raised on every rank alike, or on one that speaks for all: one line says it, and no rank looks for a cause.
+
+    Attributes:
+        rank: Where it began, if that is one rank's.
+        collective: In which it shows, if it is about one.
+    """
+
+    rank: int | None = None
+    collective: str | None = None
 
 
 class UserError(AgreedError):

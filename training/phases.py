@@ -1,5 +1,6 @@
 """The part of a run that this rank is in: marked in its profile, and on its board, where others find it if it dies."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
@@ -36,9 +37,9 @@ def _show(step: int, name: str) -> None:
 class phase:
     """A part of an optimizer step, of this name in the profile. An error leaves it on the board: there it happened."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, in_profile: bool = True) -> None:
         self._name = name
-        self._mark = record_function(name)
+        self._mark = record_function(name) if in_profile else nullcontext()
 
     def __enter__(self) -> None:
         self._before = _phase

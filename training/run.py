@@ -44,7 +44,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
     except AgreedError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank raises it
             how = MISMATCHED if isinstance(error, SequenceError) else FAILED
-            so_far.report(Ending(how, step=so_far.step, message=str(error)))
+            so_far.report(Ending(how, error.rank, so_far.step, None, error.collective, str(error)))
         return 1
     return 0
 

@@ -89,10 +89,15 @@ class RunSoFar:
         print(said, file=sys.stderr, flush=True)
 
     def keep_flight(self, rank: int, place: Place) -> None:
-        """Write the latest collectives of a rank beside the run record (`docs/run-record.md`)."""
+        """Write the latest collectives of a rank that ends beside the run record (`docs/run-record.md`).
+
+        A trace of which it has written only a part is removed.
+        """
         if not self.run_id or self._facts is None:
             return
         path = choice_folder(self.config) / f"{self.run_id}.rank_{rank}.flight.json"
+        for part in choice_folder(self.config).glob(f"rank_{rank}/.{self.run_id}.*"):
+            part.unlink(missing_ok=True)
         try:
             write_json(path, flight_record(place, self._facts[0].world_size))
         except (OSError, UserError):

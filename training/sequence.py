@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from training.board import Board, Entry
+from training.errors import SequenceError
 from training.gradient_watch import GradientWatch
 
 HOOK_ID = 7_318_211
@@ -54,6 +55,7 @@ OUTPUT_COUNTS = frozenset(("all_gather", "scatter"))
 UNEVEN = frozenset(("all_to_all", "send", "recv"))
 """Kinds in which ranks may issue different sizes, or nothing at all."""
 MOST_OPEN = 4096
+ADVICE = "ranks must issue the same collectives in the same order"
 
 
 class CollectiveRecorder:
@@ -214,11 +216,11 @@ def follow_gradients(watch: GradientWatch) -> None:
         watch.keeps_addresses = True
 
 
-def agree_on_sequence(group: dist.ProcessGroup) -> str | None:
+def agree_on_sequence(group: dist.ProcessGroup) -> SequenceError | None:
     """Compare what each rank has issued, after digests differed. Collective.
 
     Returns:
-        Where the ranks part, on every rank alike; None if what differs cannot be told to be wrong.
+        An error that says where the ranks part, on every rank alike; None if what differs cannot be told to be wrong.
     """
     found = recorder()
     assert found is not None, "digests differ, so collectives are recorded"
@@ -226,7 +228,14 @@ def agree_on_sequence(group: dist.ProcessGroup) -> str | None:
     dist.all_gather_object(everyone, found.entries(), group=group)
     found.reset()
     members = dist.get_process_group_ranks(group)
-    return difference(dict(zip(members, everyone, strict=True)))
+    by_rank = dict(zip(members, everyone, strict=True))
+    parting = first_difference(by_rank)
+    if parting is None:
+        return None
+    error = SequenceError(f"{difference(by_rank)}; {ADVICE}; no parameter is updated yet")
+    error.rank, entry = next(iter(parting.items()))
+    error.collective = str(entry)
+    return error
 
 
 def difference(entries: Mapping[int, Sequence[Entry]]) -> str | None:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from training.board import Board, Place
 from training.cause import Ending, Seen, Statement, first_cause
-from training.errors import AgreedError, OneRankError
+from training.errors import AgreedError, OneRankError, SequenceError
 from training.phases import show_phases_on
 from training.sequence import difference, recorded_collectives
 
@@ -99,6 +99,8 @@ class Watcher:
     def agree(self, error: Exception) -> None:
         """An error that all ranks raise: rank 0 says it, outside of here, and each leaves in its own time."""
         self.board.state(asdict(Statement("agreed", str(error), time.time())))
+        if isinstance(error, SequenceError):
+            self._keep_flight(self._rank, self.board.place())
         self._agreed_at = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -174,7 +176,8 @@ class Watcher:
         first = seen[0].statement
         told = first is not None and first.kind == "agreed"
         if mine.place is not None:
-            self._keep_flight(self._rank, mine.place)
+            with suppress(Exception):  # the run's folder may be gone, or the disk full: the report comes all the same
+                self._keep_flight(self._rank, mine.place)
         if not told and self._is_chosen(seen):
             for rank, one in seen.items():
                 if rank in self._peers and one.place is not None and one.statement is None:

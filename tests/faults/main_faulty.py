@@ -1,4 +1,4 @@
-"""main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice simple_ddp
+"""main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`, where `at` is `forward`, `backward`,
 `optimizer`, `trace`, or `collective` (in the first collective of that step's backward pass or after it). Kinds: see
@@ -173,7 +173,16 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 def with_fault(real: type, plan: Plan) -> type:
     """`real`, with the fault planted."""
-    fault = FAULTS[plan.kind]
+    planted = FAULTS[plan.kind]
+    fired: list[Any] = []
+
+    def fault(strategy: Any) -> None:
+        if fired:
+            return
+        fired.append(strategy)
+        if "FAULT_TIME_FILE" in os.environ:
+            Path(os.environ["FAULT_TIME_FILE"]).write_text(str(time.time()))
+        planted(strategy)
 
     class Faulty(real):  # type: ignore[misc]
         def forward(self, micro_batch: Any) -> Any:
