@@ -22,6 +22,11 @@ def begin_step(step: int) -> None:
     _show(step, BETWEEN)
 
 
+def current_step() -> int:
+    """Optimizer steps done before the one under way."""
+    return _step
+
+
 def between_steps(name: str) -> None:
     """What the run does outside optimizer steps begins, such as evaluation."""
     _show(-1, name)

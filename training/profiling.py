@@ -94,6 +94,7 @@ def write_trace(profiler: profile, path: Path) -> None:
         zipped.replace(path)
     finally:
         plain.unlink(missing_ok=True)
+        plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto's own, which a full disk leaves
         zipped.unlink(missing_ok=True)
 
 

@@ -23,6 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 from training.board import Board, Entry
 from training.errors import SequenceError
 from training.gradient_watch import GradientWatch
+from training.phases import current_step
 
 HOOK_ID = 7_318_211
 """Any number that no one else takes for hooks of their own."""
@@ -232,7 +233,7 @@ def agree_on_sequence(group: dist.ProcessGroup) -> SequenceError | None:
     parting = first_difference(by_rank)
     if parting is None:
         return None
-    error = SequenceError(f"{difference(by_rank)}; {ADVICE}; no parameter is updated yet")
+    error = SequenceError(f"step {current_step()}: {difference(by_rank)}; {ADVICE}; no parameter is updated yet")
     error.rank, entry = next(iter(parting.items()))
     error.collective = str(entry)
     return error

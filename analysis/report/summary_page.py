@@ -130,7 +130,9 @@ def audit_section(audit: pd.DataFrame, ranks: Sequence[int]) -> Section:
     """Expected against measured, failures first; of what passes, the rows of `ranks` and of the whole run."""
     heading = "Expected against measured"
     if audit.empty:
-        return Section(heading, "Unknown: without the record of a whole run beside the traces, nobody says what to expect.")
+        return Section(
+            heading, "Unknown: without the record of a whole run beside the traces, nobody says what to expect."
+        )
     failed, unknown = (int((audit["result"] == result).sum()) for result in ("fail", "unknown"))
     text = f"{len(audit) - failed - unknown} of {len(audit)} checks pass"
     text += f", {failed} fail" if failed else ""

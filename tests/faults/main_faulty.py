@@ -1,7 +1,7 @@
 """main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`, where `at` is `forward`, `backward`,
-`optimizer`, `trace`, or `collective` (in the first collective of that step's backward pass or after it). Kinds: see
+`optimizer`, `trace`, or `collective` (the first one after forward). Kinds: see
 `FAULTS`. Only this script knows of it; nothing that a user runs imports it.
 """
 
@@ -81,25 +81,29 @@ def extra_collective(strategy: Any) -> None:
     dist.broadcast(torch.zeros(5), src=0)
 
 
-def other_shape(strategy: Any) -> None:
-    spoil_next_gradient(strategy, lambda gradient: gradient.new_zeros(gradient.numel() + 3))
+def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
+    """A fault of the next collective of gradients or parameters: it is replaced by others, of what `change` gives."""
 
+    def plant(strategy: Any) -> None:
+        import torch.distributed as dist
 
-def other_dtype(strategy: Any) -> None:
-    spoil_next_gradient(strategy, lambda gradient: gradient.double())
+        plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
 
+        def spoiled(name: str) -> Callable[..., Any]:
+            def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                if tensor.dtype.is_floating_point and tensor.numel() > 64:
+                    for one, function in plain.items():
+                        setattr(dist, one, function)
+                    for other in change(tensor):
+                        plain[name](other, **({"src": 0} if name == "broadcast" else {}))
+                return plain[name](tensor, *args, **kwargs)
 
-def spoil_next_gradient(strategy: Any, change: Callable[[Any], Any]) -> None:
-    """This rank's next all-reduce is of another tensor."""
-    import torch.distributed as dist
+            return call
 
-    plain = dist.all_reduce
+        for name in ("all_reduce", "broadcast"):
+            setattr(dist, name, spoiled(name))
 
-    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        dist.all_reduce = plain
-        return plain(change(tensor), *args, **kwargs)
-
-    dist.all_reduce = all_reduce
+    return plant
 
 
 def swap_gradients(strategy: Any) -> None:
@@ -113,10 +117,6 @@ def swap_gradients(strategy: Any) -> None:
         if not held:
             held.append(tensor)
             return None
-        if tensor.numel() != held[0].numel():
-            dist.all_reduce = plain
-            plain(held[0], *args, **kwargs)
-            return plain(tensor, *args, **kwargs)
         dist.all_reduce = plain
         answer = plain(tensor, *args, **kwargs)
         plain(held[0], *args, **kwargs)
@@ -161,9 +161,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "exit": exit_quietly,
     "memory": eat_memory,
     "extra": extra_collective,
-    "shape": other_shape,
-    "dtype": other_dtype,
-    "swap": swap_gradients,
+    "shape": spoiled_collective(lambda tensor: [tensor.new_zeros(tensor.numel() + 3)]),
+    "dtype": spoiled_collective(lambda tensor: [tensor.double()]),
+    "order": swap_gradients,
     "slow": slow,
     "nan": poison,
     "vanish": vanish,
@@ -188,17 +188,18 @@ def with_fault(real: type, plan: Plan) -> type:
         def forward(self, micro_batch: Any) -> Any:
             if plan.is_due(self, "forward"):
                 fault(self)
-            answer = super().forward(micro_batch)
-            self.fault_at("backward")
-            return answer
+            if plan.is_due(self, "backward"):
+                leaf = next(iter(self.gradient_leaves()))
+                handle = leaf.register_hook(lambda gradient: (handle.remove(), fault(self))[0])
+            return super().forward(micro_batch)
 
-        def fault_at(self, at: str) -> None:
-            """In the middle of backward, or of the first collective after forward has ended."""
-            if at != plan.at == "collective" and plan.is_due(self, "collective"):
-                self.process_group.register_post_hook(HOOK_ID, lambda call: fault(self))
-            if at == plan.at == "backward" and plan.is_due(self, at):
-                last = next(iter(self.gradient_leaves()))
-                self._fault_handle = last.register_hook(lambda gradient: fault(self))
+        def before_backward(self) -> None:
+            if plan.is_due(self, "collective"):
+                if plan.kind in ("kill", "stop"):
+                    self.process_group.register_post_hook(HOOK_ID, lambda call: fault(self))
+                else:
+                    fault(self)
+            super().before_backward()
 
         def step(self) -> None:
             if plan.is_due(self, "optimizer"):
@@ -212,7 +213,7 @@ def with_fault(real: type, plan: Plan) -> type:
         plain = profiling.write_trace
 
         def write_trace(profiler: Any, path: Path) -> None:
-            if int(os.environ["RANK"]) == plan.rank:
+            if int(os.environ["RANK"]) == plan.rank and profiler.step_num > plan.step:
                 path.with_name(f".{path.name}.json").write_text("[")  # a part of it is written
                 fault(None)
             plain(profiler, path)
