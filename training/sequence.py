@@ -76,9 +76,8 @@ class CollectiveRecorder:
         """Note the collectives of `group`, too."""
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
         label = "ranks " + ",".join(map(str, members))
-        taken = sum(label == other.split(" (")[0] for _, _, other in self._groups)
-        if taken:
-            label += f" ({taken + 1})"
+        if alike := sum(members == others for _, others, _ in self._groups):
+            label += f" ({alike + 1})"
         if len(label) > 24:
             label = f"{len(members)} ranks, group {len(self._groups)}"
         self._groups.append((group, members, name))
