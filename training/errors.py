@@ -7,10 +7,12 @@ class AgreedError(Exception):
     Attributes:
         rank: Where it began, if that is one rank's.
         collective: In which it shows, if it is about one.
+        is_said: Whether rank 0 has told the user.
     """
 
     rank: int | None = None
     collective: str | None = None
+    is_said: bool = False
 
 
 class UserError(AgreedError):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from training.cause import COMPLETED, FAILED, MISMATCHED, Ending
+from training.cause import COMPLETED, Ending
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
-from training.errors import AgreedError, NonFiniteError, SequenceError, UserError
+from training.errors import AgreedError, NonFiniteError, UserError
 from training.loop import evaluate, train
 from training.memory import ModelSize
 from training.memory_timeline import record_step_memory
@@ -38,13 +38,13 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
     try:
         with (
             joined_ranks(config) as ranks,
+            so_far.saying_errors(ranks.is_main),
             watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank raises it
-            how = MISMATCHED if isinstance(error, SequenceError) else FAILED
-            so_far.report(Ending(how, error.rank, so_far.step, None, error.collective, str(error)))
+        if not error.is_said and os.environ.get("RANK", "0") == "0":  # every rank raises it
+            print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 

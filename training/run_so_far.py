@@ -2,14 +2,15 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from training.board import Place
-from training.cause import Ending
+from training.cause import FAILED, MISMATCHED, Ending
 from training.config import RunConfig
 from training.distributed import Ranks
-from training.errors import UserError
+from training.errors import AgreedError, SequenceError, UserError
 from training.loop import TrainingResult
 from training.memory import ModelSize
 from training.record import choice_folder, run_record, write_json
@@ -72,6 +73,18 @@ class RunSoFar:
             workload,
             ending,
         )
+
+    @contextmanager
+    def saying_errors(self, is_main: bool) -> Iterator[None]:
+        """Within this context, rank 0 reports an error that every rank raises, while the process group is there."""
+        try:
+            yield
+        except AgreedError as error:
+            error.is_said = True
+            if is_main:
+                how = MISMATCHED if isinstance(error, SequenceError) else FAILED
+                self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
+            raise
 
     def report(self, ending: Ending, *_: object) -> None:
         """Say how the run ended, in one line, and leave its record; without one, the traceback is said too."""

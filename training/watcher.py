@@ -111,6 +111,12 @@ class Watcher:
         trace = "".join(traceback.format_exception(error))
         self.end(Statement(kind_of(error, in_collective), text_of(error), time.time(), trace))
 
+    @property
+    def thread_id(self) -> int:
+        """Of the thread that watches, once it runs."""
+        assert self._thread.ident is not None, "started"
+        return self._thread.ident
+
     # The thread ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
