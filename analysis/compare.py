@@ -1,5 +1,6 @@
 """All choices side by side: a row a choice, from its latest run record and that run's traces."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, S
 from analysis.errors import TraceError
 from analysis.memory import memory_row
 from analysis.significance import Estimate, directions, paired_ratio
-from analysis.summary import WindowAnalysis, read_record
+from analysis.summary import WindowAnalysis, failure_of, read_record
 from analysis.timeline import RankTimeline
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline"}
@@ -86,9 +87,18 @@ def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:
-    """The newest run record of a choice."""
-    paths = sorted(choice_dir.glob("*.run.json"))
-    return read_record(paths[-1]) if paths else None
+    """The newest record of a run that ended well; each newer one that did not gets a warning. None if there is none.
+
+    Raises:
+        TraceError: a record cannot be read.
+    """
+    for path in sorted(choice_dir.glob("*.run.json"), reverse=True):
+        record = read_record(path, failed_too=True)
+        problem = failure_of(record)
+        if not problem:
+            return record
+        print(f"warning: {path}: {problem}, so it is left out", file=sys.stderr)
+    return None
 
 
 def timed_steps_ms(record: dict[str, Any]) -> pd.Series:

@@ -97,7 +97,7 @@ def analyse_window(
         timelines=timelines,
         figures=figures,
         summary=pd.DataFrame(rows),
-        audit=audit(timelines, record),
+        audit=audit(timelines, None if record and failure_of(record) else record),
         exposure=exposure(timelines, is_complete=not problems),
         record=record,
         problems=problems,
@@ -204,14 +204,17 @@ def find_record(window: Window) -> dict[str, Any] | None:
         TraceError: it is there but cannot be read.
     """
     path = next(iter(window.files.values())).parent.parent / f"{window.run_id}.run.json"
-    return read_record(path) if path.exists() else None
+    return read_record(path, failed_too=True) if path.exists() else None
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path, failed_too: bool = False) -> dict[str, Any]:
     """The content of a run record.
 
+    Args:
+        failed_too: Also of a run that did not end well; what it did not come to is empty or None.
+
     Raises:
-        TraceError: it cannot be read, or is none.
+        TraceError: it cannot be read, or is none, or the run did not end well.
     """
     try:
         record = json.loads(path.read_text())
@@ -224,10 +227,24 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path}: a run record of version {record.get('schema_version')}, but this program reads version "
             f"{RECORD_VERSION}; train again"
         )
-    wrong = [name for name, kind in REQUIRED.items() if not isinstance(record.get(name), kind)]
+    problem = failure_of(record)
+    if problem and not failed_too:
+        raise TraceError(f"{path}: {problem}, so it is no whole run; train again")
+    required = {name: kind for name, kind in REQUIRED.items() if name != "eval" or not problem}
+    wrong = [name for name, kind in required.items() if not isinstance(record.get(name), kind)]
     if wrong or not all(isinstance(row, dict) for row in record["memory"]):
         raise TraceError(f"{path}: a damaged run record ({', '.join(wrong) or 'memory'}); train again")
     return record
+
+
+def failure_of(record: dict[str, Any]) -> str:
+    """How a run ended if it did not end well, in words; else empty."""
+    ended = record.get("ended")
+    if not isinstance(ended, dict) or not isinstance(ended.get("how"), str):
+        return "how the run ended is not in its record"
+    if ended["how"] == "completed":
+        return ""
+    return f"this run ended early ({ended['how']}: {ended.get('message')})"
 
 
 REQUIRED: dict[str, type] = {

@@ -14,7 +14,7 @@ from analysis.compare import keep
 from analysis.errors import TraceError
 from analysis.fairness import require_comparable
 from analysis.report.changes_page import DIGITS, TwoRuns, write_changes
-from analysis.summary import analyse_window, read_record
+from analysis.summary import analyse_window, failure_of, read_record
 
 SUFFIX = ".run.json"
 ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
@@ -63,14 +63,15 @@ def record_path(trace_dir: Path, run: str) -> Path:
 
 
 def latest_other(trace_dir: Path, baseline: Path) -> Path:
-    """The newest record in `trace_dir` but for the baseline's.
+    """The newest record in `trace_dir` but for the baseline's, of a run that ended well.
 
     Raises:
         TraceError: there is none.
     """
     others = [path for path in records_in(trace_dir) if path.name != baseline.name]
+    others = [path for path in others if not failure_of(read_record(path, failed_too=True))]
     if not others:
-        raise TraceError(f"{trace_dir}: no run in it but the baseline; train again, or give --run")
+        raise TraceError(f"{trace_dir}: no run in it but the baseline that ended well; train again, or give --run")
     return others[-1]
 
 

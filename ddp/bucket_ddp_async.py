@@ -25,7 +25,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from ddp.bucket_plan import describe, plan
 from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
@@ -33,6 +32,7 @@ from ddp.link_fit import LinkFit
 from ddp.partial_step import only
 from training.config import AUTO
 from training.errors import UnsupportedError
+from training.phases import phase
 from training.replicated import ReplicatedStrategy
 from training.strategy import are_finite
 from training.traffic import Collective
@@ -143,7 +143,7 @@ class BucketDDP(ReplicatedStrategy):
         self._sums.append(bucket.flat.sum(dtype=torch.float32))
         if are_finite(self._sums):
             ready = [parameter for parameter in bucket.parameters if parameter in received]
-            with record_function("optimizer"), only(self.optimizer, ready):
+            with phase("optimizer"), only(self.optimizer, ready):
                 self.optimizer.step()
             self._updated.update(ready)
 

@@ -5,6 +5,7 @@ run_experiment_ddp.sh and run_experiment_shard.sh start it.
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -13,10 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
+os.environ.setdefault(
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"
+)  # a rank that does not end is killed after so many seconds
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
 from analysis.errors import TraceError
 from scripts.families import FAMILIES, Family
+from scripts.sweep_state import SweepState
 from training.cli import OneLineParser, exit_with_error, parse_config
 from training.errors import UserError
 
@@ -25,13 +30,16 @@ SWEEP_STEPS = 40
 
 
 def main() -> int:
-    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [flags of main_ddp.py or main_shard.py]"
+    usage = "%(prog)s FAMILY RANKS [--output-dir DIR] [--resume] [flags of main_ddp.py or main_shard.py]"
     parser = OneLineParser(description=__doc__, allow_abbrev=False, usage=usage)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument(
         "ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs"
     )
     parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with an interrupted sweep: train only what it has not finished"
+    )
     options, flags = parser.parse_known_args()
     family = FAMILIES[options.family]
     for flag in ("--ddp-choice", "--shard-choice"):
@@ -44,22 +52,56 @@ def main() -> int:
     config = parse_config(
         "", family.registry.sentences, ("--ddp-choice",), ["--ddp-choice", family.registry.names[0], *flags]
     )
+    state = SweepState(options.output_dir, options.family, {"ranks": options.ranks, "flags": flags})
     try:
         config.micro_batch_size(options.ranks)
+        if options.resume:
+            state.go_on()
     except UserError as error:
         exit_with_error(str(error))
-    return sweep(family, options.ranks, options.output_dir, flags)
+    try:
+        return sweep(family, options.ranks, options.output_dir, flags, state)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # between two runs
+        return interrupted(signal.SIGINT)
+    except Exception as error:
+        number = getattr(error, "sigval", None)  # torchrun's SignalException, of a module that takes seconds to import
+        if number is None:
+            raise
+        return interrupted(number)
 
 
-def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str]) -> int:
-    """Train with all choices and report on them; the exit code is 1 if any of them failed."""
+def interrupted(number: int) -> int:
+    """Say how to go on; the exit code is that of a process that the signal ended."""
+    print(f"error: stopped by {signal.Signals(number).name}; the same command with --resume goes on", file=sys.stderr)
+    return 128 + number
+
+
+def sweep(family: Family, ranks: int, output_dir: Path, flags: list[str], state: SweepState) -> int:
+    """Train with all choices that `state` has not finished, and report on all; 1 if any of them failed, else 0.
+
+    Raises:
+        UserError: what is finished cannot be written down.
+    """
     from analysis.choices import report_on_choices  # takes seconds, which a mistake on the command line need not wait
 
     started = time.monotonic()
-    succeeded, failed = [], []
+    succeeded, failed = list(state.finished), []
     for choice in family.registry.names:
+        if choice in state.finished:
+            print(f"{choice}: finished before", flush=True)
+            continue
         arguments = [str(ROOT / family.script), "--ddp-choice", choice, "--output-dir", str(output_dir), *flags]
-        (succeeded if train(choice, ranks, arguments, output_dir) else failed).append(choice)
+        if train(choice, ranks, arguments, output_dir):
+            succeeded.append(choice)
+            state.add(choice)
+        else:
+            failed.append(choice)
+    succeeded.sort(key=family.registry.names.index)
+    if not failed:
+        state.close()
     try:
         page = report_on_choices(output_dir, family.report_root, succeeded, failed)
     except TraceError as error:

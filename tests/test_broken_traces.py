@@ -180,7 +180,7 @@ def test_odd_arguments(case: str) -> None:
 def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any) -> None:
     trace_dir = write_run(tmp_path / "profile" / "x")
     path = trace_dir / f"{find_windows(trace_dir)[0].run_id}.run.json"
-    whole = {"schema_version": RECORD_VERSION, "run_id": "r", "choice": "x"}
+    whole = {"schema_version": RECORD_VERSION, "ended": {"how": "completed"}, "run_id": "r", "choice": "x"}
     path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
     assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
     error = capsys.readouterr().err

@@ -94,6 +94,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "schema_version": RECORD_VERSION,
         "choice": choice,
         "run_id": "r<script>",
+        "ended": {"how": "completed"},
         "world_size": 2,
         "backend": "gloo",
         "device_name": "cpu",

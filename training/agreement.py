@@ -7,16 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.errors import UnsupportedError
+from training import sequence
+from training.errors import NonFiniteError, UnsupportedError
 
 COUNTS_ROW_BYTES = 3 * 8
-RESULTS_ROW_BYTES = 3 * 8
+RESULTS_ROW_BYTES = 4 * 8
 RECEIVED_BYTES = 8
-"""What a rank sends, in fp64: three counts; three results, and a flag for each trainable parameter."""
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite; raised on every rank, before the optimizer step."""
+"""What a rank sends, in fp64: three counts; three results, a digest, and a flag for each trainable parameter."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,11 @@ class StepResult:
         updated = (
             "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
         )
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {step}: {self.nonfinite} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
         )
+        error.rank = self.culprits[0] if self.culprits else None
+        raise error
 
 
 class StepAgreement:
@@ -103,11 +102,16 @@ class StepAgreement:
             share_is_finite: Whether the part of the reduced gradients that this rank looked at is finite.
             bad_round: The first micro-batch that left a gradient of this rank not finite, or -1 (or nobody looked).
             received: Whether each trainable parameter got a gradient on this rank.
+
+        Raises:
+            SequenceError: on every rank, if ranks have issued different collectives, or the same in different order.
         """
-        table, work = self._begin([loss, share_is_finite, bad_round, *received])
+        table, work = self._begin([loss, share_is_finite, bad_round, sequence.digest(self._group), *received])
         work.wait()
         table = table.cpu()
-        losses, finite_shares, bad_rounds, flags = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
+        losses, finite_shares, bad_rounds, flags = table[:, 0], table[:, 1], table[:, 2], table[:, 4:]
+        if (table[:, 3] != table[0, 3]).any() and (problem := sequence.agree_on_sequence(self._group)):
+            raise problem
         used = (flags.sum(0) > 0).tolist()
         if not losses.isfinite().all():
             return StepResult(losses.sum().item(), used, "the loss", _ranks_where(~losses.isfinite()))

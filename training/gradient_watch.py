@@ -14,11 +14,14 @@ class GradientWatch:
 
     Attributes:
         inspects: Look at the values of each gradient. Costs a pass over it, so it is left for the search for a culprit.
+        keeps_addresses: Keep in mind where each gradient lies, for `number_at`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self.inspects = False
+        self.keeps_addresses = False
+        self._numbers: dict[int, int] = {}
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -41,9 +44,26 @@ class GradientWatch:
         """Whether each parameter got a gradient in the latest backward pass, on this rank."""
         return [last == self._round for last in self._last_round]
 
+    def number_at(self, tensor: Tensor) -> int:
+        """The number, from 1, of the parameter whose gradient begins where `tensor` does; 0 if it is of none."""
+        address = tensor.data_ptr()
+        if not address:
+            return 0
+        number = self._numbers.get(address, 0)
+        if not number or self._address(number - 1) != address:
+            self._numbers = {self._address(index): index + 1 for index in range(len(self._parameters))}
+            number = self._numbers.get(address, 0)
+        return number
+
+    def _address(self, index: int) -> int:
+        gradient = self._parameters[index].grad
+        return gradient.data_ptr() if gradient is not None else 0
+
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             self._last_round[index] = self._round
+            if self.keeps_addresses:
+                self._numbers[self._address(index)] = index + 1
             if self.inspects and self.first_nonfinite_round < 0:
                 assert parameter.grad is not None
                 if not parameter.grad.isfinite().all():

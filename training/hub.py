@@ -40,7 +40,7 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
         "model",
         name,
         lambda: AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True
+            name, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True
         ),
     )
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from training.data import evaluation_batches, to_device
+from training.phases import begin_step, phase
 from training.strategy import MicroBatch, Strategy
 from training.workloads import Workload
 
@@ -42,6 +42,11 @@ class TrainingResult:
     step_time_s: list[float | None] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
+    def whole_steps(self) -> "TrainingResult":
+        """Without a step of which only a part is written down, as another thread may see it."""
+        whole = len(self.samples)
+        return TrainingResult(self.loss[:whole], self.step_time_s[:whole], self.samples[:whole])
+
 
 def train(
     strategy: Strategy,
@@ -60,9 +65,10 @@ def train(
     strategy.module.train()
     start = time.perf_counter()
     for samples, micro_batches in steps:
+        begin_step(strategy.optimizer_steps)
         strategy.zero_grad()
         loss = strategy.forward_backward(micro_batches)
-        with record_function("optimizer"):
+        with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step()

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
+from training.phases import phase
 
 TRACE_NAME = "{run_id}.step{step}.pt.trace.json.gz"
 
@@ -32,6 +33,7 @@ class WindowProfiler:
         )
         self._enabled = not config.no_profile
         self._step = 0
+        self._is_cut_short = False
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = profile(
@@ -47,7 +49,8 @@ class WindowProfiler:
             self._profile.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_cut_short = kind is not None
         if self._enabled:
             self._profile.stop()
 
@@ -63,11 +66,14 @@ class WindowProfiler:
             self._profile.step()
 
     def _on_window_end(self, profiler: profile) -> None:
+        if self._is_cut_short:
+            return  # a window that an error ends is no window
         path = self._folder / TRACE_NAME.format(run_id=self._run_id, step=profiler.step_num)
         try:
-            write_trace(profiler, path)
+            with phase("writing a trace", in_profile=False):
+                write_trace(profiler, path)
         except (OSError, EOFError) as error:  # said at the end of the run, which goes on meanwhile
-            self.write_problem = f"cannot write {path}: {error.strerror or error}"  # type: ignore[union-attr]
+            self.write_problem = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
 
 
 def write_trace(profiler: profile, path: Path) -> None:
@@ -88,6 +94,7 @@ def write_trace(profiler: profile, path: Path) -> None:
         zipped.replace(path)
     finally:
         plain.unlink(missing_ok=True)
+        plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto's own, which a full disk leaves
         zipped.unlink(missing_ok=True)
 
 

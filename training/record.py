@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training.cause import Ending
 from training.config import RECORD_VERSION, RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
@@ -124,10 +125,11 @@ def run_record(
     strategy: Strategy,
     optimizer: str,
     result: TrainingResult,
-    evaluation: dict[str, Any],
+    evaluation: dict[str, Any] | None,
     size: ModelSize,
     memory: list[dict[str, Any]],
     workload: Workload,
+    ending: Ending,
     resumed_from: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything about a run that a report or a reader may ask for; `docs/run-record.md` explains each field."""
@@ -135,6 +137,7 @@ def run_record(
         "schema_version": RECORD_VERSION,
         "choice": config.choice,
         "run_id": run_id,
+        "ended": ending.as_dict(),
         "world_size": ranks.world_size,
         "backend": ranks.backend,
         "device": ranks.device.type,

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from training.agreement import NonFiniteError
+from training.cause import COMPLETED, Ending
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
-from training.errors import OneRankError, UserError
+from training.errors import AgreedError, NonFiniteError, UserError
 from training.loop import TrainingResult, evaluate, train
 from training.memory import ModelSize
 from training.memory_timeline import record_step_memory
+from training.phases import between_steps
 from training.profiling import WindowProfiler, require_window_fits
 from training.progress import training_progress
 from training.record import (
@@ -29,10 +30,11 @@ from training.record import (
     make_run_id,
     make_trace_folder,
     package_versions,
-    run_record,
     write_json,
 )
+from training.run_so_far import RunSoFar
 from training.strategy import MicroBatch, Strategy
+from training.watcher import watched
 from training.workloads import Workload, build_workload
 
 OPTIMIZER = torch.optim.AdamW
@@ -41,26 +43,38 @@ OPTIMIZER = torch.optim.AdamW
 def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
     """Train as `config` says, and answer with the exit code. What a user can put right is one line on rank 0."""
     silence_libraries()
+    so_far = RunSoFar(config)
     try:
-        with joined_ranks(config) as ranks:
-            train_and_record(config, ranks, load_strategy)
-    except (UserError, NonFiniteError) as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, OneRankError):  # any other, every rank raises
+        with (
+            joined_ranks(config) as ranks,
+            so_far.saying_errors(ranks.is_main),
+            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
+        ):
+            train_and_record(config, ranks, load_strategy, so_far)
+    except AgreedError as error:
+        if not error.is_said and os.environ.get("RANK", "0") == "0":  # every rank raises it
             print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]]) -> None:
+def train_and_record(
+    config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]], so_far: RunSoFar | None = None
+) -> None:
     """Everything between joining the ranks and leaving them. Collective.
+
+    Args:
+        so_far: Is told what is known of the run, for a record of one that ends early.
 
     Raises:
         UserError: the settings do not fit together, or files cannot be read or written.
         NonFiniteError: training diverged.
+        SequenceError: ranks issued different collectives.
     """
+    so_far = so_far or RunSoFar(config)
     config = resolve(config, ranks)
     micro_batch_size = config.micro_batch_size(ranks.world_size)
-    run_id = from_rank0(make_run_id)
+    run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     checkpoints = Checkpoints(config, ranks, run_id, package_versions())
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
@@ -74,6 +88,7 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
     config = replace(config, lr=config.lr or workload.learning_rate)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    so_far.begin(config, ranks, strategy, OPTIMIZER.__name__, size, workload)
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with (
         closing(checkpoints),
@@ -85,25 +100,26 @@ def train_and_record(config: RunConfig, ranks: Ranks, load_strategy: Callable[[s
             return next(micro_batches(config, workload, ranks, steps=1))[1]
 
         earlier = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
+        so_far.resumed_from = checkpoints.as_record()
 
         def after_step(result: TrainingResult) -> None:
             on_step(result)
             checkpoints.after_step(result)
 
         all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
-        result = train(strategy, all_batches, profiler, config.clip_grad_norm, after_step, earlier)
+        train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), earlier)
         checkpoints.finish()
-    evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
+    between_steps("evaluating")
+    evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
+    between_steps("recording memory")
     samples, batches = next(micro_batches(config, workload, ranks, steps=1))
     step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
-    memory = gather_memory(strategy, size, step_memory)
+    between_steps("finishing")
+    so_far.memory = gather_memory(strategy, size, step_memory)
     on_every_rank(lambda: require_written(profiler))
-    optimizer, resumed_from = OPTIMIZER.__name__, checkpoints.as_record()
-    record = run_record(
-        config, ranks, run_id, strategy, optimizer, result, evaluation, size, memory, workload, resumed_from
-    )
+    record = so_far.record(Ending(COMPLETED))
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:

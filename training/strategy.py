@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from training.agreement import (
     COUNTS_ROW_BYTES,
@@ -32,6 +31,8 @@ from training.consistency import require_same_parameters, require_supported_para
 from training.errors import UnsupportedError
 from training.gradient_watch import GradientWatch
 from training.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.phases import phase
+from training.sequence import follow_gradients
 from training.traffic import Collective
 
 MicroBatch = Mapping[str, Tensor]
@@ -94,6 +95,7 @@ class Strategy(ABC):
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(self.gradient_leaves())
+        follow_gradients(self.watch)
         self.prepare()
         self.optimizer = self.build_optimizer(make_optimizer)
 
@@ -283,11 +285,11 @@ class Strategy(ABC):
             batch = micro_batches[index] if index < len(micro_batches) else self._latest
             assert batch is not None
             with nullcontext() if is_last else self.no_sync():
-                with record_function("forward"), self.autocast():
+                with phase("forward"), self.autocast():
                     loss = self.forward(batch).loss
                 global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
                 weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
-                with record_function("backward"):
+                with phase("backward"):
                     self.watch.begin_round()
                     self.before_backward()
                     (loss * (weight * self.data_parallel_size if self.averages_over_ranks else weight)).backward()
@@ -296,7 +298,7 @@ class Strategy(ABC):
                 losses.append(loss.detach().double() * weight)
             if is_last:
                 break
-        with record_function("gradient_sync"):
+        with phase("gradient_sync"):
             self.finish_gradient_synchronization()
         local_loss = torch.stack(losses).sum().item() if losses else 0.0
         result = self._agreement.results(

@@ -17,7 +17,7 @@ from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.summary_tables import audit_table, collectives_table, memory_table
 from analysis.stragglers import stragglers
-from analysis.summary import WindowAnalysis, write_csv, write_text
+from analysis.summary import WindowAnalysis, failure_of, write_csv, write_text
 from analysis.timeline import RankTimeline
 from analysis.wording import listed
 
@@ -93,12 +93,15 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
 
 def incomplete(analysis: WindowAnalysis) -> str:
     """What is missing of the run; empty where nothing is."""
-    if not analysis.problems:
-        return ""
-    used = listed([timeline.rank for timeline in analysis.timelines])
-    return (
-        f"Incomplete: of rank {used} only, so without the figures that compare ranks. {'; '.join(analysis.problems)}."
-    )
+    failure = failure_of(analysis.record) if analysis.record else ""
+    lines = [f"Not a whole run: {failure}."] if failure else []
+    if analysis.problems:
+        used = listed([timeline.rank for timeline in analysis.timelines])
+        lines.append(
+            f"Incomplete: of rank {used} only, so without the figures that compare ranks. "
+            f"{'; '.join(analysis.problems)}."
+        )
+    return " ".join(lines)
 
 
 def lanes_section(timelines: Sequence[RankTimeline], step: int) -> Section:
@@ -127,7 +130,9 @@ def audit_section(audit: pd.DataFrame, ranks: Sequence[int]) -> Section:
     """Expected against measured, failures first; of what passes, the rows of `ranks` and of the whole run."""
     heading = "Expected against measured"
     if audit.empty:
-        return Section(heading, "Unknown: without a run record beside the traces, nobody says what to expect.")
+        return Section(
+            heading, "Unknown: without the record of a whole run beside the traces, nobody says what to expect."
+        )
     failed, unknown = (int((audit["result"] == result).sum()) for result in ("fail", "unknown"))
     text = f"{len(audit) - failed - unknown} of {len(audit)} checks pass"
     text += f", {failed} fail" if failed else ""
@@ -145,7 +150,7 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
     summary = analysis.summary
     known = summary.dropna(subset=["model_states_bytes"])
     if not len(known):
-        text = "Unknown: these traces have no run record beside them."
+        text = "Unknown: these traces have no record of a whole run beside them."
         return [Section("Memory", text, table=memory_table(summary))]
     shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in (analysis.record or {}).get("shards", []))
     ranks = analysis.record["world_size"] if analysis.record else len(summary)

@@ -30,6 +30,7 @@ from training.config import AUTO, RunConfig
 from training.distributed import Ranks, on_every_rank
 from training.errors import UserError
 from training.loop import TrainingResult
+from training.phases import between_steps
 from training.strategy import MicroBatch, Strategy
 
 
@@ -137,6 +138,7 @@ class Checkpoints:
         """
         step = len(result.loss)
         if self._saver and self._every and (step % self._every == 0 or step == self._last_step):
+            between_steps("saving a checkpoint")
             tensors, texts = random_states(self._ranks.device)
             tensors |= tensors_to_save(self._strategy)
             self._saver.save(tensors, texts, self._manifest(result))

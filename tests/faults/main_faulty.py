@@ -1,0 +1,241 @@
+"""main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
+
+The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`, where `at` is `forward`, `backward`,
+`optimizer`, `trace`, or `collective` (the first one after forward). Kinds: see
+`FAULTS`. Only this script knows of it; nothing that a user runs imports it.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import ddp
+import sharding
+from training.cli import train_from_command_line
+from training.registry import Registry
+
+HOOK_ID = 4_711
+
+
+class Plan:
+    """What FAULT says."""
+
+    def __init__(self, text: str) -> None:
+        self.kind, *rest = text.split(":")
+        values = dict(pair.split("=") for pair in rest)
+        self.rank, self.step = int(values.get("rank", 1)), int(values.get("step", 2))
+        self.at = values.get("at", "forward")
+
+    def is_due(self, strategy: Any, at: str) -> bool:
+        return at == self.at and strategy.optimizer_steps == self.step and int(os.environ["RANK"]) == self.rank
+
+
+def kill(strategy: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash(strategy: Any) -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def fail(strategy: Any) -> None:
+    raise ValueError("planted")
+
+
+def stop(strategy: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop(strategy: Any) -> None:
+    while True:
+        pass
+
+
+def exit_quietly(strategy: Any) -> None:
+    os._exit(0)
+
+
+def eat_memory(strategy: Any) -> None:
+    import resource
+
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
+    held = []
+    while True:
+        held.append(torch.empty(2**30, dtype=torch.uint8))  # never touched, so only addresses are used up
+
+
+def extra_collective(strategy: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.broadcast(torch.zeros(5), src=0)
+
+
+def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
+    """A fault of the next collective of gradients or parameters: it is replaced by others, of what `change` gives."""
+
+    def plant(strategy: Any) -> None:
+        import torch.distributed as dist
+
+        plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+
+        def spoiled(name: str) -> Callable[..., Any]:
+            def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                if tensor.dtype.is_floating_point and tensor.numel() > 64:
+                    for one, function in plain.items():
+                        setattr(dist, one, function)
+                    for other in change(tensor):
+                        plain[name](other, **({"src": 0} if name == "broadcast" else {}))
+                return plain[name](tensor, *args, **kwargs)
+
+            return call
+
+        for name in ("all_reduce", "broadcast"):
+            setattr(dist, name, spoiled(name))
+
+    return plant
+
+
+def swap_gradients(strategy: Any) -> None:
+    """Two gradients of equal size are all-reduced in the other order."""
+    import torch.distributed as dist
+
+    plain = dist.all_reduce
+    held: list[Any] = []
+
+    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not held:
+            held.append(tensor)
+            return None
+        dist.all_reduce = plain
+        answer = plain(tensor, *args, **kwargs)
+        plain(held[0], *args, **kwargs)
+        return answer
+
+    dist.all_reduce = all_reduce
+
+
+def slow(strategy: Any) -> None:
+    time.sleep(1.0)
+
+
+def poison(strategy: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        next(iter(strategy.parameter_tensors())).fill_(float("nan"))
+
+
+def vanish(strategy: Any) -> None:
+    """The run's folder is deleted while it trains."""
+    import shutil
+
+    (folder,) = Path(sys.argv[sys.argv.index("--output-dir") + 1]).glob("profile/*")
+    shutil.rmtree(folder)
+
+
+def fill_disk(strategy: Any) -> None:
+    """No file may grow beyond 100 bytes from now on, which is how a full disk looks to a program."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "kill": kill,
+    "crash": crash,
+    "raise": fail,
+    "stop": stop,
+    "loop": loop,
+    "exit": exit_quietly,
+    "memory": eat_memory,
+    "extra": extra_collective,
+    "shape": spoiled_collective(lambda tensor: [tensor.new_zeros(tensor.numel() + 3)]),
+    "dtype": spoiled_collective(lambda tensor: [tensor.double()]),
+    "order": swap_gradients,
+    "slow": slow,
+    "nan": poison,
+    "vanish": vanish,
+    "disk": fill_disk,
+}
+
+
+def with_fault(real: type, plan: Plan) -> type:
+    """`real`, with the fault planted."""
+    planted = FAULTS[plan.kind]
+    fired: list[Any] = []
+
+    def fault(strategy: Any) -> None:
+        if fired:
+            return
+        fired.append(strategy)
+        if "FAULT_TIME_FILE" in os.environ:
+            Path(os.environ["FAULT_TIME_FILE"]).write_text(str(time.time()))
+        planted(strategy)
+
+    class Faulty(real):  # type: ignore[misc]
+        def forward(self, micro_batch: Any) -> Any:
+            if plan.is_due(self, "forward"):
+                fault(self)
+            if plan.is_due(self, "backward"):
+                leaf = next(iter(self.gradient_leaves()))
+                handle = leaf.register_hook(lambda gradient: (handle.remove(), fault(self))[0])
+            return super().forward(micro_batch)
+
+        def before_backward(self) -> None:
+            if plan.is_due(self, "collective"):
+                if plan.kind in ("kill", "stop"):
+                    self.process_group.register_post_hook(HOOK_ID, lambda call: fault(self))
+                else:
+                    fault(self)
+            super().before_backward()
+
+        def step(self) -> None:
+            if plan.is_due(self, "optimizer"):
+                fault(self)
+            super().step()
+
+    Faulty.__name__ = real.__name__
+    if plan.at == "trace":
+        from training import profiling
+
+        plain = profiling.write_trace
+
+        def write_trace(profiler: Any, path: Path) -> None:
+            if int(os.environ["RANK"]) == plan.rank and profiler.step_num > plan.step:
+                path.with_name(f".{path.name}.json").write_text("[")  # a part of it is written
+                fault(None)
+            plain(profiler, path)
+
+        profiling.write_trace = write_trace
+    return Faulty
+
+
+def main() -> int:
+    plan = Plan(os.environ["FAULT"])
+    asked = sys.argv[sys.argv.index("--ddp-choice") + 1]
+    family = ddp if asked in ddp.CHOICES else sharding
+    registry = family.REGISTRY
+
+    class FaultyRegistry(Registry):
+        def load(self, name: str) -> Any:
+            return with_fault(registry.load(name), plan)
+
+    faulty = FaultyRegistry.__new__(FaultyRegistry)
+    faulty.__dict__.update(registry.__dict__)
+    return train_from_command_line("With a planted fault.", faulty, ("--ddp-choice",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Faults to plant, what must come of each, and one run of it: shared by the tests and `benchmarks/faults.py`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = "tests/faults/main_faulty.py"
+TINY = ["--workload", "mlp", "--depth", "4", "--width", "64", "--train-samples", "240", "--eval-samples", "4"]
+WINDOW = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "1", "--profile-repeat", "2"]
+IN_ORDER = ("simple_ddp", "simple_ddp_ga")
+"""Choices that all-reduce gradients one after the other in Python."""
+BY_HAND = (*IN_ORDER, "flat_ddp", "simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async", "zero1", "zero2", "zero3")
+"""Choices whose collectives can be exchanged in Python."""
+HANG_TIMEOUT_S = 6.0
+MARK = "DDP_LAB_FAULT_RUN"
+"""A variable that every process of a run inherits, so that what is left of it can be found."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault on rank `rank` in step 3, after the first profile window.
+
+    Attributes:
+        fault: What `main_faulty` is told.
+        how: `ended.how` of the record.
+        says: Must be in the message.
+        names_place: Whether the message must name rank and step (`rank 1`, `step 3`).
+        hangs: Whether it ends by the timeout of collectives.
+        only: The choices in which it can be planted; empty for all.
+    """
+
+    name: str
+    fault: str
+    how: str
+    says: str
+    names_place: bool = True
+    hangs: bool = False
+    rank: int = 1
+    only: tuple[str, ...] = ()
+
+    def fits(self, choice: str) -> bool:
+        """Whether the fault can be planted in `choice`."""
+        return not self.only or choice in self.only
+
+    @property
+    def plan(self) -> str:
+        return f"{self.fault}:rank={self.rank}:step=3"
+
+
+SCENARIOS = (
+    Scenario("killed in forward", "kill:at=forward", "killed", "was killed"),
+    Scenario("rank 0 killed in forward", "kill:at=forward", "killed", "was killed", rank=0),
+    Scenario("killed in backward", "kill:at=backward", "killed", "was killed"),
+    Scenario("killed in a collective", "kill:at=collective", "killed", "was killed"),
+    Scenario("killed in the optimizer", "kill:at=optimizer", "killed", "was killed"),
+    Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
+    Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
+    Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
+    Scenario("exception in backward", "raise:at=backward", "failed", "ValueError: planted"),
+    Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
+    Scenario("endless loop", "loop:at=optimizer", "hung", "hangs", hangs=True),
+    Scenario("another collective", "extra:at=forward", "mismatched", "differs between ranks"),
+    Scenario("another shape", "shape:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
+    Scenario("another dtype", "dtype:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
+    Scenario(
+        "another order",
+        "order:at=collective",
+        "mismatched",
+        "differs between ranks",
+        only=("simple_ddp", "simple_ddp_ga"),
+    ),
+    Scenario("NaN on one rank", "nan:at=forward", "failed", "is not finite"),
+    Scenario("out of memory", "memory:at=forward", "failed", "out of memory"),
+    Scenario("disk full, traces", "disk:at=forward", "failed", "cannot write", names_place=False),
+    Scenario("folder deleted", "vanish:at=optimizer", "failed", "cannot write", names_place=False),
+    Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        seconds: From the fault to the end of torchrun.
+        errors: Lines on standard error that begin with `error: `.
+        record: The run record; None if there is none.
+        traces: Finished traces.
+        rubbish: Temporary files that are left.
+        left: Processes that are left.
+        output: Standard error.
+    """
+
+    exit_code: int
+    seconds: float
+    errors: list[str]
+    record: dict[str, Any] | None
+    traces: int
+    rubbish: list[str]
+    left: list[int]
+    output: str
+
+    def problems(self, scenario: Scenario, most_s: float = 15.0) -> list[str]:
+        """What is not as it must be; empty if all is."""
+        found = []
+        fails = scenario.how != "completed"
+        ended = (self.record or {}).get("ended", {})
+        allowed = most_s + (HANG_TIMEOUT_S if scenario.hangs else 0.0)
+        if self.exit_code != int(fails):
+            found.append(f"exit code {self.exit_code}")
+        if self.seconds > allowed:
+            found.append(f"took {self.seconds:.1f} s")
+        if len(self.errors) != int(fails):
+            found.append(f"{len(self.errors)} messages")
+        if fails and self.errors and scenario.says not in self.errors[0]:
+            found.append(f"the message lacks '{scenario.says}': {self.errors[0]}")
+        if scenario.names_place and self.errors:
+            words = ["step 3"] if scenario.how == "mismatched" else [f"rank {scenario.rank}", "step 3"]
+            found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
+        if ended.get("how") != scenario.how:
+            found.append(f"recorded as {ended.get('how')}")
+        if fails and len((self.record or {}).get("train_loss", [])) < 3:
+            found.append("steps are missing in the record")
+        if fails and scenario.fault.split(":")[0] not in ("disk", "vanish") and self.traces < 2:
+            found.append(f"{self.traces} traces kept")
+        if self.rubbish:
+            found.append(f"left behind: {', '.join(self.rubbish)}")
+        if self.left:
+            found.append(f"processes left: {self.left}")
+        return found
+
+
+def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float = 120.0) -> Outcome:
+    """One run of `choice` on two ranks under torchrun, with the fault in it."""
+    mark, moment = uuid.uuid4().hex, folder / "fault_time"
+    flags = ["--ddp-choice", choice, *TINY, *WINDOW, "--output-dir", str(folder)]
+    if scenario.hangs:
+        flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment), MARK: mark, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT, *flags]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        for pid in processes_of(mark):
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate()
+    ended_s = time.time()
+    left = processes_of(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return Outcome(
+        process.returncode,
+        ended_s - float(moment.read_text()) if moment.exists() else 0.0,
+        [line for line in errors.splitlines() if line.startswith("error: ")],
+        next((json.loads(path.read_text()) for path in folder.glob("profile/*/*.run.json")), None),
+        len(list(folder.glob("profile/*/rank_*/*.pt.trace.json.gz"))),
+        [path.name for path in folder.rglob(".*")],
+        left,
+        errors,
+    )
+
+
+def processes_of(mark: str) -> list[int]:
+    """Living processes of the run with this mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found

@@ -1,0 +1,100 @@
+"""Real ranks under torchrun with a fault in them: one message with the true cause, a record, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.scenarios import MARK, ROOT, SCENARIOS, TINY, Scenario, processes_of, run_scenario
+from tests.test_run import record_of
+
+NAMED = {scenario.name: scenario for scenario in SCENARIOS}
+QUICK = [("rank 0 killed in forward", "pytorch_ddp"), ("another order", "simple_ddp"), ("stopped (SIGSTOP)", "zero2")]
+
+
+def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
+    outcome = run_scenario(scenario, choice, folder)
+    assert outcome.problems(scenario) == [], outcome.output
+
+
+@pytest.mark.parametrize(("name", "choice"), QUICK)
+def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: str) -> None:
+    require_ends_well(NAMED[name], choice, tmp_path)
+    flights = sorted(path.name.split(".", 1)[1] for path in tmp_path.glob(f"profile/{choice}/*.flight.json"))
+    assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # of the rank that died, too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in dict(QUICK)])
+def test_every_fault(tmp_path: Path, name: str) -> None:
+    require_ends_well(NAMED[name], "simple_ddp", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
+def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
+    """To torchrun or to a rank: one line, a record, and nothing that goes on without torchrun."""
+    mark = f"signal-{os.getpid()}-{tmp_path.name}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
+    command += ["--ddp-choice", "flat_ddp", *TINY, "--train-samples", "400000", "--no-profile"]
+    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--output-dir", str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        wait_for(lambda: len(rank_processes(mark)) == 2 and is_training(tmp_path, rank_processes(mark)))
+        os.kill(process.pid if to == "torchrun" else rank_processes(mark)[1], sent)
+        assert process.wait(timeout=15) != 0
+        wait_for(lambda: not processes_of(mark))
+    said = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error: ")]
+    ended = record_of(tmp_path, "flat_ddp")["ended"]
+    assert len(said) == 1 and ended["message"] in said[0]
+    assert ended["how"] == ("killed" if (sent, to) == (signal.SIGKILL, "rank 1") else "interrupted")
+    if to == "rank 1":
+        assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
+
+
+def rank_processes(mark: str) -> dict[int, int]:
+    """Process ids by rank."""
+    found = {}
+    for pid in processes_of(mark):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
+    return found
+
+
+def is_training(folder: Path, pids: dict[int, int]) -> bool:
+    """The trace folders are there, and the ranks have worked for a while since."""
+    made = list(folder.glob("profile/*/rank_1"))
+    return bool(made) and time.time() - made[0].stat().st_mtime > 4.0
+
+
+def wait_for(holds: Any, limit_s: float = 90.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_in_one_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
+    command += ["--ddp-choice", "flat_ddp", *TINY, "--output-dir", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert len(list(tmp_path.glob("profile/flat_ddp/*.run.json"))) == 2
+    assert len(list(tmp_path.glob("profile/flat_ddp/rank_*/*.json.gz"))) == 4
