@@ -22,9 +22,9 @@ TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_s
 
 
 def records(folder: Path, choice: str) -> list[dict[str, Any]]:
-    """Of all runs of a choice, in the order in which they ended."""
+    """Of all runs of a choice that were completed, in the order in which they ended."""
     paths = sorted((folder / "profile" / choice).glob("*.run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return [json.loads(path.read_text()) for path in paths]
+    return [record for path in paths if (record := json.loads(path.read_text()))["ended"]["how"] == "completed"]
 
 
 def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def train_and_record(
         def first_step() -> Sequence[MicroBatch]:
             return next(micro_batches(config, workload, ranks, steps=1))[1]
 
-        earlier = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
+        earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
         so_far.resumed_from = checkpoints.as_record()
 
         def after_step(result: TrainingResult) -> None:
