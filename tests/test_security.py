@@ -66,6 +66,6 @@ def test_a_model_that_is_a_pickle_is_refused(tmp_path: Path, monkeypatch: pytest
         tmp_path
     )
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Planted()}))
-    with pytest.raises(UserError, match="--model"):
+    with pytest.raises(UserError, match="no file named model"):
         load_classifier(str(tmp_path), tokenizer=None, labels=5)
     assert not (tmp_path / "ran").exists()
