@@ -44,7 +44,7 @@ def main() -> int:
                 outcome = run_scenario(scenario, choice, Path(folder))
             problems = outcome.problems(scenario)
             failures += bool(problems)
-            rows.append(row(scenario, choice, outcome, not problems))
+            rows.append(row(scenario, choice, outcome, not problems, folder))
             said = f"FAILED: {'; '.join(problems)}" if problems else f"{outcome.seconds:.1f} s"
             print(f"{scenario.name}, {choice}: {said}", file=sys.stderr, flush=True)
             if options.csv:
@@ -54,7 +54,7 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def row(scenario: Scenario, choice: str, outcome: Outcome, survived: bool) -> dict[str, object]:
+def row(scenario: Scenario, choice: str, outcome: Outcome, survived: bool, folder: str) -> dict[str, object]:
     record = outcome.record or {}
     return {
         "scenario": scenario.name,
@@ -66,7 +66,7 @@ def row(scenario: Scenario, choice: str, outcome: Outcome, survived: bool) -> di
         "how": record.get("ended", {}).get("how"),
         "steps": len(record.get("train_loss", [])),
         "traces": outcome.traces,
-        "message": outcome.errors[0].split("; record: ")[0] if outcome.errors else "",
+        "message": outcome.errors[0].split("; record: ")[0].replace(folder, ".") if outcome.errors else "",
     }
 
 

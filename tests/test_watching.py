@@ -11,33 +11,22 @@ import torch
 import torch.distributed as dist
 
 from scripts.sweep_state import SweepState
+from tests.dying import keep_a_board_and_wait
 from tests.ranks import RankPool
 from training.board import Board, Entry, Place
 from training.cause import Seen, Statement, first_cause
 from training.errors import SequenceError, UserError
-from training.phases import begin_step, phase, show_phases_on
+from training.gradient_watch import GradientWatch
 from training.sequence import agree_on_sequence, difference, digest, follow_gradients, recorded_collectives
 from training.watcher import kind_of, text_of
 
 # Boards --------------------------------------------------------------------------------------------------------------
 
 
-def keep_a_board_and_die(paths: Any) -> None:
-    board = Board.make(rank=3)
-    show_phases_on(board)
-    begin_step(7)
-    with phase("backward"):
-        number = board.add(1, b"all_reduce", 10, b"float32", b"ranks 0,1", -1, 2)
-        board.complete(number)
-        board.set_waiting(board.add(2, b"broadcast", 4, b"int64", b"ranks 0,1", 0, 0))
-        paths.put(str(board.path))
-        signal.pause()
-
-
 def test_a_board_outlives_its_process() -> None:
     context = multiprocessing.get_context("spawn")
     paths = context.Queue()
-    process = context.Process(target=keep_a_board_and_die, args=(paths,))
+    process = context.Process(target=keep_a_board_and_wait, args=(paths,))
     process.start()
     try:
         board = Board.open(Path(paths.get(timeout=60)))
@@ -72,8 +61,6 @@ def test_a_ring_keeps_the_latest() -> None:
 def exchange(order: str) -> str | None:
     """All-reduce two gradients of equal size; on rank 1 in another order, or spoiled, as `order` says."""
     parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
-    from training.gradient_watch import GradientWatch
-
     board = Board.make(dist.get_rank())
     with recorded_collectives(board):
         watch = GradientWatch(parameters)

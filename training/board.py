@@ -181,7 +181,7 @@ class Board:
 
     def add(self, seq: int, kind: bytes, elements: int, dtype: bytes, group: bytes, root: int, identity: int) -> int:
         """A collective is about to be issued; answers with its number on this rank, from 0."""
-        (number,) = _INTEGER.unpack_from(self._memory, _COUNT_AT)
+        number = self.count()
         now = time.time()
         at = _RING_AT + number % RING_ENTRIES * _ENTRY.size
         _ENTRY.pack_into(self._memory, at, number, seq, now, elements, root, identity, 0, kind, dtype, group)
@@ -247,13 +247,17 @@ class Board:
         """When the owner last went forward."""
         return _TIME.unpack_from(self._memory, _PLACE_AT + _PLACE.size - _TIME.size)[0]
 
-    def place(self) -> Place:
-        """Where the owner is. An entry that is written meanwhile is left out."""
+    def count(self) -> int:
+        """How many collectives the owner has issued."""
+        return _INTEGER.unpack_from(self._memory, _COUNT_AT)[0]
+
+    def place(self, latest: int = RING_ENTRIES) -> Place:
+        """Where the owner is, with its latest collectives. An entry that is written meanwhile is left out."""
         (rank,) = _INTEGER.unpack_from(self._memory, _RANK_AT)
         step, phase, since = _PLACE.unpack_from(self._memory, _PLACE_AT)
-        (count,) = _INTEGER.unpack_from(self._memory, _COUNT_AT)
+        count = self.count()
         (waiting,) = _INTEGER.unpack_from(self._memory, _WAITING_AT)
-        numbered = {number: self._entry(number) for number in range(max(0, count - RING_ENTRIES), count)}
+        numbered = {number: self._entry(number) for number in range(max(0, count - latest), count)}
         entries = tuple(entry for entry in numbered.values() if entry is not None)
         (beat,) = _TIME.unpack_from(self._memory, _BEAT_AT)
         return Place(rank, step, _text(phase), entries, numbered.get(waiting), since, beat)

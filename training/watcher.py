@@ -40,6 +40,8 @@ REPORT_S = 6.0
 """How long the others wait for the one that reports."""
 STALL_S = 2.0
 """Without progress for this long, ranks compare what they have issued."""
+COMPARED = 256
+"""How many of the latest collectives they compare."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LEAVE_S = 10.0
 """How long a rank may take to leave after an error that every rank raises."""
@@ -122,6 +124,7 @@ class Watcher:
     def _watch(self) -> None:
         next_ask = 0.0
         suspicion: str | None = None
+        compared: list[int] = []
         while not self._is_closed:
             self.board.beat()
             arrived = self._signals.arrived(LOOK_EVERY_S)
@@ -138,10 +141,12 @@ class Watcher:
             if any(self._has_ended(board) for board, _ in self._peers.values()):
                 self.end(Statement("noticed", "another rank has ended", time.time()))
             if time.time() - self.board.since_s() > STALL_S:
-                found = self._parting()
-                if found and found == suspicion:  # twice: a board may be read while it is written
-                    self.end(Statement("mismatch", found, time.time()))
-                suspicion = found
+                counts = [board.count() for board in self._boards().values()]
+                if suspicion or counts != compared:
+                    found = self._parting()
+                    if found and found == suspicion:  # twice: a board may be read while it is written
+                        self.end(Statement("mismatch", found, time.time()))
+                    suspicion, compared = found, counts
             if self._elsewhere and time.monotonic() > next_ask:
                 next_ask = time.monotonic() + ASK_STORE_EVERY_S
                 with suppress(RuntimeError):  # the store's node may be gone, which the group will notice
@@ -156,9 +161,11 @@ class Watcher:
             return time.time() - statement["time_s"] > SETTLE_S
         return statement is not None or board.is_abandoned()
 
+    def _boards(self) -> dict[int, Board]:
+        return {self._rank: self.board} | {rank: board for rank, (board, _) in self._peers.items()}
+
     def _parting(self) -> str | None:
-        boards = {self._rank: self.board} | {rank: board for rank, (board, _) in self._peers.items()}
-        return difference({rank: board.place().entries for rank, board in boards.items()})
+        return difference({rank: board.place(COMPARED).entries for rank, board in self._boards().items()})
 
     # The end ------------------------------------------------------------------------------------------------------
 
