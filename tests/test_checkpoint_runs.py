@@ -124,6 +124,7 @@ def assert_nothing_is_lost(choice: tuple[str, str], folder: Path, kill_rank: int
     assert len(record["train_loss"]) == 8 and record["resumed_from"]["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     assert_nothing_is_lost(("sharding", "zero2"), tmp_path, 1)
     straight = {**TINY, "choice": "bucket_ddp_async", "train_samples": 64, "eval_samples": 4, "no_profile": True}
@@ -132,7 +133,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool
     assert records(tmp_path, "zero2")[0]["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", choices(), ids="-".join)
 def test_a_killed_rank_of_any_choice(tmp_path: Path, choice: tuple[str, str]) -> None:
     assert_nothing_is_lost(choice, tmp_path, 0 if choice[1].startswith("pytorch") else 1)

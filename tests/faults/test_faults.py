@@ -14,7 +14,8 @@ from tests.faults.scenarios import MARK, ROOT, SCENARIOS, TINY, Scenario, proces
 from tests.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
-QUICK = [("rank 0 killed in forward", "pytorch_ddp"), ("stopped (SIGSTOP)", "zero2")]
+SAMPLED = ["stopped (SIGSTOP)", "exception in forward", "endless loop", "out of memory"]
+QUICK = [("rank 0 killed in forward", "pytorch_ddp")]
 
 
 def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
@@ -30,14 +31,25 @@ def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in dict(QUICK)])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_some_faults(tmp_path: Path, name: str) -> None:
+    require_ends_well(NAMED[name], "simple_ddp", tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in {*dict(QUICK), *SAMPLED}])
 def test_every_fault(tmp_path: Path, name: str) -> None:
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
+@pytest.mark.parametrize(
+    ("sent", "to"),
+    [
+        pytest.param(sent, to, marks=pytest.mark.slow if sent == signal.SIGTERM else pytest.mark.exhaustive)
+        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        for to in ("torchrun", "rank 1")
+    ],
+)
 def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
     """To torchrun or to a rank: one line, a record, and nothing that goes on without torchrun."""
     mark = f"signal-{os.getpid()}-{tmp_path.name}"
