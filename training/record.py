@@ -9,6 +9,7 @@ import secrets
 import socket
 import statistics
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from training.errors import UserError
 from training.loop import TrainingResult
 from training.memory import COMPONENTS, ModelSize, peak_rss_bytes
 from training.strategy import Strategy
+from training.traffic import Collective
 from training.workloads import Workload
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
@@ -129,6 +131,7 @@ def run_record(
     size: ModelSize,
     memory: list[dict[str, Any]],
     workload: Workload,
+    traffic: Iterable[Collective],
     ending: Ending,
     resumed_from: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -150,9 +153,7 @@ def run_record(
         "parameters": size.elements,
         "optimizer": optimizer,
         "shards": sorted(strategy.shards),
-        "expected_traffic": [
-            c.as_dict() for c in strategy.expected_traffic(config.grad_accum_steps, config.clip_grad_norm is not None)
-        ],
+        "expected_traffic": [collective.as_dict() for collective in traffic],
         "train_samples": len(workload.train),
         "step_samples": result.samples,
         "step_time_s": result.step_time_s,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from training.board import Place
-from training.cause import FAILED, MISMATCHED, Ending
+from training.cause import COMPLETED, FAILED, MISMATCHED, Ending
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import AgreedError, SequenceError, UserError
@@ -15,6 +15,7 @@ from training.loop import TrainingResult
 from training.memory import ModelSize
 from training.record import choice_folder, run_record, write_json
 from training.strategy import Strategy
+from training.traffic import Collective
 from training.workloads import Workload
 
 FLIGHT_VERSION = 1
@@ -36,6 +37,7 @@ class RunSoFar:
         self.evaluation: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
+        self._traffic: list[Collective] = []
         self._facts: tuple[Ranks, Strategy, str, ModelSize, Workload] | None = None
 
     def begin(
@@ -49,9 +51,15 @@ class RunSoFar:
 
         def follow(result: TrainingResult) -> None:
             self.result = result
+            if not self._traffic:
+                self._traffic = self._expected_traffic()
             on_step(result)
 
         return follow
+
+    def _expected_traffic(self) -> list[Collective]:
+        assert self._facts is not None, "training has begun"
+        return self._facts[1].expected_traffic(self.config.grad_accum_steps, self.config.clip_grad_norm is not None)
 
     @property
     def step(self) -> int | None:
@@ -59,9 +67,14 @@ class RunSoFar:
         return len(self.result.loss) if self._facts else None
 
     def record(self, ending: Ending) -> dict[str, Any]:
-        """The run record. Training must have begun."""
+        """The run record. Training must have begun.
+
+        That of a run that ends early has the traffic that was expected after the first step: now the training thread
+        may be stuck in a collective, and DDP answers no question meanwhile.
+        """
         assert self._facts is not None, "training has begun"
         ranks, strategy, optimizer, size, workload = self._facts
+        traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
         return run_record(
             self.config,
             ranks,
@@ -73,6 +86,7 @@ class RunSoFar:
             size,
             self.memory,
             workload,
+            traffic,
             ending,
             self.resumed_from,
         )
