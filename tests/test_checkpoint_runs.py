@@ -139,7 +139,7 @@ def test_a_killed_rank_of_any_choice(tmp_path: Path, choice: tuple[str, str]) ->
     assert_nothing_is_lost(choice, tmp_path, 0 if choice[1].startswith("pytorch") else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
     answer = killed(("ddp", "flat_ddp"), tmp_path, 1, "--checkpoint-every", "7")
     assert answer.returncode == 0 and "goes on" not in answer.stdout
@@ -147,7 +147,7 @@ def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert len(record["train_loss"]) == 8 and record["resumed_from"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_restart_does_not_go_on_from_another_job(tmp_path: Path) -> None:
     """Refused at first, a run must not go on from somebody else's checkpoint when torchrun starts it again."""
     flags = ("--checkpoint-every", "2")

@@ -229,11 +229,13 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
     assert all((folder / name / "summary.html").exists() for name in sharding.CHOICES)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_runs_end_well(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "runs", [pytest.param(6, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)]
+)
+def test_many_runs_end_well(tmp_path: Path, runs: int) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
-    for attempt in range(12):
+    for attempt in range(runs):
         answer = command(
             "--nproc_per_node=2",
             "main_ddp.py",
