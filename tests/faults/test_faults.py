@@ -54,7 +54,7 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
     """To torchrun or to a rank: one line, a record, and nothing that goes on without torchrun."""
     mark = f"signal-{os.getpid()}-{tmp_path.name}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
-    command += ["--ddp-choice", "flat_ddp", *TINY, "--train-samples", "400000", "--no-profile"]
+    command += ["--ddp-choice", "flat_ddp", *TINY, "--epochs", "100000", "--no-profile"]
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(
