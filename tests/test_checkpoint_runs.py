@@ -83,7 +83,7 @@ def test_every_column_of_the_benchmark_is_documented() -> None:
     assert [name for row in rows for name in re.findall(r"\w+", row)] == list(COLUMNS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     flags = ["--ddp-choice", "zero2", "--every", "2", "--rounds", "2", "--folder", str(tmp_path), "--csv", str(path)]

@@ -199,7 +199,7 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     assert reported.stdout == f"report: {page}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # .ci/run makes this sweep itself
 def test_sweep(tmp_path: Path) -> None:
     """All choices, one of which cannot: it is named, the others are compared, and the exit code says so."""
     (tmp_path / "profile" / "flat_ddp").mkdir(parents=True)
