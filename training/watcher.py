@@ -139,6 +139,8 @@ class Watcher:
             if os.getppid() != self._parent:
                 self.end(Statement("orphaned", "torchrun has gone", time.time()))
             if any(self._has_ended(board) for board, _ in self._peers.values()):
+                if arrived := self._signals.arrived(0.1):  # both were told to stop, and the other was quicker
+                    self.end(Statement("signal", signal.Signals(arrived).name, time.time()), 128 + arrived)
                 self.end(Statement("noticed", "another rank has ended", time.time()))
             if time.time() - self.board.since_s() > STALL_S:
                 counts = [board.count() for board in self._boards().values()]
