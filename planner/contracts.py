@@ -1,0 +1,158 @@
+"""What the simulator asks of those who know costs, and what it answers with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from training.config import StrategyOptions
+from training.strategy import MicroBatch
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One call of an operator, as the dispatcher sees it.
+
+    Attributes:
+        name: As in `aten.mm.default`.
+        shapes: Of its tensor arguments, in order.
+        dtypes: Of the same, without `torch.`: `float32`.
+        flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
+        bytes_moved: Bytes of all tensors read and written, each counted once.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    flops: int
+    bytes_moved: int
+
+
+class OperatorCosts(Protocol):
+    """How long operators take on one device that does nothing else."""
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        """None if nothing is known of this operator."""
+        ...
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
+
+    Attributes:
+        latency_s: Passes at its own pace, whatever else is in flight.
+        transfer_s: Is drawn out by others on the same link: of k at once each advances at a k-th of the pace.
+        link: Name of the link it uses.
+    """
+
+    latency_s: float
+    transfer_s: float
+    link: str
+
+
+class CollectiveCosts(Protocol):
+    """How long collectives take on a cluster."""
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        """Of one collective among `ranks` (numbers in the whole world).
+
+        Args:
+            kind: As in `training.traffic.Collective`: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
+                `reduce`, `all_to_all`, `send`, `barrier`, ...
+            payload_bytes: As `training.traffic.Collective` counts them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What compute and communication take from each other while both are under way; 1 is nothing.
+
+    Attributes:
+        compute: Factor on the duration of compute while any collective is in flight.
+        communication: Factor on the duration of a transfer while the rank computes.
+    """
+
+    compute: float = 1.0
+    communication: float = 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how.
+
+    Attributes:
+        choice: Name in `ddp.CHOICES` or `sharding.CHOICES`.
+        make_module: Makes the model; called where tensors hold no data.
+        make_micro_batches: One rank's micro-batches of one optimizer step; called in the same place.
+        make_optimizer: As `Strategy` takes it.
+    """
+
+    choice: str
+    make_module: Callable[[], nn.Module]
+    make_micro_batches: Callable[[], Sequence[MicroBatch]]
+    make_optimizer: Callable[[Any], torch.optim.Optimizer]
+    options: StrategyOptions = field(default_factory=StrategyOptions)
+    clip_grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on one lane of the simulated rank.
+
+    Attributes:
+        lane: `compute`, or `communication`, with a number where several are in flight at once.
+        start_s: From the beginning of the step.
+        details: What a trace says of it: payload bytes, group size, phase.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes that the simulated rank holds, by component: `parameters`, `gradients`, `optimizer_state`, `activations`,
+    `communication`, `other`.
+
+    Attributes:
+        at_rest: Between two steps.
+        at_peak: When the sum is largest.
+        points: Moment in seconds from the beginning of the step, and bytes by component, where they change.
+    """
+
+    at_rest: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    points: Sequence[tuple[float, Mapping[str, int]]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One optimizer step of one rank, after those that a strategy needs to settle.
+
+    Attributes:
+        compute_s: Time in which the rank computes.
+        communication_s: Time in which any collective is in flight.
+        exposed_s: Time in which the rank only waits for collectives.
+        without_costs: Operators of which nothing is known, with the number of calls.
+        wall_s: What the simulation itself took.
+    """
+
+    step_time_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    spans: Sequence[Span]
+    memory: MemoryCurve
+    without_costs: Mapping[str, int]
+    wall_s: float
