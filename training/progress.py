@@ -41,7 +41,7 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
 
         def print_line(result: TrainingResult) -> None:
             done = len(result.loss)
-            if done % every == 0 or done == steps:
+            if done in (1, steps) or done % every == 0:
                 print(f"{choice}  step {done}/{steps}  {describe(result)}", flush=True)
 
         yield print_line
