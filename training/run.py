@@ -18,6 +18,7 @@ from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import AgreedError, NonFiniteError, UserError
+from training.lazy_compiler import compiler_postponed
 from training.loop import TrainingResult, evaluate, train
 from training.memory import ModelSize
 from training.memory_timeline import record_step_memory
@@ -49,6 +50,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
             watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
+            compiler_postponed(),
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
