@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 NAME = "torch._dynamo"
-IMPORTED_UNASKED = getattr(torch, "_lazy_modules", set())
+IMPORTED_UNASKED: set[str] = getattr(torch, "_lazy_modules", set())
 """Modules that `torch.NAME` imports."""
 
 
@@ -39,7 +39,7 @@ class LazyCompiler(types.ModuleType):
         return getattr(sys.modules[NAME], name)
 
     def enter(self) -> None:
-        sys.modules[NAME] = torch._dynamo = self  # type: ignore[assignment]
+        sys.modules[NAME] = torch._dynamo = self
         IMPORTED_UNASKED.discard("_inductor")
 
     def leave(self) -> None:
