@@ -230,12 +230,10 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "runs", [pytest.param(6, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)]
-)
-def test_many_runs_end_well(tmp_path: Path, runs: int) -> None:
+@pytest.mark.exhaustive
+def test_many_runs_end_well(tmp_path: Path) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
-    for attempt in range(runs):
+    for attempt in range(30):
         answer = command(
             "--nproc_per_node=2",
             "main_ddp.py",
@@ -254,8 +252,9 @@ def test_many_runs_end_well(tmp_path: Path, runs: int) -> None:
     assert left.stdout == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [0, 3])
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_thin_benchmark(tmp_path: Path, rounds: int) -> None:
     path = tmp_path / "table.csv"
     flags = ["--choices", "pytorch_ddp,zero3,bare_loop", "--workload", "mlp", "--depth", "2", "--width", "8"]

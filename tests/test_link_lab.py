@@ -457,9 +457,14 @@ def test_a_job_over_two_nodes(start: object, tmp_path: Path) -> None:
 
 
 @needs_lab
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["int", "term", "kill"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+    ids=["int", "term", "kill"],
 )
 def test_a_job_that_is_stopped_leaves_nothing(start: object, number: int, code: int) -> None:
     job = start("--", *TINY, *LONG)
