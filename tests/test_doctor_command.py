@@ -80,6 +80,19 @@ def test_topology_from_standard_input_is_drawn() -> None:
     assert "pairs across NUMA nodes, over PCIe: none" in answer.stdout
 
 
+def test_a_matrix_wider_than_the_terminal_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GPUs and 8 cards: every row with its name and all its links."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [*(f"GPU{index}" for index in range(16)), *(f"mlx5_{index}" for index in range(8))]
+    rows = ["\t" + "\t".join(names)]
+    for one in names:
+        rows.append("\t".join([one, *(" X " if one == other else "NV18" for other in names)]))
+    answer = doctor("-", stdin="\n".join(rows).encode())
+    for one in names:
+        (row,) = re.findall(rf"^{one} .*$", answer.stdout, re.MULTILINE)
+        assert row.split() == [one, *("X" if one == other else "NV18" for other in names)]
+
+
 def test_json_has_what_the_page_documents() -> None:
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)
