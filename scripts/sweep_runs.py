@@ -55,12 +55,13 @@ def train(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bo
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    from training.loopback import torchrun_on_loopback
+
     logging.disable(logging.ERROR)  # torchrun reports a failed rank at length; the choice's own line says enough
-    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir:
+    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:
+        flags += [f"--nproc_per_node={ranks}", "--log-dir", log_dir, "--redirects", "2"]
         try:
-            torchrun(
-                ["--standalone", f"--nproc_per_node={ranks}", "--log-dir", log_dir, "--redirects", "2", *arguments]
-            )
+            torchrun([*flags, *arguments])
         except ChildFailedError:
             logs = [path.read_text(errors="replace") for path in sorted(Path(log_dir).rglob("stderr.log"))]
             print(failure_line(choice, logs, output_dir), file=sys.stderr)
