@@ -4,9 +4,11 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -135,7 +137,8 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     [
         ("empty.log", b" \n\n", ": empty"),
         ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
-        ("dump.pt", b"PK\x03\x04rest", ": a pickle, which is not loaded"),
+        ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
+        ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
         ("log.gz", gzip.compress(b"NCCL INFO"), ": compressed; unpack it first"),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
@@ -164,6 +167,22 @@ def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None
     answer = doctor(str(path))
     assert answer.returncode == 3 and "Duplicate GPU detected [bold]x[/bold]" in answer.stdout
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
+
+
+def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
+    """As a shell makes one of <(dmesg)."""
+    os.mkfifo(tmp_path / "pipe")
+    content = (DATA / "memlock" / "2_19.log").read_bytes()
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,), daemon=True)
+    writer.start()
+    answer = doctor(str(tmp_path / "pipe"))
+    assert answer.returncode == 3 and "rule memlock" in answer.stdout
+
+
+def test_a_record_of_another_editor_is_read(tmp_path: Path) -> None:
+    record = {"version": 1, "rank": 3, "world_size": 4, "step": 1, "entries": []}
+    (tmp_path / "a.flight.json").write_text(json.dumps(record), encoding="utf-8-sig")
+    assert "flight recorder of rank 3" in doctor(str(tmp_path / "a.flight.json")).stdout
 
 
 def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
