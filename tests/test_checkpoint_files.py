@@ -43,6 +43,7 @@ from training.checkpoint.manifest import (
 from training.checkpoint.origin import Origin, newest_whole, require_same_model
 from training.checkpoint.ranges import IncompleteError, cover, share
 from training.checkpoint.saver import Saver
+from training.checkpoint.state import restore_groups
 from training.errors import UserError
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
@@ -387,6 +388,17 @@ def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
     write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
     with pytest.raises(UserError, match="parameter/bias: element 0 of 1"):
         TensorFiles([tmp_path / "short"]).read("parameter/bias", 0, 1)
+    with pytest.raises(UserError, match="buffer/none: not stored"):
+        TensorFiles([tmp_path / "short"]).read("buffer/none", 0, 0)
+
+
+def test_settings_of_another_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5)
+    restore_groups(optimizer, [{"lr": 1, "momentum": 0.25}])
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (1.0, 0.25)
+    for groups in ([], [{"lr": 1.0}] * 2, [{"lr": 1.0, "decoupled": 1}]):
+        with pytest.raises(UserError, match="other parameter groups, or other settings"):
+            restore_groups(optimizer, groups)
 
 
 def test_another_model_or_optimizer() -> None:
