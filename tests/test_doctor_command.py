@@ -169,6 +169,18 @@ def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
 
 
+@pytest.mark.parametrize("arguments", [["--rules"], ["--json", "x"]])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+    """As `| head` does."""
+    (tmp_path / "x").write_bytes((DATA / "memlock" / "2_19.log").read_bytes())
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
+    answer = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert answer.returncode == 1 and answer.stderr == ""
+
+
 def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
     """As a shell makes one of <(dmesg)."""
     os.mkfifo(tmp_path / "pipe")

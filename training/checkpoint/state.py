@@ -162,7 +162,8 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[st
         raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")
     for group, settings in zip(own, groups, strict=True):
         for name, value in settings.items():
-            group[name] = type(group[name])(value)
+            kind = type(group[name])  # JSON knows neither tuples nor, here, whole numbers
+            group[name] = value if kind is int and value % 1 else kind(value)
 
 
 def put(target: Tensor, values: Tensor) -> None:
