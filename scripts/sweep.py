@@ -95,6 +95,8 @@ def given_to_resume(arguments: list[str]) -> str:
 
 def interrupted(number: int) -> int:
     """Say how to go on; the exit code is that of a process that the signal ended."""
+    for stopping in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stopping, signal.SIG_IGN)  # a second Ctrl-C would only show where Python was
     print(f"error: stopped by {signal.Signals(number).name}; the same command with --resume goes on", file=sys.stderr)
     return 128 + number
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,12 @@ Train = Callable[[str, list[str]], bool]
 
 
 class Sweep:
-    """`scripts/sweep.py ddp 2` in `folder`, in this process. `asked` has the arguments of each run that it starts."""
+    """`scripts/sweep.py ddp 2` in `folder`, in this process.
+
+    Attributes:
+        asked: The arguments of each run that it starts.
+        ignored: The signals that it takes no more when it ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,10 +54,15 @@ class Sweep:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
         ):
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 code = script.main()
             except SystemExit as stop:
                 code = int(stop.code or 0)
+            finally:
+                self.ignored = [number for number in handlers if signal.getsignal(number) == signal.SIG_IGN]
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
 
     def checkpoints(self, choice: str) -> Path:
@@ -78,6 +89,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
     assert answer.returncode == 130 and "the same command with --resume goes on" in answer.stderr
+    assert sweep.ignored == [signal.SIGINT, signal.SIGTERM], "a second Ctrl-C shows no traceback"
     answer = sweep.run("--resume")
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
     again = sweep.run("--resume")

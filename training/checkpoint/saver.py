@@ -176,9 +176,9 @@ class Saver:
         def check() -> None:
             found = problem()
             if isinstance(found, OSError):
+                earlier = "earlier ones are kept" if self.folder.exists() else "the folder has gone"
                 raise UserError(
-                    f"step {self._step}: cannot save a checkpoint in {self.folder}: {found.strerror or found}; "
-                    "earlier ones are kept"
+                    f"step {self._step}: cannot save a checkpoint in {self.folder}: {found.strerror or found}; {earlier}"
                 )
             if found is not None:
                 raise found
