@@ -177,9 +177,8 @@ class Saver:
             found = problem()
             if isinstance(found, OSError):
                 earlier = "earlier ones are kept" if self.folder.exists() else "the folder has gone"
-                raise UserError(
-                    f"step {self._step}: cannot save a checkpoint in {self.folder}: {found.strerror or found}; {earlier}"
-                )
+                reason = found.strerror or found
+                raise UserError(f"step {self._step}: cannot save a checkpoint in {self.folder}: {reason}; {earlier}")
             if found is not None:
                 raise found
 
