@@ -22,7 +22,7 @@ class LoopbackStore(dist.TCPStore):
     def __init__(self, host_name: str, port: int, *, is_master: bool = False, **options: Any) -> None:
         if is_master:
             listener = socket.create_server((LOOPBACK, port))
-            port = listener.getsockname()[1]
+            host_name, port = listener.getsockname()  # `localhost` may stand for ::1
             options["master_listen_fd"] = listener.detach()
         super().__init__(host_name, port, is_master=is_master, **options)
 
