@@ -72,8 +72,7 @@ def _compare_group(group: str, dumps: Sequence[Dump]) -> Parting | None:
     present = {rank: calls for rank, calls in by_rank.items() if rank in expected}
     absent = sorted(expected - present.keys())
     start = max(min(calls) for calls in present.values() if calls)
-    end = max(max(calls) for calls in present.values() if calls)
-    for seq in range(start, end + 1):
+    for seq in sorted({seq for calls in present.values() for seq in calls if seq >= start}):
         calls = {rank: of_rank[seq] for rank, of_rank in present.items() if seq in of_rank}
         without = sorted(present.keys() - calls.keys())
         if len({_signature(call) for call in calls.values()}) > 1:

@@ -7,11 +7,15 @@ runs code. This project writes `<anything>rank_<R>.flight.json` when a run hangs
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+_RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
+
+MOST_RANKS = 1_000_000
+"""More than any job has; a file that says more is refused."""
 
 
 class DumpError(Exception):
@@ -32,8 +36,8 @@ class OwnEntry(msgspec.Struct):
 
 class OwnDump(msgspec.Struct):
     version: int
-    rank: int
-    world_size: int
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     step: int | None
     entries: list[OwnEntry]
 
@@ -121,7 +125,7 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
         Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
     ]
-    members = {e.group: _ranks_in(e.group) or frozenset(range(dump.world_size)) for e in dump.entries}
+    members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
     return Dump(path, dump.rank, calls, members, dump.world_size, dump.step)
 
 
@@ -156,8 +160,17 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
     return Dump(path, rank, calls, members, point_to_point=point_to_point)
 
 
+def _members_of(group: str, world_size: int) -> frozenset[int]:
+    """The ranks of a group of this project's record; empty if its name is too long to name them."""
+    if group.startswith(f"{world_size} ranks"):
+        return frozenset(range(world_size))
+    return _ranks_in(group)
+
+
 def _ranks_in(text: str) -> frozenset[int]:
-    """The ranks in `ranks 0,1` or `[0, 1]`; empty if it names none."""
-    if not re.fullmatch(r"(?:ranks )?\[?[\d, ]+\]?", text):
+    """The ranks in `ranks 0,1`, `ranks 0-3,8 (2)` or `[0, 1]`; empty if it names none."""
+    match = _RANKS.fullmatch(text)
+    if not match:
         return frozenset()
-    return frozenset(int(number) for number in re.findall(r"\d{1,6}", text))
+    bounds = [part.partition("-") for part in match[1].replace(" ", "").split(",")]
+    return frozenset(rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1))

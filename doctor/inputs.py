@@ -3,6 +3,7 @@
 Nothing that is read can run: pickles and archives are refused, JSON is checked against a layout, text is bounded.
 """
 
+import codecs
 import json
 import re
 import sys
@@ -51,7 +52,7 @@ def read_inputs(paths: Sequence[str]) -> Inputs:
             _take_folder(inputs, path)
         elif not path.exists():
             inputs.problems.append(f"{printable(name)}: no such file or folder")
-        elif not path.is_file():
+        elif not path.is_file() and not path.is_fifo():  # a pipe: <(dmesg)
             inputs.problems.append(f"{printable(name)}: neither a file nor a folder")
         else:
             _take_file(inputs, path)
@@ -99,6 +100,7 @@ def _take(inputs: Inputs, name: str, content: bytes, is_wanted: bool = True) -> 
 
 def _read(inputs: Inputs, name: str, content: bytes) -> str:
     """Add what `content` is to the facts, and say what it is."""
+    content = content.removeprefix(codecs.BOM_UTF8)
     _refuse_binary(name, content)
     if content.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, content)):
         return found
@@ -121,7 +123,9 @@ def _refuse_binary(name: str, content: bytes) -> None:
     if not content.strip():
         raise ForeignFile(f"{name}: empty")
     start = content[:2]
-    if start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK"):
+    if start == b"PK":
+        raise ForeignFile(f"{name}: a zip archive, or what torch.save has written; unpack logs first")
+    if start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise InputError(
             f"{name}: a pickle, which is not loaded because it can run code; have the flight recorder dump JSON "
             "(torch._C._distributed_c10d._dump_nccl_trace_json)"

@@ -27,10 +27,11 @@ def measure_here(ranks: int, device: str, size_bytes: int, timeout_s: float) -> 
     Raises:
         MeasureError: the processes do not come up.
     """
-    from torch.distributed import TCPStore
     from torch.multiprocessing import get_context
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    from training.loopback import LOOPBACK, LoopbackStore
+
+    store = LoopbackStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     context = get_context("spawn")
     processes, ours = [], []
     for rank in range(ranks):

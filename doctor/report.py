@@ -13,7 +13,7 @@ from doctor.live import Live
 from doctor.nccl_log import differences
 from doctor.rulebook import Advice
 from doctor.texts import count_of
-from doctor.views import process_table, topology_table, write_live
+from doctor.views import print_matrix, process_table, topology_table, write_live
 
 MOST_LINES = 6
 """Lines of evidence that are quoted; the rest is counted."""
@@ -43,7 +43,7 @@ def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, 
             _say(console, f"  {sentence}")
     for topology in facts.topologies:
         _say(console, f"\nTopology, {topology.path}", "bold")
-        console.print(topology_table(topology))
+        print_matrix(console, topology_table(topology))
         for gpu in topology.gpus if topology.nics else []:
             best = topology.best_nics(gpu)
             others = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""

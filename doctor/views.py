@@ -12,6 +12,8 @@ from doctor.topology import Topology
 
 COLOURS = {"X": "dim", "PIX": "green", "PXB": "green", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
 MOST_ROWS = 64
+WIDEST = 1000
+"""Characters of a matrix's row, more than any has."""
 
 
 def process_table(processes: Sequence[Process]) -> Table:
@@ -55,6 +57,13 @@ def topology_table(topology: Topology) -> Table:
     return table
 
 
+def print_matrix(console: Console, table: Table) -> None:
+    """Print it whole: cells cut off to fit a narrow terminal would be worse than rows that it breaks."""
+    width, console.width = console.width, WIDEST
+    console.print(table)
+    console.width = width
+
+
 def write_live(console: Console, live: Live) -> None:
     """This machine, and the time of an all-reduce between every pair of ranks."""
     console.print(Styled("\nThis machine", style="bold"))
@@ -76,4 +85,4 @@ def write_live(console: Console, live: Live) -> None:
             text = "" if pair is None else f"{pair.time_ms:.2f}" if pair.time_ms else "failed" if pair.problem else "-"
             cells.append(Styled(text, style="red" if pair and pair.is_slow else ""))
         table.add_row(str(one), *cells)
-    console.print(table)
+    print_matrix(console, table)

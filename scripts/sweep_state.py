@@ -1,6 +1,7 @@
 """What an interrupted sweep leaves, so that it can go on: its settings, and the choices that are done."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from training.errors import UserError
 
 
 class SweepState:
-    """Kept in `profile/<family>.sweep.json` from the first choice to the end of a sweep that comes to its end.
+    """Kept in `profile/<family>.sweep.json` from the beginning of a sweep until it has reported on all choices.
 
     Args:
         settings: What must be the same when the sweep goes on.
@@ -40,6 +41,14 @@ class SweepState:
                 )
         self.finished = finished
 
+    def begin(self) -> None:
+        """From now on there is something to go on with.
+
+        Raises:
+            UserError: that cannot be kept.
+        """
+        self._write()
+
     def add(self, choice: str) -> None:
         """A choice has been trained.
 
@@ -47,6 +56,13 @@ class SweepState:
             UserError: that cannot be kept.
         """
         self.finished.append(choice)
+        self._write()
+
+    def close(self) -> None:
+        """All is trained and reported on: nothing is left to go on with."""
+        self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +71,11 @@ class SweepState:
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from error
         finally:
-            temporary.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Every choice has been trained: nothing is left to go on with."""
-        self._path.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value is None else str(value)

@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,9 +41,10 @@ from training.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from training.checkpoint.origin import Origin, newest_whole, require_same_model
+from training.checkpoint.origin import Origin, checked, newest_whole, require_same_model
 from training.checkpoint.ranges import IncompleteError, cover, share
 from training.checkpoint.saver import Saver
+from training.checkpoint.state import restore_groups
 from training.errors import UserError
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
@@ -232,12 +234,16 @@ class Killed(BaseException):
 def killed_at(operation: int) -> Iterator[Callable[[], int]]:
     """Within this context the disk is written no further than to the given operation."""
     count = 0
+    remove_tree = shutil.rmtree
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
             if count >= operation:
+                if original is remove_tree and count == operation:  # which takes a while: a part of it is done
+                    for path in sorted(Path(args[0]).iterdir())[1:]:
+                        path.write_bytes(b"")
                 raise Killed
             return original(*args, **kwargs)
 
@@ -264,6 +270,7 @@ def save_until_killed(folder: Path) -> list[Any]:
                 is_done = False
             done = count()
         saver.close()
+        assert all(checked(path, here()) for _, path in checkpoints_in(folder)), "no part of one under its name"
         origin = newest_whole(folder, here())
         assert isinstance(origin, Origin) and not origin.skipped, origin
         value = TensorFiles([origin.path / name for name in origin.manifest.files]).read("parameter/weight", 0, 6)
@@ -387,6 +394,17 @@ def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
     write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
     with pytest.raises(UserError, match="parameter/bias: element 0 of 1"):
         TensorFiles([tmp_path / "short"]).read("parameter/bias", 0, 1)
+    with pytest.raises(UserError, match="buffer/none: not stored"):
+        TensorFiles([tmp_path / "short"]).read("buffer/none", 0, 0)
+
+
+def test_settings_of_another_optimizer() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [], "lr": 0.5, "momentum": 0}])
+    restore_groups(optimizer, [{"lr": 1, "momentum": 0.25}])
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (1.0, 0.25)
+    for groups in ([], [{"lr": 1.0}] * 2, [{"lr": 1.0, "decoupled": 1}]):
+        with pytest.raises(UserError, match="other parameter groups, or other settings"):
+            restore_groups(optimizer, groups)
 
 
 def test_another_model_or_optimizer() -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.checkpoints import error_of, here, losses, train_to
 from tests.ranks import RankPool
+from tests.test_checkpoint_files import manifest
 from training.checkpoint.saver import Saver
 from training.config import RunConfig
 from training.errors import UserError
@@ -106,6 +109,26 @@ def lock_twice(folder: Path) -> None:
         Saver(folder, here(), in_background=False, keep=None)
     first.close()
     Saver(folder, here(), in_background=False, keep=None).close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_folder_that_goes(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
+    ranks.run(2, lose_folder, tmp_path / "lost", in_background)
+
+
+def lose_folder(folder: Path, in_background: bool) -> None:
+    saver = Saver(folder, here(), in_background, keep=None)
+    tensors = {f"parameter/weight/{3 * here().rank}": torch.ones(3)}
+    saver.save(tensors, {}, manifest(2))
+    saver.settle()
+    dist.barrier()
+    if here().rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    with pytest.raises(UserError, match=r"step 4: cannot save .*: No such file .*; the folder has gone"):
+        saver.save(tensors, {}, manifest(4))
+        saver.settle()
+    saver.close()
 
 
 def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:

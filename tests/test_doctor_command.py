@@ -4,9 +4,11 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -80,6 +82,19 @@ def test_topology_from_standard_input_is_drawn() -> None:
     assert "pairs across NUMA nodes, over PCIe: none" in answer.stdout
 
 
+def test_a_matrix_wider_than_the_terminal_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GPUs and 8 cards: every row with its name and all its links."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [*(f"GPU{index}" for index in range(16)), *(f"mlx5_{index}" for index in range(8))]
+    rows = ["\t" + "\t".join(names)]
+    for one in names:
+        rows.append("\t".join([one, *(" X " if one == other else "NV18" for other in names)]))
+    answer = doctor("-", stdin="\n".join(rows).encode())
+    for one in names:
+        (row,) = re.findall(rf"^{one} .*$", answer.stdout, re.MULTILINE)
+        assert row.split() == [one, *("X" if one == other else "NV18" for other in names)]
+
+
 def test_json_has_what_the_page_documents() -> None:
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)
@@ -122,7 +137,8 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     [
         ("empty.log", b" \n\n", ": empty"),
         ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
-        ("dump.pt", b"PK\x03\x04rest", ": a pickle, which is not loaded"),
+        ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
+        ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
         ("log.gz", gzip.compress(b"NCCL INFO"), ": compressed; unpack it first"),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
@@ -151,6 +167,34 @@ def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None
     answer = doctor(str(path))
     assert answer.returncode == 3 and "Duplicate GPU detected [bold]x[/bold]" in answer.stdout
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
+
+
+@pytest.mark.parametrize("arguments", [["--rules"], ["--json", "x"]])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+    """As `| head` does."""
+    (tmp_path / "x").write_bytes((DATA / "memlock" / "2_19.log").read_bytes())
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
+    answer = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert answer.returncode == 1 and answer.stderr == ""
+
+
+def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
+    """As a shell makes one of <(dmesg)."""
+    os.mkfifo(tmp_path / "pipe")
+    content = (DATA / "memlock" / "2_19.log").read_bytes()
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,), daemon=True)
+    writer.start()
+    answer = doctor(str(tmp_path / "pipe"))
+    assert answer.returncode == 3 and "rule memlock" in answer.stdout
+
+
+def test_a_record_of_another_editor_is_read(tmp_path: Path) -> None:
+    record = {"version": 1, "rank": 3, "world_size": 4, "step": 1, "entries": []}
+    (tmp_path / "a.flight.json").write_text(json.dumps(record), encoding="utf-8-sig")
+    assert "flight recorder of rank 3" in doctor(str(tmp_path / "a.flight.json")).stdout
 
 
 def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:

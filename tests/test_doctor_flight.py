@@ -51,6 +51,36 @@ def test_a_rank_that_is_behind() -> None:
     assert parting.sentences[1] == "The last that rank 1 issued is collective 1, all_reduce of 8 x float32."
 
 
+@pytest.mark.parametrize(
+    ("group", "members"),
+    [
+        ("ranks 0,1", {0, 1}),
+        ("ranks 0,1 (2)", {0, 1}),
+        ("ranks 0-2,5", {0, 1, 2, 5}),
+        ("6 ranks, group 0", {0, 1, 2, 3, 4, 5}),
+        ("3 ranks, group 4", set()),
+    ],
+)
+def test_who_is_in_a_group(group: str, members: set[int]) -> None:
+    """The others are not missed in it."""
+    contents = [own(rank, CALLS, world=6, last_state="issued") for rank in range(6)]
+    for content in contents:
+        mine = content["rank"] in (members or {0, 1, 2})
+        content["entries"] = [entry | {"group": group} for entry in content["entries"] if mine]
+    assert read_dump("rank_0.flight.json", contents[0]).members == {group: members}
+    assert [parting.what for parting in partings(*contents)] == ["stuck"]
+
+
+def test_numbers_that_no_job_has() -> None:
+    """Neither time nor memory grows with a number that somebody has written down."""
+    far = [own(rank, CALLS) for rank in (0, 1)]
+    far[1]["entries"][-1]["seq"] = 10**15
+    assert [parting.what for parting in partings(*far)] == ["behind"]
+    for name, value in (("world_size", 10**12), ("world_size", 0), ("rank", -1)):
+        with pytest.raises(DumpError, match="not a flight-recorder dump of a layout that is known"):
+            read_dump("rank_0.flight.json", own(0, CALLS) | {name: value})
+
+
 @pytest.mark.parametrize("other", [("broadcast", 16), ("all_reduce", 17)])
 def test_different_calls_under_one_number(other: tuple[str, int]) -> None:
     calls = [

@@ -20,7 +20,7 @@ from training.config import RunConfig
 from training.distributed import Ranks, choose_device_and_backend, from_rank0, on_every_rank
 from training.errors import UserError
 from training.reviews import make_reviews
-from training.run import seed_everything, train_and_record
+from training.run import run, seed_everything, train_and_record
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "profile_wait": 1}
 DOCS = Path(__file__).parent.parent / "docs"
@@ -362,6 +362,34 @@ def test_device_and_backend(
     else:
         device, backend = choose_device_and_backend(RunConfig(**flags))
         assert (str(device), backend) == expected
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_what_is_wrong_with_one_node_is_said_there(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank: str, lines: int
+) -> None:
+    """Once, by the first of its ranks: rank 0, on another node, may have nothing to say."""
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    for name, value in {"RANK": f"{2 + int(local_rank)}", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.run.silence_libraries", lambda: None)
+    assert run(RunConfig(choice="flat_ddp", device="cuda"), ddp.load) == 1
+    assert capfd.readouterr().err.count("error: flat_ddp: --device cuda: torch sees no CUDA device") == lines
+
+
+def test_a_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whichever it is: the others may wait for it without a word."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("The client socket has timed out\nframe #0")
+
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    monkeypatch.setattr("training.run.silence_libraries", lambda: None)
+    monkeypatch.setattr(dist, "rendezvous", unreachable)
+    assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
+    said = capfd.readouterr().err
+    assert "error: flat_ddp: rank 1 cannot join the others: The client socket has timed out; python scripts" in said
+    assert said.count("\n") == 1
 
 
 def test_dropout_differs_between_ranks_and_is_repeatable() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from training.config import RunConfig
-from training.errors import UserError
+from training.errors import OneRankError, UserError
 
 Result = TypeVar("Result")
 
@@ -74,21 +74,28 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
 
     Raises:
         UserError: see `choose_device_and_backend`.
+        OneRankError: this rank does not reach the others, or they do not come.
     """
     device, backend = choose_device_and_backend(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun gives ranks that it starts again the old store, where the addresses of the dead ones still stand.
-    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=attempt,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun gives ranks that it starts again the old store, where the addresses of the dead ones still stand.
+        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            store=attempt,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:  # of the network: an address, an interface, a rank that does not come
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OneRankError(
+            f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
+        ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
         gc.collect()  # work and hooks that still hold the group make its end unreliable

@@ -21,7 +21,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     _require_model_folder(name)
-    tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name))
+    tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -40,7 +40,12 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
         "model",
         name,
         lambda: AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True
+            name,
+            num_labels=labels,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=False,  # if nothing is said, transformers asks on the terminal
         ),
     )
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -17,7 +17,7 @@ from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
 from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
-from training.errors import AgreedError, NonFiniteError, UserError
+from training.errors import AgreedError, NonFiniteError, OneRankError, UserError
 from training.lazy_compiler import compiler_postponed
 from training.loop import TrainingResult, evaluate, train
 from training.memory import ModelSize
@@ -54,7 +54,8 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
-        if not error.is_said and os.environ.get("RANK", "0") == "0":  # every rank raises it
+        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what is wrong may be so on this node alone
+        if not error.is_said and (is_first_here or isinstance(error, OneRankError)):
             print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -168,6 +168,8 @@ class TensorFiles:
             file, stored = self._places[key][index]
             found.append(file.get_slice(stored)[first:last])
         if not found:  # no element is asked for, but the dtype
+            if key not in self._places:
+                raise UserError(f"{key}: not stored")
             file, stored = self._places[key][0]
             return file.get_slice(stored)[0:0]
         return torch.cat(found) if len(found) > 1 else found[0]

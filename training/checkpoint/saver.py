@@ -176,10 +176,9 @@ class Saver:
         def check() -> None:
             found = problem()
             if isinstance(found, OSError):
-                raise UserError(
-                    f"step {self._step}: cannot save a checkpoint in {self.folder}: {found.strerror or found}; "
-                    "earlier ones are kept"
-                )
+                earlier = "earlier ones are kept" if self.folder.exists() else "the folder has gone"
+                reason = found.strerror or found
+                raise UserError(f"step {self._step}: cannot save a checkpoint in {self.folder}: {reason}; {earlier}")
             if found is not None:
                 raise found
 

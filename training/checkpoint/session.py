@@ -56,7 +56,6 @@ class Checkpoints:
         if ranks.is_main and self.origin:
             for problem in self.origin.skipped.values():
                 print(f"{config.choice}: skipped: {problem}", flush=True)
-            print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
         """Refuse to go on behind the end of the run. At the end itself there is still the evaluation.
@@ -106,6 +105,8 @@ class Checkpoints:
             strategy.forward_backward(first_step())
             strategy.zero_grad()
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
+        if self._ranks.is_main:
+            print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
             strategy.remarks.append(

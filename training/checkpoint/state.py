@@ -148,9 +148,22 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
             state[name] = files.read(key, 0, 1)[0].clone().to(piece.tensor.device if on_device else "cpu")
         if state:
             optimizer.state[piece.tensor] = state
-    for group, settings in zip(strategy.optimizer.param_groups, groups, strict=True):
+    restore_groups(strategy.optimizer, groups)
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give the parameter groups of `optimizer` the stored settings.
+
+    Raises:
+        UserError: it has others, as it may in another version of torch.
+    """
+    own = optimizer.param_groups
+    if len(groups) != len(own) or any(not one.keys() >= other.keys() for one, other in zip(own, groups, strict=True)):
+        raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")
+    for group, settings in zip(own, groups, strict=True):
         for name, value in settings.items():
-            group[name] = type(group[name])(value)
+            kind = type(group[name])  # JSON knows neither tuples nor, here, whole numbers
+            group[name] = value if kind is int and value % 1 else kind(value)
 
 
 def put(target: Tensor, values: Tensor) -> None:

@@ -1,0 +1,44 @@
+"""Stores through which ranks meet, reachable from this machine alone.
+
+A `TCPStore` listens on every interface and asks nobody who he is. torch has no setting for that, but takes a socket
+that listens already.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+LOOPBACK = "127.0.0.1"
+NAME = "TCPStore"
+
+
+class LoopbackStore(dist.TCPStore):
+    """A `TCPStore` with the same arguments, which listens on the loopback interface where it is the master."""
+
+    def __init__(self, host_name: str, port: int, *, is_master: bool = False, **options: Any) -> None:
+        if is_master:
+            listener = socket.create_server((LOOPBACK, port))
+            host_name, port = listener.getsockname()  # `localhost` may stand for ::1
+            options["master_listen_fd"] = listener.detach()
+        super().__init__(host_name, port, is_master=is_master, **options)
+
+
+@contextmanager
+def torchrun_on_loopback() -> Iterator[list[str]]:
+    """Within this context, `torchrun` in this process makes stores that only this machine reaches.
+
+    Yields:
+        The flags that it needs for that.
+    """
+    plain, modules = dist.TCPStore, (dist, c10d_rendezvous_backend)  # where torchrun takes the class from
+    for module in modules:
+        setattr(module, NAME, LoopbackStore)
+    try:
+        yield ["--standalone", "--local-addr", LOOPBACK]
+    finally:
+        for module in modules:
+            setattr(module, NAME, plain)
