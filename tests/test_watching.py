@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scripts.sweep_state import SweepState
 from tests.dying import keep_a_board_and_wait
@@ -17,7 +19,14 @@ from training.board import Board, Entry, Place
 from training.cause import Seen, Statement, first_cause
 from training.errors import SequenceError, UserError
 from training.gradient_watch import GradientWatch
-from training.sequence import agree_on_sequence, difference, digest, follow_gradients, recorded_collectives
+from training.sequence import (
+    agree_on_sequence,
+    difference,
+    digest,
+    follow_gradients,
+    group_label,
+    recorded_collectives,
+)
 from training.watcher import kind_of, text_of
 
 # Boards --------------------------------------------------------------------------------------------------------------
@@ -107,6 +116,19 @@ def test_the_order_of_equal_gradients(ranks: RankPool, order: str) -> None:
         assert answers[0] is None
 
 
+@given(st.lists(st.integers(0, 4000), min_size=1, max_size=40, unique=True), st.integers(0, 2))
+def test_groups_of_other_ranks_have_other_names(ranks: list[int], which: int) -> None:
+    label = group_label(sorted(ranks))
+    assert len(label) <= 19 and label == group_label(sorted(ranks))
+    assert label != group_label(sorted({*ranks, 4001 + which}))
+    assert [group_label(some) for some in ((0, 1), range(16), (3,), (0, 1, 2, 5, 7, 8))] == [
+        "ranks 0,1",
+        "ranks 0-15",
+        "ranks 3",
+        "ranks 0-2,5,7,8",
+    ]
+
+
 def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "float32", **changes: Any) -> Entry:
     values = {"group": "ranks 0,1", "root": -1, "identity": 0, "state": "completed", "time_s": float(seq)}
     return Entry(**{"seq": seq, "kind": kind, "elements": elements, "dtype": dtype, **values, **changes})
@@ -192,6 +214,41 @@ def test_the_rank_that_does_not_come_is_named() -> None:
     assert (ending.how, ending.rank, ending.phase) == ("hung", 1, "forward")
     assert ending.collective == "missing in all_reduce #2 of 10 float32"
     assert "rank 1 hangs in step 7 during forward" in str(ending.message)
+
+
+def test_of_several_killed_ranks_the_first_is_named_even_where_others_failed() -> None:
+    seen = {
+        0: Seen(place(0), said("failed", "OSError: no peer")),
+        1: Seen(place(2), None, is_gone=True),
+        2: Seen(place(1), None, is_gone=True),  # the last sign of it is older
+    }
+    ending = first_cause(seen)
+    assert (ending.how, ending.rank) == ("killed", 2) and "ranks 1, 2; first rank 2 was killed" in str(ending.message)
+
+
+def test_ranks_that_are_told_to_stop_in_different_places_do_not_differ() -> None:
+    """One had issued what the other had not yet: with signals, that is no mismatch."""
+    seen = {
+        0: Seen(place(0, entry(1), entry(2)), said("signal", "SIGTERM")),
+        1: Seen(place(1, entry(1), entry(2, elements=11)), said("signal", "SIGTERM")),
+    }
+    assert first_cause(seen).how == "interrupted"
+
+
+def test_of_those_that_do_not_come_the_one_that_is_behind_is_named() -> None:
+    seen = {
+        0: Seen(place(0, entry(1), entry(2)), said("noticed")),  # it is past that collective
+        1: Seen(place(1, entry(1), entry(2), waits=True), said("timeout")),
+        2: Seen(place(2, entry(1)), said("noticed")),
+    }
+    ending = first_cause(seen)
+    assert (ending.how, ending.rank) == ("hung", 2) and str(ending.message).startswith("rank 2 hangs")
+
+
+def test_ranks_whose_torchrun_has_gone() -> None:
+    seen = {rank: Seen(place(rank), said("orphaned", "torchrun has gone", 1.0 + rank)) for rank in (0, 1)}
+    ending = first_cause(seen)
+    assert ending.how == "interrupted" and str(ending.message).startswith("torchrun has gone, so the ranks ended")
 
 
 @pytest.mark.parametrize(("signalled", "expected"), [((0, 1), "stopped by SIGINT in"), ((1,), "rank 1 was stopped by")])

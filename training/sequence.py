@@ -75,11 +75,9 @@ class CollectiveRecorder:
     def follow(self, group: dist.ProcessGroup) -> None:
         """Note the collectives of `group`, too."""
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
-        label = "ranks " + ",".join(map(str, members))
+        label = group_label(members)
         if alike := sum(members == others for _, others, _ in self._groups):
             label += f" ({alike + 1})"
-        if len(label) > 24:
-            label = f"{len(members)} ranks, group {len(self._groups)}"
         self._groups.append((group, members, name))
         group.register_pre_hook(HOOK_ID, self._before(name, label.encode()))
         group.register_post_hook(HOOK_ID, self._after(name))
@@ -156,6 +154,18 @@ class CollectiveRecorder:
         self._board.set_waiting(-1)
         self._board.complete(number)
         return answer
+
+
+def group_label(ranks: Sequence[int]) -> str:
+    """The same text on all ranks of a group, another for other ranks, of at most 19 characters (a board has 24)."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    label = "ranks " + ",".join(("," if run[-1] - run[0] == 1 else "-").join(map(str, run)) for run in runs)
+    return label if len(label) <= 19 else f"{len(ranks)} ranks {zlib.crc32(repr(tuple(ranks)).encode()):08x}"
 
 
 def described(name: Any, dtype: torch.dtype | None) -> tuple[str, bytes, bytes, int]:

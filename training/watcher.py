@@ -122,6 +122,12 @@ class Watcher:
     # The thread ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._look_until_closed()
+        except Exception as error:  # nobody would watch any more, and nobody would know
+            self.end(Statement("failed", f"watching the ranks: {text_of(error)}", time.time()))
+
+    def _look_until_closed(self) -> None:
         next_ask = 0.0
         suspicion: str | None = None
         compared: list[int] = []
@@ -174,6 +180,9 @@ class Watcher:
     def end(self, statement: Statement, code: int = 1) -> NoReturn:
         """End this process, and with it the run, after one rank has said why. The first thread that comes here does."""
         self._ending.acquire()  # never released: whoever comes second waits for the process to end
+        hurry = threading.Timer(SETTLE_S + 2 * REPORT_S, os._exit, (code,))  # writing may block, as on a dead NFS
+        hurry.daemon = True
+        hurry.start()
         with suppress(Exception):  # an end must come, whatever else breaks
             self._end(statement)
         sys.stderr.flush()
