@@ -134,12 +134,21 @@ def poison(strategy: Any) -> None:
     strategy.is_poisoned = True
 
 
-def vanish(strategy: Any) -> None:
-    """The run's folder is deleted while it trains."""
-    import shutil
+def overflow(strategy: Any) -> None:
+    """The first gradient becomes infinite, also when the step is done again to find out where."""
+    next(iter(strategy.gradient_leaves())).register_hook(lambda gradient: gradient + float("inf"))
 
-    (folder,) = Path(sys.argv[sys.argv.index("--output-dir") + 1]).glob("profile/*")
-    shutil.rmtree(folder)
+
+def vanish(kind: str) -> Callable[[Any], None]:
+    """The run's folder of this kind is deleted while it trains."""
+
+    def delete(strategy: Any) -> None:
+        import shutil
+
+        (folder,) = Path(sys.argv[sys.argv.index("--output-dir") + 1]).glob(f"{kind}/*")
+        shutil.rmtree(folder)
+
+    return delete
 
 
 def fill_disk(strategy: Any) -> None:
@@ -164,7 +173,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "order": swap_gradients,
     "slow": slow,
     "nan": poison,
-    "vanish": vanish,
+    "inf": overflow,
+    "vanish": vanish("profile"),
+    "vanish_checkpoints": vanish("checkpoints"),
     "disk": fill_disk,
 }
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from training.checkpoint.saver import LOCK
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = "tests/faults/main_faulty.py"
 TINY = ["--workload", "mlp", "--depth", "4", "--width", "64", "--train-samples", "240", "--eval-samples", "4"]
@@ -19,6 +21,7 @@ IN_ORDER = ("simple_ddp", "simple_ddp_ga")
 """Choices that all-reduce gradients one after the other in Python."""
 BY_HAND = (*IN_ORDER, "flat_ddp", "simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async", "zero1", "zero2", "zero3")
 """Choices whose collectives can be exchanged in Python."""
+SAVING = ("--checkpoint-every", "2", "--no-profile")
 HANG_TIMEOUT_S = 6.0
 MARK = "DDP_LAB_FAULT_RUN"
 """A variable that every process of a run inherits, so that what is left of it can be found."""
@@ -35,6 +38,7 @@ class Scenario:
         names_place: Whether the message must name rank and step (`rank 1`, `step 3`).
         hangs: Whether it ends by the timeout of collectives.
         only: The choices in which it can be planted; empty for all.
+        flags: Of the run, beside the usual ones.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Scenario:
     hangs: bool = False
     rank: int = 1
     only: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
     def fits(self, choice: str) -> bool:
         """Whether the fault can be planted in `choice`."""
@@ -63,6 +68,7 @@ SCENARIOS = (
     Scenario("killed in the optimizer", "kill:at=optimizer", "killed", "was killed"),
     Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
     Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
+    Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without a word"),
     Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
     Scenario("exception in backward", "raise:at=backward", "failed", "ValueError: planted"),
     Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
@@ -78,9 +84,19 @@ SCENARIOS = (
         only=("simple_ddp", "simple_ddp_ga"),
     ),
     Scenario("NaN on one rank", "nan:at=forward", "failed", "is not finite"),
+    Scenario("infinity in a gradient", "inf:at=forward", "failed", "is not finite"),
     Scenario("out of memory", "memory:at=forward", "failed", "out of memory"),
     Scenario("disk full, traces", "disk:at=forward", "failed", "cannot write", names_place=False),
     Scenario("folder deleted", "vanish:at=optimizer", "failed", "cannot write", names_place=False),
+    Scenario("disk full, checkpoint", "disk:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING),
+    Scenario(
+        "checkpoints deleted",
+        "vanish_checkpoints:at=optimizer",
+        "failed",
+        "checkpoint",
+        names_place=False,
+        flags=SAVING,
+    ),
     Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
 )
 
@@ -129,7 +145,8 @@ class Outcome:
             found.append(f"recorded as {ended.get('how')}")
         if fails and len((self.record or {}).get("train_loss", [])) < 3:
             found.append("steps are missing in the record")
-        if fails and scenario.fault.split(":")[0] not in ("disk", "vanish") and self.traces < 2:
+        loses_traces = scenario.fault.split(":")[0] in ("disk", "vanish") or "--no-profile" in scenario.flags
+        if fails and not loses_traces and self.traces < 2:
             found.append(f"{self.traces} traces kept")
         if self.rubbish:
             found.append(f"left behind: {', '.join(self.rubbish)}")
@@ -141,7 +158,7 @@ class Outcome:
 def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float = 120.0) -> Outcome:
     """One run of `choice` on two ranks under torchrun, with the fault in it."""
     mark, moment = uuid.uuid4().hex, folder / "fault_time"
-    flags = ["--ddp-choice", choice, *TINY, *WINDOW, "--output-dir", str(folder)]
+    flags = ["--ddp-choice", choice, *TINY, *WINDOW, *scenario.flags, "--output-dir", str(folder)]
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -166,7 +183,7 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
         [line for line in errors.splitlines() if line.startswith("error: ")],
         next((json.loads(path.read_text()) for path in folder.glob("profile/*/*.run.json")), None),
         len(list(folder.glob("profile/*/rank_*/*.pt.trace.json.gz"))),
-        [path.name for path in folder.rglob(".*")],
+        [path.name for path in folder.rglob(".*") if path.name != LOCK],
         left,
         errors,
     )
