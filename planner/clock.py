@@ -60,8 +60,8 @@ class Clock:
         exposed_s: Time so far in which the rank only waited.
     """
 
-    def __init__(self, contention: Contention = Contention()) -> None:
-        self.contention = contention
+    def __init__(self, contention: Contention | None = None) -> None:
+        self.contention = contention or Contention()
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
 
@@ -74,9 +74,7 @@ class Clock:
             left = left - step * pace if step < left / pace else 0.0
         self.compute_s += self.now_s - begin
 
-    def issue(
-        self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None
-    ) -> Flight:
+    def issue(self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None) -> Flight:
         """Let a collective go, as soon as its queue lets it."""
         flight = Flight(cost, self.now_s, on_done)
         queue.waiting.append(flight)

@@ -30,11 +30,12 @@ from torch.utils.flop_counter import flop_registry
 from planner.clock import Clock, Flight
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.memory import MemoryTracker
-from planner.process_group import CannotSimulate, holds_data
+from planner.network import CannotSimulate, holds_data
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
 """Elements: what is larger is not computed, though it could be."""
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange))
 """Operators that make tensors of nothing; if these are integers, they hold data."""
 NO_KERNEL = frozenset(
@@ -58,12 +59,12 @@ class PretendedDevice(TorchDispatchMode):
     Args:
         counts_host: Whether operators on tensors that hold data are this device's, too.
         on_compute: Called with an operator, its start in seconds and the phase of the step.
+        guards: `planner.process_group.Network.guards`: who touches these storages is held up.
 
     Attributes:
         without_costs: Operators of which nothing is known, with the number of calls.
         phases: The parts of the step that this is in, the innermost last (`training.phases`).
         is_building: Whether the model is being made, whose parameters hold no data whatever they are made from.
-        guards: Collectives in flight whose handles only C++ waits for, by storage.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PretendedDevice(TorchDispatchMode):
         memory: MemoryTracker,
         counts_host: bool,
         on_compute: Callable[[OperatorCall, float, str], None],
+        guards: dict[int, Flight],
     ) -> None:
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
@@ -82,7 +84,7 @@ class PretendedDevice(TorchDispatchMode):
         self.without_costs: Counter[str] = Counter()
         self.phases: list[str] = []
         self.is_building = False
-        self.guards: dict[int, Flight] = {}
+        self._guards = guards
 
     @property
     def phase(self) -> str:
@@ -92,10 +94,12 @@ class PretendedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a tensor without data is asked for its device
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a DTensor, say, asks for the operators on this rank's part by itself
         if func.namespace == "profiler":
             return self._follow_phase(func, args, kwargs)
         inputs = tensors_in(args) + (tensors_in(list(kwargs.values())) if kwargs else [])
-        if self.guards:
+        if self._guards:
             self._respect_collectives(inputs)
         answer = self._run(func, inputs, args, kwargs)
         outputs = tensors_in((answer,))
@@ -158,7 +162,7 @@ class PretendedDevice(TorchDispatchMode):
 
     def _respect_collectives(self, inputs: Sequence[Tensor]) -> None:
         for tensor in inputs:
-            flight = self.guards.pop(tensor.untyped_storage()._cdata, None)
+            flight = self._guards.pop(tensor.untyped_storage()._cdata, None)
             if flight is not None:
                 self._clock.wait(flight)
 
