@@ -59,6 +59,7 @@ class PretendedDevice(TorchDispatchMode):
     Args:
         counts_host: Whether operators on tensors that hold data are this device's, too.
         on_compute: Called with an operator, its start in seconds and the phase of the step.
+        on_phase: Called with the name and the start of a phase that is over, those within others left out.
         guards: `planner.process_group.Network.guards`: who touches these storages is held up.
 
     Attributes:
@@ -74,16 +75,18 @@ class PretendedDevice(TorchDispatchMode):
         memory: MemoryTracker,
         counts_host: bool,
         on_compute: Callable[[OperatorCall, float, str], None],
+        on_phase: Callable[[str, float], None],
         guards: dict[int, Flight],
     ) -> None:
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
-        self._counts_host, self._on_compute = counts_host, on_compute
+        self._counts_host, self._on_compute, self._on_phase = counts_host, on_compute, on_phase
         self._known: dict[OperatorCall, float | None] = {}
         self._has_kernel: dict[Any, bool] = {}
         self.without_costs: Counter[str] = Counter()
         self.phases: list[str] = []
         self.is_building = False
+        self._phase_start = 0.0
         self._guards = guards
 
     @property
@@ -154,9 +157,13 @@ class PretendedDevice(TorchDispatchMode):
 
     def _follow_phase(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.profiler._record_function_enter_new.default:
+            if not self.phases:
+                self._phase_start = self._clock.now_s
             self.phases.append(args[0])
         elif self.phases:
-            self.phases.pop()
+            name = self.phases.pop()
+            if not self.phases:
+                self._on_phase(name, self._phase_start)
         with _disable_current_modes():
             return func(*args, **kwargs)
 

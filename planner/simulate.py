@@ -56,6 +56,7 @@ class Recording:
 
     Attributes:
         compute: Operators, with start and end in seconds of the clock, and the phase of the step.
+        phases: Parts of the step with start and end, those within others left out.
         issued: Collectives that the step has issued, and the phase.
         earlier: Collectives that were issued before, and not yet done when the step began.
     """
@@ -67,6 +68,7 @@ class Recording:
         self.compute: list[tuple[OperatorCall, float, float, str]] = []
         self.issued: list[tuple[Issued, str]] = []
         self.earlier: list[tuple[Issued, str]] = []
+        self.phases: list[tuple[str, float, float]] = []
         self.is_on = False
 
     def start(self) -> None:
@@ -78,6 +80,10 @@ class Recording:
         if self.is_on:
             self.compute.append((call, start_s, self.clock.now_s, phase))
 
+    def on_phase(self, name: str, start_s: float) -> None:
+        if self.is_on:
+            self.phases.append((name, start_s, self.clock.now_s))
+
     def step(self) -> None:
         """The training loop's: nothing to do."""
 
@@ -87,6 +93,7 @@ class Recording:
             Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "shapes": call.shapes})
             for call, start, end, phase in self.compute
         ]
+        spans += [Span("phase", name, start - begin_s, end - begin_s) for name, start, end in self.phases]
         free: list[float] = []  # for each lane of communication, when it is free again
         flights = sorted([*self.earlier, *self.issued], key=lambda entry: entry[0].flight.began_s or 0.0)
         for issued, phase in flights:
@@ -160,8 +167,15 @@ class Simulation:
             counts=(lambda tensor: not holds_data(tensor)) if is_cuda else (lambda tensor: True),
         )
         self.network = Network(cluster, self.clock, collective_costs, self.streams.wait, self._on_issue)
+        record = self.recording
         self.device = PretendedDevice(
-            self.clock, operator_costs, self.memory, not is_cuda, self.recording.on_compute, self.network.guards
+            self.clock,
+            operator_costs,
+            self.memory,
+            counts_host=not is_cuda,
+            on_compute=record.on_compute,
+            on_phase=record.on_phase,
+            guards=self.network.guards,
         )
         self.strategy: Strategy | None = None
 
