@@ -9,6 +9,7 @@ these, is a communication buffer.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +55,7 @@ class MemoryTracker:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._held and (anywhere or self._counts(tensor)):
-                ref = weakref.ref(storage, lambda _, key=key: self._forget(key))
+                ref = weakref.ref(storage, partial(self._forget, key))
                 held = self._held[key] = Held(0, component, ref)
                 self._resize(held, storage.nbytes())
 
@@ -99,7 +100,7 @@ class MemoryTracker:
         self._is_recording = False
         return MemoryCurve(at_rest=dict(self._bytes), at_peak=self._peak, points=self._points)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
         held = self._held.pop(key, None)
         if held is not None:
             self._change(held.component, -held.rounded)

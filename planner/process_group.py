@@ -47,7 +47,7 @@ class PretendedGroup(dist.ProcessGroup):
     # What torch asks a group ------------------------------------------------------------------------------------------
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self._name
 
     def getBackendName(self) -> str:
@@ -69,7 +69,7 @@ class PretendedGroup(dist.ProcessGroup):
         pass
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def backend_of(self, tensors: Sequence[Tensor]) -> str:
