@@ -50,6 +50,18 @@ FLOPS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
+ON_CUDA = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+    ),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (
+        "aten._scaled_dot_product_flash_attention_backward.default",
+        "aten._scaled_dot_product_efficient_attention_backward.default",
+    ),
+}
+"""What attention is on CUDA: in half precision without a mask, and otherwise (`sdp_utils.cpp`)."""
+HALF = ("bfloat16", "float16")
 UNSIMULATED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -57,7 +69,7 @@ class PretendedDevice(TorchDispatchMode):
     """Within this mode, above a `FakeTensorMode`, operators take their time on `clock`.
 
     Args:
-        counts_host: Whether operators on tensors that hold data are this device's, too.
+        is_cuda: Whether the device is no host: operators on tensors that hold data are not its own.
         on_compute: Called with an operator, its start in seconds and the phase of the step.
         on_phase: Called with the name and the start of a phase that is over, those within others left out.
         guards: `planner.process_group.Network.guards`: who touches these storages is held up.
@@ -73,14 +85,14 @@ class PretendedDevice(TorchDispatchMode):
         clock: Clock,
         costs: OperatorCosts,
         memory: MemoryTracker,
-        counts_host: bool,
+        is_cuda: bool,
         on_compute: Callable[[OperatorCall, float, str], None],
         on_phase: Callable[[str, float], None],
         guards: dict[int, Flight],
     ) -> None:
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
-        self._counts_host, self._on_compute, self._on_phase = counts_host, on_compute, on_phase
+        self._is_cuda, self._on_compute, self._on_phase = is_cuda, on_compute, on_phase
         self._known: dict[OperatorCall, float | None] = {}
         self._has_kernel: dict[Any, bool] = {}
         self.without_costs: Counter[str] = Counter()
@@ -107,7 +119,7 @@ class PretendedDevice(TorchDispatchMode):
         answer = self._run(func, inputs, args, kwargs)
         outputs = tensors_in((answer,))
         on_host = bool(outputs or inputs) and all(map(holds_data, outputs or inputs))
-        if on_host and not self._counts_host:
+        if on_host and self._is_cuda:
             return answer
         if self._needs_time(func):
             self._charge(func, inputs, outputs, args, kwargs, answer)
@@ -186,11 +198,12 @@ class PretendedDevice(TorchDispatchMode):
 
     def _charge(self, func: Any, inputs: Any, outputs: Any, args: Any, kwargs: Any, answer: Any) -> None:
         count = FLOPS.get(func.overloadpacket)
+        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
         distinct = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
         call = OperatorCall(
-            name=str(func),
+            name=self._name(func, dtypes, kwargs),
             shapes=tuple(tuple(tensor.shape) for tensor in inputs),
-            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in inputs),
+            dtypes=dtypes,
             flops=int(count(*args, **kwargs, out_val=answer)) if count else 0,
             bytes_moved=sum(map(bytes_of, distinct)),
         )
@@ -203,6 +216,13 @@ class PretendedDevice(TorchDispatchMode):
             start = self._clock.now_s
             self._clock.compute(seconds)
             self._on_compute(call, start, self.phase)
+
+    def _name(self, func: Any, dtypes: Sequence[str], kwargs: Any) -> str:
+        name = str(func)
+        if not self._is_cuda or name not in ON_CUDA:
+            return name
+        flash, efficient = ON_CUDA[name]
+        return flash if dtypes[0] in HALF and kwargs.get("attn_mask") is None else efficient
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -20,16 +20,15 @@ from planner.cluster import Cluster
 from planner.contracts import (
     CollectiveCosts,
     Contention,
-    OperatorCall,
     OperatorCosts,
     Setting,
     Simulated,
-    Span,
 )
 from planner.memory import CUDA_BLOCK, MODEL_STATES, MemoryTracker
 from planner.network import CannotSimulate, Issued, Network, holds_data
 from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_data
 from planner.process_group import pretended_world
+from planner.recording import Recording
 from planner.streams import Streams, pretended_streams
 from sharding.unit import _nowhere
 from training.config import AUTO
@@ -49,72 +48,6 @@ NEEDS_DATA = (
     "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
 )
 """Functions that look at what comes out, as `module that calls it:name`. They run on data."""
-
-
-class Recording:
-    """Follows the training loop, and keeps what happens in its last step.
-
-    Attributes:
-        compute: Operators, with start and end in seconds of the clock, and the phase of the step.
-        phases: Parts of the step with start and end, those within others left out.
-        issued: Collectives that the step has issued, and the phase.
-        earlier: Collectives that were issued before, and not yet done when the step began.
-    """
-
-    bends_this_step = False
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.compute: list[tuple[OperatorCall, float, float, str]] = []
-        self.issued: list[tuple[Issued, str]] = []
-        self.earlier: list[tuple[Issued, str]] = []
-        self.phases: list[tuple[str, float, float]] = []
-        self.is_on = False
-
-    def start(self) -> None:
-        """The step that counts begins."""
-        self.earlier = [entry for entry in self.issued if not entry[0].flight.is_done]
-        self.issued, self.is_on = [], True
-
-    def on_compute(self, call: OperatorCall, start_s: float, phase: str) -> None:
-        if self.is_on:
-            self.compute.append((call, start_s, self.clock.now_s, phase))
-
-    def on_phase(self, name: str, start_s: float) -> None:
-        if self.is_on:
-            self.phases.append((name, start_s, self.clock.now_s))
-
-    def step(self) -> None:
-        """The training loop's: nothing to do."""
-
-    def spans(self, begin_s: float, end_s: float) -> list[Span]:
-        """What lies between two moments, and of what goes beyond them the part that does."""
-        spans = [
-            Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "shapes": call.shapes})
-            for call, start, end, phase in self.compute
-        ]
-        spans += [Span("phase", name, start - begin_s, end - begin_s) for name, start, end in self.phases]
-        free: list[float] = []  # for each lane of communication, when it is free again
-        flights = sorted([*self.earlier, *self.issued], key=lambda entry: entry[0].flight.began_s or 0.0)
-        for issued, phase in flights:
-            flight = issued.flight
-            start, end = max(flight.began_s or 0.0, begin_s), min(flight.ended_s or end_s, end_s)
-            if flight.began_s is None or end <= start:
-                continue
-            lane = next((index for index, until in enumerate(free) if until <= start), len(free))
-            free[lane : lane + 1] = [end]
-            details = {
-                "phase": phase,
-                "payload_bytes": issued.payload_bytes,
-                "group_size": len(issued.ranks),
-                "group": issued.group_name,
-                "backend": issued.backend,
-                "dtype": issued.dtype,
-                "issued_s": flight.issued_s - begin_s,
-                "link": flight.cost.link,
-            }
-            spans.append(Span(f"communication {lane}", issued.kind, start - begin_s, end - begin_s, details))
-        return sorted(spans, key=lambda span: span.start_s)
 
 
 def simulate(
@@ -172,7 +105,7 @@ class Simulation:
             self.clock,
             operator_costs,
             self.memory,
-            counts_host=not is_cuda,
+            is_cuda=is_cuda,
             on_compute=record.on_compute,
             on_phase=record.on_phase,
             guards=self.network.guards,
@@ -182,12 +115,7 @@ class Simulation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within this context the strategy exists, and everything is pretended."""
-        family = ddp if self.setting.choice in ddp.CHOICES else sharding
-        if self.setting.choice not in (*ddp.CHOICES, *sharding.CHOICES):
-            raise UserError(
-                f"{self.setting.choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}"
-            )
-        make_strategy = family.load(self.setting.choice)
+        make_strategy = load(self.setting.choice)
         self.micro_batches = list(self.setting.make_micro_batches())
         _nowhere.cache_clear()
         with ExitStack() as stack:
@@ -232,6 +160,7 @@ class Simulation:
         for step in range(waits + 1):
             if step == waits:
                 recording.start()
+                self.device.without_costs.clear()
                 self._sort_memory()
                 self.memory.start()
                 begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
