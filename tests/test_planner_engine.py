@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ddp.link_fit import measure_all_reduce
 from planner.cluster import Cluster, Device, Link
 from planner.contracts import CollectiveCost, Contention, OperatorCall, Setting, Simulated
 from planner.memory import CUDA_BLOCK, MODEL_STATES
@@ -294,14 +295,19 @@ def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
 
 
-def test_fitted_buckets_are_planned_on_the_pretended_link() -> None:
-    """Where latency is nothing, every gradient may leave at once; where it is all there is, one bucket is best."""
-    counts = []
-    for latency, rate in ((1e-6, 1e4), (1.0, 1e12)):
-        one = setting("bucket_ddp_async", bucket_cap_mb="auto")
-        step = simulate(one, cluster(), EachOperator(), EachCollective(latency, rate))
-        counts.append(sum(span.name == "all_reduce" for span in step.spans))
-    assert counts[0] > counts[1] == 1
+def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the strategy measures by the pretended clock is what the pretended link gives."""
+    measured = []
+
+    def spy(*args: Any) -> Any:
+        measured.append(measure_all_reduce(*args))
+        return measured[-1]
+
+    monkeypatch.setattr("ddp.link_fit.measure_all_reduce", spy)
+    step = simulated(setting("bucket_ddp_async", bucket_cap_mb="auto"))
+    ((keeps_link, _),) = measured
+    assert keeps_link(2**22) == pytest.approx(2**22 / RATE, rel=0.05)
+    require_whole(step)
 
 
 # What cannot be ------------------------------------------------------------------------------------------------------
