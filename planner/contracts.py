@@ -87,7 +87,8 @@ class Setting:
     Attributes:
         choice: Name in `ddp.CHOICES` or `sharding.CHOICES`.
         make_module: Makes the model; called where tensors hold no data.
-        make_micro_batches: One rank's micro-batches of one optimizer step; called in the same place.
+        make_micro_batches: One rank's micro-batches of one optimizer step; called where tensors hold data as always, so
+            that a model may look for padding.
         make_optimizer: As `Strategy` takes it.
     """
 
