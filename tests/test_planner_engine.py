@@ -221,7 +221,7 @@ def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
 
-IN_SHORT = [("ddp", "simple_ddp"), ("ddp", "pytorch_ddp"), ("sharding", "zero3")]
+IN_SHORT = [("ddp", "simple_ddp"), ("sharding", "zero3")]
 
 
 @pytest.mark.parametrize("choice", IN_SHORT, ids="-".join)
