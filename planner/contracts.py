@@ -87,7 +87,8 @@ class Setting:
     Attributes:
         choice: Name in `ddp.CHOICES` or `sharding.CHOICES`.
         make_module: Makes the model; called where tensors hold no data.
-        make_micro_batches: One rank's micro-batches of one optimizer step; called in the same place.
+        make_micro_batches: One rank's micro-batches of one optimizer step; called where tensors hold data as always, so
+            that a model may look for padding.
         make_optimizer: As `Strategy` takes it.
     """
 
@@ -104,7 +105,8 @@ class Span:
     """Something that took time on one lane of the simulated rank.
 
     Attributes:
-        lane: `compute`, or `communication`, with a number where several are in flight at once.
+        lane: `compute`; `communication` with a number, since several may be in flight at once; or `phase`, for the part
+            of the step (forward, backward, ...) that the others lie in.
         start_s: From the beginning of the step.
         details: What a trace says of it: payload bytes, group size, phase.
     """

@@ -1,0 +1,237 @@
+"""One optimizer step of a strategy on a cluster that is not there: its own code, on tensors without data."""
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import ddp
+import sharding
+from ddp.link_fit import WATCHED_STEPS
+from planner.clock import Clock
+from planner.cluster import Cluster
+from planner.contracts import (
+    CollectiveCosts,
+    Contention,
+    OperatorCosts,
+    Setting,
+    Simulated,
+)
+from planner.memory import CUDA_BLOCK, MODEL_STATES, MemoryTracker
+from planner.network import CannotSimulate, Issued, Network, holds_data
+from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_data
+from planner.process_group import pretended_world
+from planner.recording import Recording
+from planner.streams import Streams, pretended_streams
+from sharding.unit import _nowhere
+from training.config import AUTO
+from training.errors import UserError
+from training.loop import train
+from training.strategy import Strategy, sample_count
+
+__all__ = ["CannotSimulate", "simulate"]
+
+NO_CONTENTION = Contention()
+NEEDS_DATA = (
+    "ddp.link_fit:measure_all_reduce",
+    "reference.fsdp2:require_elementwise",
+    "sharding.sharded:require_elementwise",
+    "torch.distributed.distributed_c10d:_object_to_tensor",
+    "torch.distributed.distributed_c10d:_tensor_to_object",
+    "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+)
+"""Functions that look at what comes out, as `module that calls it:name`. They run on data."""
+
+
+def simulate(
+    setting: Setting,
+    cluster: Cluster,
+    operator_costs: OperatorCosts,
+    collective_costs: CollectiveCosts,
+    contention: Contention = NO_CONTENTION,
+    rank: int = 0,
+) -> Simulated:
+    """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
+
+    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
+
+    Raises:
+        CannotSimulate: the choice or the model cannot run without data; says what stands in the way.
+        UserError: what the strategy itself refuses.
+    """
+    started = time.perf_counter()
+    simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
+    try:
+        with simulation.running():
+            return simulation.measure(started)
+    except UNSIMULATED as error:
+        raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
+    finally:
+        gc.collect()  # strategies hold themselves in cycles, and with them everything that they pretend to have
+
+
+class Simulation:
+    """A pretended rank with a strategy on it. For `simulate`'s arguments see there."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        cluster: Cluster,
+        operator_costs: OperatorCosts,
+        collective_costs: CollectiveCosts,
+        contention: Contention,
+        rank: int,
+    ) -> None:
+        self.setting, self.cluster, self.rank = setting, cluster, rank
+        self.clock = Clock(contention)
+        self.recording = Recording(self.clock)
+        is_cuda = cluster.device.kind == "cuda"
+        self.streams = Streams(self.clock)
+        self.memory = MemoryTracker(
+            CUDA_BLOCK if is_cuda else 1,
+            now=lambda: self.clock.now_s,
+            counts=(lambda tensor: not holds_data(tensor)) if is_cuda else (lambda tensor: True),
+        )
+        self.network = Network(cluster, self.clock, collective_costs, self.streams.wait, self._on_issue)
+        record = self.recording
+        self.device = PretendedDevice(
+            self.clock,
+            operator_costs,
+            self.memory,
+            is_cuda=is_cuda,
+            on_compute=record.on_compute,
+            on_phase=record.on_phase,
+            guards=self.network.guards,
+        )
+        self.strategy: Strategy | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this context the strategy exists, and everything is pretended."""
+        make_strategy = load(self.setting.choice)
+        self.micro_batches = list(self.setting.make_micro_batches())
+        _nowhere.cache_clear()
+        with ExitStack() as stack:
+            stack.callback(_nowhere.cache_clear)  # of a tensor that holds data, or holds none
+            for place in NEEDS_DATA:
+                holder, _, name = place.partition(":")
+                stack.enter_context(on_data(import_module(holder), name))
+            stack.enter_context(pretended_world(self.network, self.rank))
+            if self.cluster.device.kind == "cuda":
+                stack.enter_context(pretended_streams(self.streams))
+            stack.enter_context(without_data(self.device, self.memory, self.cluster.device.kind == "cuda"))
+            for batch in self.micro_batches:
+                self.memory.note(batch.values(), "other", anywhere=True)
+            self.device.is_building = True
+            module = self.setting.make_module()
+            self.device.is_building = False
+            options = replace(self.setting.options, clock=lambda: self.clock.now_s)
+            self.strategy = make_strategy(module, self.setting.make_optimizer, options)
+            self._sort_memory()
+            for leaf in self.strategy.gradient_leaves():
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            try:
+                yield
+            finally:
+                self.strategy = None
+
+    def issued_by_kind(self) -> dict[str, tuple[int, int]]:
+        """Number and payload bytes of the collectives that the measured step has issued."""
+        totals: dict[str, tuple[int, int]] = {}
+        for issued, _ in self.recording.issued:
+            calls, size = totals.get(issued.kind, (0, 0))
+            totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
+        return totals
+
+    def measure(self, started: float) -> Simulated:
+        """Run until the strategy has settled, and then the step that counts."""
+        clock, recording, strategy = self.clock, self.recording, self.strategy
+        assert strategy is not None
+        waits = 2 if strategy.learns_from_first_step else 1  # it acts on what it has learned in the second
+        if self.setting.options.bucket_cap_mb == AUTO:
+            waits = WATCHED_STEPS + 1
+        for step in range(waits + 1):
+            if step == waits:
+                recording.start()
+                self.device.without_costs.clear()
+                self._sort_memory()
+                self.memory.start()
+                begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+            samples = sum(map(sample_count, self.micro_batches))
+            train(strategy, [(samples, self.micro_batches)], recording, self.setting.clip_grad_norm, lambda _: None)
+        end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+        self._sort_memory()
+        step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
+        return Simulated(
+            step_time_s=step_s,
+            compute_s=compute_s,
+            communication_s=in_flight_s,
+            exposed_s=exposed_s,
+            spans=recording.spans(begin[0], end[0]),
+            memory=self.memory.stop(),
+            without_costs=dict(self.device.without_costs),
+            wall_s=time.perf_counter() - started,
+        )
+
+    # Memory, sorted -----------------------------------------------------------------------------------------------
+
+    def _on_issue(self, issued: Issued, tensors: Sequence[Tensor]) -> None:
+        self.recording.issued.append((issued, self.device.phase))
+        if self.strategy is not None:
+            self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(tensors, "communication", unless=MODEL_STATES)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self.memory.assign([parameter.grad], "gradients")
+
+    def _sort_memory(self) -> None:
+        """Ask the strategy what is what."""
+        assert self.strategy is not None
+        self.memory.assign(self.strategy.parameter_tensors(), "parameters")
+        self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(self.strategy.optimizer_tensors(), "optimizer_state")
+        if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
+            # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
+            self.memory.rename("communication", "gradients")
+
+
+def load(choice: str) -> type[Strategy]:
+    """The strategy of this name.
+
+    Raises:
+        CannotSimulate: it is not made for that.
+        UserError: there is none.
+    """
+    if choice.startswith("deepspeed"):
+        raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
+    for family in (ddp, sharding):
+        if choice in family.CHOICES:
+            return family.load(choice)
+    raise UserError(f"{choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
+
+
+@contextmanager
+def on_data(module: Any, name: str) -> Iterator[None]:
+    """Within this context `module.name` computes on tensors that hold data."""
+    plain: Callable[..., Any] = getattr(module, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with with_data():
+            return plain(*args, **kwargs)
+
+    with mock.patch.object(module, name, call):
+        yield
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error, with the operator that it is about."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
