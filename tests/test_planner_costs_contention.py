@@ -1,10 +1,13 @@
 """What compute and collectives take from each other: on real ranks, and in files."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import contention as benchmark
 from planner import contention, hardware
 from planner.contention import Measured, Round, summary
 from tests.ranks import RankPool
@@ -90,3 +93,14 @@ def test_files_that_hold_no_contention(tmp_path: Path, text: str | None) -> None
     if text is not None:
         with pytest.raises(UserError, match=str(path)):
             contention.keep(path, measured(1e9, 2.0))
+
+
+def test_flags_and_fields_are_documented() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    section = (docs / "command-line.md").read_text().split("## `benchmarks/contention.py`")[1].split("\n## ")[0]
+    flags = [action.option_strings[-1] for action in benchmark.build_parser()._actions]
+    assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [flag for flag in flags if flag != "--help"]
+    table = (docs / "planner-costs.md").read_text().split("| field of each entry in `measured` |")[1]
+    first_cells = re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)
+    documented = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert documented == [field.name for field in dataclasses.fields(Measured)]

@@ -71,6 +71,12 @@ def test_costs_add_up_to_the_step(content: dict[str, Any]) -> None:
         assert check["error_pct"] == pytest.approx(100 * (check["predicted_s"] / check["held_out_step_s"] - 1))
 
 
+def test_every_field_is_documented(content: dict[str, Any]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "planner-costs.md").read_text()
+    names = {*content, *content["device"], *content["steps"][0], *content["operators"][0]}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 def test_accumulated_micro_batches_are_phases_of_their_own() -> None:
     phases: list[str] = []
     step_of(MLP(2, WIDTH), micro_batches=2)(phases.append)
