@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from planner.cluster import Cluster
-from planner.collective_fits import from_fits
+from planner.collective_fits import FittedCosts, from_fits
 from planner.contracts import CollectiveCost, CollectiveCosts
 from planner.volumes import volume
 
-__all__ = ["from_fits", "from_links", "with_floor"]
+__all__ = ["FittedCosts", "from_fits", "from_links", "with_floor"]
 
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
 """Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); handing over to Gloo's thread and back (measured)."""

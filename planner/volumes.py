@@ -13,9 +13,9 @@
 | messages | P from one rank to another | the same |
 
 In Gloo's tree the root sends its l copies side by side, so that they arrive together, and the first rank that has one
-sends l - 1 copies in the same way: l + (l-1) + ... + 1 times P. In its all-to-all, the two ranks of a pair take turns on
-their one connection, as if each part went both ways: P instead of (n-1)/n P. Measured over links of 100 Mbit/s, 4 ranks,
-2 MiB: broadcast 3.0 P, all-to-all 1.07 P, all-reduce 1.52 P, reduce 1.54 P (formulas: 3, 1, 1.5, 1.5).
+sends l - 1 copies in the same way: l + (l-1) + ... + 1 times P. In its all-to-all, the two ranks of a pair take turns
+on their one connection, as if each part went both ways: P instead of (n-1)/n P. So do the first halves of parts in an
+all-gather of two ranks, which then takes 3/4 P. docs/planner-costs.md holds this against measurement.
 
 Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); NCCL,
 src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,reduce,scatter,gather,alltoall,barrier}.cc.
@@ -91,6 +91,7 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
         gathered = Volume(links, others + away, (others + away / links) / (others + away))
         special = {
             "reduce_scatter": twice,
+            "all_gather": Volume(1, 0.75, 2 / 3) if ranks == 2 else ring,
             "broadcast": Volume(levels, copies, on_each_link * last / copies),
             "all_to_all": Volume(1, on_each_link * away * ranks / (ranks - 1)),
             "reduce": gathered,

@@ -51,34 +51,38 @@ def test_gloo_by_hand(kind: str, hops: int, payloads: float, share: float) -> No
     assert both(gloo_nodes(4), kind, 4) == pytest.approx(expected)
 
 
-# Milliseconds of 2 MiB over links of 100 Mbit/s, 4 nodes of one rank:
-#     python scripts/link_lab.py --nodes 4 --rate 100mbit -- benchmarks/collectives.py --sizes 2M --iterations 3
+# Milliseconds over links of 100 Mbit/s, nodes of one rank: docs/planner-costs.md has the commands.
 @pytest.mark.parametrize(
-    ("kind", "measured_ms", "within"),
+    ("nodes", "kind", "payload", "measured_ms"),
     [
-        ("all_reduce", 254.7, 0.02),
-        ("all_gather", 137.0, 0.10),
-        ("reduce_scatter", 281.7, 0.12),
-        ("broadcast", 501.4, 0.02),
-        ("reduce", 258.9, 0.05),
-        ("all_to_all", 180.1, 0.08),
+        (2, "all_reduce", 4 * 2**20, 343.8),
+        (2, "all_gather", 4 * 2**20, 263.5),
+        (2, "reduce_scatter", 4 * 2**20, 349.4),
+        (2, "broadcast", 4 * 2**20, 337.3),
+        (2, "reduce", 4 * 2**20, 337.5),
+        (2, "all_to_all", 4 * 2**20, 329.1),
+        (4, "all_reduce", 2 * 2**20, 254.7),
+        (4, "all_gather", 2 * 2**20, 137.0),
+        (4, "reduce_scatter", 2 * 2**20, 281.7),
+        (4, "broadcast", 2 * 2**20, 501.4),
+        (4, "reduce", 2 * 2**20, 258.9),
+        (4, "all_to_all", 2 * 2**20, 180.1),
     ],
 )
-def test_gloo_against_measurement(kind: str, measured_ms: float, within: float) -> None:
-    cluster = hardware.cluster("4x1xcpu", "loopback", "100mbit", link_efficiency=0.99)
-    cost = collective_costs.from_links(cluster).cost(kind, 2 * 2**20, (0, 1, 2, 3))
-    assert cost.latency_s + cost.transfer_s == pytest.approx(measured_ms * 1e-3, rel=within)
+def test_gloo_against_measurement(nodes: int, kind: str, payload: int, measured_ms: float) -> None:
+    cluster = hardware.cluster(f"{nodes}x1xcpu", "loopback", "100mbit", link_efficiency=0.99)
+    cost = collective_costs.from_links(cluster).cost(kind, payload, tuple(range(nodes)))
+    assert cost.latency_s + cost.transfer_s == pytest.approx(measured_ms * 1e-3, rel=0.1)
 
 
-def test_an_all_gather_of_broadcasts_fills_links_as_one_does() -> None:
+def test_an_all_gather_of_broadcasts_sends_no_more_than_it_must() -> None:
     """Each of n ranks broadcasts P/n at once: shares that add up to more than 1 draw them out."""
     for nodes in (2, 4, 8):
         one = collective_costs.from_links(gloo_nodes(nodes)).cost("broadcast", P // nodes, tuple(range(nodes)))
-        whole = collective_costs.from_links(gloo_nodes(nodes)).cost("all_gather", P, tuple(range(nodes)))
-        assert one.transfer_s * max(1.0, nodes * one.share) == pytest.approx(whole.transfer_s)
+        assert one.transfer_s * max(1.0, nodes * one.share) == pytest.approx((nodes - 1) / nodes * P / 1e8)
 
 
-def test_a_reduce_scatter_of_scatters_fills_links_as_one_does() -> None:
+def test_a_reduce_scatter_of_scatters_sends_no_more_than_it_must() -> None:
     one = collective_costs.from_links(gloo_nodes(4)).cost("scatter", P, (0, 1, 2, 3))
     assert one.transfer_s * 4 * one.share == pytest.approx(0.75 * P / 1e8)
 
