@@ -142,7 +142,7 @@ def attained(entries: Sequence[Entry], device: Device) -> Roofline:
     bytes_per_s = rate([entry for entry in moving if entry.call.bytes_moved >= LARGE], lambda call: call.bytes_moved)
     small = [entry.seconds for entry in moving if 0 < entry.call.bytes_moved <= SMALL]
     launch_s = median(small) if small else 0.0
-    known = {dtype: of_dtype for dtype, of_dtype in rates.items() if of_dtype}
+    known = {dtype: of_dtype for dtype, of_dtype in rates.items() if of_dtype and dtype != "tfloat32"}  # in float32's
     reached = replace(device, flops_per_s=known, bytes_per_s=bytes_per_s or device.bytes_per_s)
     return Roofline(reached, Efficiency(1.0, 1.0, launch_s))
 

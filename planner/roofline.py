@@ -6,6 +6,9 @@ from planner.cluster import Device
 from planner.contracts import OperatorCall
 from planner.hardware import Efficiency
 
+CONVOLUTIONS = "aten.convolution"
+"""Torch computes these as TF32 unless told otherwise (`torch.backends.cudnn.allow_tf32`), but no products of matrices."""
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -26,15 +29,15 @@ class Roofline:
             return 0.0
         compute = 0.0
         if call.flops:
-            rate = self.rate(call.dtypes[0])
+            rate = self.rate(call)
             if rate is None:
                 return None
             compute = call.flops / (rate * self.efficiency.compute)
         memory = call.bytes_moved / (self.device.bytes_per_s * self.efficiency.memory)
         return self.efficiency.launch_s + max(compute, memory)
 
-    def rate(self, dtype: str) -> float | None:
-        rates = self.device.flops_per_s
-        if dtype == "float32" and self.tensor_float:
+    def rate(self, call: OperatorCall) -> float | None:
+        rates, dtype = self.device.flops_per_s, call.dtypes[0]
+        if dtype == "float32" and (self.tensor_float or call.name.startswith(CONVOLUTIONS)):
             return rates.get("tfloat32", rates.get(dtype))
         return rates.get(dtype)

@@ -1,5 +1,6 @@
 """What devices and links are called, and what operators cost by peak rates."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,8 @@ def test_roofline_by_hand() -> None:
     assert costs.roofline(device, exact).seconds(call(0, 0)) == 0
     assert costs.roofline(device, exact, "tf32").seconds(call(10**12, 100)) == pytest.approx(10**12 / 78e12 + 1e-6)
     assert costs.roofline(device, exact).seconds(call(10**12, 100, "complex64")) is None
+    convolution = replace(call(10**12, 100), name="aten.convolution_backward.default")
+    assert costs.roofline(device, exact).seconds(convolution) == pytest.approx(10**12 / 78e12 + 1e-6)
 
 
 def test_unknown_precision_is_refused() -> None:
