@@ -13,7 +13,7 @@ up to the step; by how much they miss the time of steps that were not used for t
 
 import datetime
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -251,15 +251,21 @@ def operator_seconds(
         step(operators.on_phase)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    seconds = [0.0] * len(operators.seen)
-    for event in profiler.events():
-        if event.name.startswith(MARK):
-            number = int(event.name.removeprefix(MARK))
-            if device.type == "cuda":
-                seconds[number] = max(seconds[number], event.device_time_total * 1e-6)
-            else:
-                seconds[number] = sum(child.time_range.elapsed_us() for child in event.cpu_children) * 1e-6
-    return operators.seen, seconds
+    return operators.seen, seconds_by_number(profiler.events(), len(operators.seen), device.type == "cuda")
+
+
+def seconds_by_number(events: Iterable[Any], count: int, on_cuda: bool) -> list[float]:
+    """Of the operator within each mark: its duration, or that of its kernels and copies.
+
+    Args:
+        events: `torch.profiler.profile.events()`. A mark appears on the device's side, too, and holds nothing there.
+    """
+    seconds = [0.0] * count
+    for event in events:
+        if event.name.startswith(MARK) and event.device_type == torch.autograd.DeviceType.CPU:
+            inner = [each.device_time_total if on_cuda else each.time_range.elapsed_us() for each in event.cpu_children]
+            seconds[int(event.name.removeprefix(MARK))] = sum(inner) * 1e-6
+    return seconds
 
 
 def with_overhead(timed: Sequence[Timed], phase_seconds: dict[str, float]) -> list[Timed]:

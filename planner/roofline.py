@@ -7,7 +7,7 @@ from planner.contracts import OperatorCall
 from planner.hardware import Efficiency
 
 CONVOLUTIONS = "aten.convolution"
-"""Torch computes these as TF32 unless told otherwise (`torch.backends.cudnn.allow_tf32`), but no products of matrices."""
+"""Torch computes these as TF32 unless told otherwise (`torch.backends.cudnn.allow_tf32`), products of matrices not."""
 
 
 @dataclass(frozen=True)

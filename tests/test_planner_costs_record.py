@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 from planner import costs, hardware, record
 from planner.contracts import OperatorCall
@@ -99,6 +100,26 @@ def test_what_is_left_of_a_phase_is_shared_out() -> None:
 def test_operators_that_take_longer_than_their_phase_are_shortened() -> None:
     answer = with_overhead([entry(8, 1.0), entry(8, 3.0)], {"forward": 2.0})
     assert [each.seconds + each.overhead_s for each in answer] == pytest.approx([0.5, 1.5])
+
+
+def event(name: str, kind: DeviceType, host_us: float, device_us: float = 0.0, inner: tuple[Any, ...] = ()) -> Any:
+    took = SimpleNamespace(elapsed_us=lambda: host_us)
+    return SimpleNamespace(
+        name=name, device_type=kind, time_range=took, device_time_total=device_us, cpu_children=inner
+    )
+
+
+def test_on_cuda_kernels_count_and_marks_on_the_device_do_not() -> None:
+    """An operator of two kernels, one that launches none, and one on the host; as the profiler gives them."""
+    product = event("aten::mm", DeviceType.CPU, 9.0, 50.0)
+    events = [
+        event(f"{record.MARK}0", DeviceType.CPU, 30.0, 100.0, (product,)),
+        event(f"{record.MARK}0", DeviceType.CUDA, 70.0),
+        product,
+        event(f"{record.MARK}1", DeviceType.CPU, 5.0, 0.0, (event("aten::view", DeviceType.CPU, 1.0),)),
+    ]
+    assert record.seconds_by_number(events, 2, on_cuda=True) == pytest.approx([50e-6, 0.0])
+    assert record.seconds_by_number(events, 2, on_cuda=False) == pytest.approx([9e-6, 1e-6])
 
 
 def test_a_step_that_changes_cannot_be_recorded() -> None:
