@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.cluster import Cluster, Link
-from planner.contracts import CollectiveCost, CollectiveCosts
+from planner.contracts import CollectiveCost
 from planner.volumes import MESSAGES, volume
 from training.errors import UserError
 from training.link_model import LinkModel, Piece
@@ -64,7 +64,7 @@ class FittedCosts:
         return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, share)
 
 
-def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> CollectiveCosts:
+def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> FittedCosts:
     """Costs as measured with the cluster's backend, number of ranks and link.
 
     Args:

@@ -4,6 +4,7 @@ recorded("records/l4.json", device)     as measured; other shapes interpolated, 
 roofline(device)                        by the peak rates of a table, and what is assumed to be reached of them
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def recorded(
         rescale: Whether a record from another device or precision may be taken: each time is multiplied by what the
             rooflines of the two devices say of the operator. The answer's `remarks` say so.
 
+    Returns:
+        Costs with `remarks`: what a user should know of them, such as that a rank of the plan has fewer threads.
+
     Raises:
         UserError: the file is no record, or one from another device or precision.
     """
@@ -61,6 +65,11 @@ def recorded(
         if not rescale:
             raise UserError(f"{what}; record this precision, or have the record rescaled")
         remarks += (f"{what}: operators of other dtypes are reckoned from the rates that the record reached",)
+    if device.kind == "cpu" and content["threads"] != threads_of_a_rank():
+        remarks += (
+            f"{path}: recorded with {content['threads']} threads, but a rank has {threads_of_a_rank()} "
+            "(OMP_NUM_THREADS; torchrun sets 1)",
+        )
     is_same = of_record.name == device.name and (device.kind != "cpu" or content["hardware"] == cpu_name())
     if is_same:
         return RecordedCosts(entries_of(content), of_record, remarks)
@@ -86,3 +95,9 @@ class Rescaled:
         if not known or not there or here is None:
             return known if known == 0.0 else here
         return known * here / there
+
+
+def threads_of_a_rank() -> int:
+    """What torch takes in a process of `torchrun`, from the same environment."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    return int(text) if text.isdecimal() else 1

@@ -13,6 +13,7 @@ up to the step; by how much they miss the time of steps that were not used for t
 
 import datetime
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ from training.strategy import MicroBatch
 
 MARK = "planner operator "
 PHASES = ("forward", "backward", "optimizer")
-WARM_UP = 3
+WARM_UP, LONG_ENOUGH_S = 3, 5.0
+"""Steps before the first that counts, or fewer where they take so many seconds. The first makes optimizer states."""
 OnPhase = Callable[[str], None]
 
 
@@ -218,8 +220,11 @@ def operators_of(
     Raises:
         UserError: they are not the same every time.
     """
+    began = time.perf_counter()
     for _ in range(WARM_UP):
         step(lambda phase: None)
+        if time.perf_counter() - began > LONG_ENOUGH_S:
+            break
     passes = []
     for _ in range(repeats):
         before_each()

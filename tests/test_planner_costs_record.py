@@ -133,7 +133,10 @@ def test_a_step_that_changes_cannot_be_recorded() -> None:
         record.record([step], CPU, repeats=2, with_sweep=False)
 
 
-def test_what_was_recorded_is_answered_as_it_was(path: Path, content: dict[str, Any]) -> None:
+def test_what_was_recorded_is_answered_as_it_was(
+    path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(content["threads"]))
     known = costs.recorded(path, hardware.device("cpu"), "fp32")
     assert isinstance(known, RecordedCosts) and known.remarks == ()
     products = [each for each in entries_of(content) if each.call.name == "aten.mm.default"]
@@ -142,6 +145,14 @@ def test_what_was_recorded_is_answered_as_it_was(path: Path, content: dict[str, 
         if sum(other.call.shapes == each.call.shapes for other in products) == 1:
             assert known.seconds(each.call) == pytest.approx(each.seconds + each.overhead_s)
             assert known.source_of(each.call) == "recorded"
+
+
+def test_a_record_with_other_threads_than_a_rank_has_is_remarked_upon(
+    path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(content["threads"] + 1))
+    (remark,) = costs.recorded(path, hardware.device("cpu")).remarks
+    assert f"with {content['threads']} threads, but a rank has {content['threads'] + 1}" in remark
 
 
 def test_other_shapes_are_interpolated_and_other_operators_reckoned(path: Path) -> None:
@@ -177,7 +188,10 @@ def test_operators_of_strategies_are_there_without_having_been_in_the_step(path:
     assert known.held_out_error() >= 0
 
 
-def test_records_of_something_else_are_refused_or_rescaled(path: Path, content: dict[str, Any]) -> None:
+def test_records_of_something_else_are_refused_or_rescaled(
+    path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(content["threads"]))
     cpu, l4 = hardware.device("cpu"), hardware.device("L4")
     with pytest.raises(UserError, match="not on L4"):
         costs.recorded(path, l4)
