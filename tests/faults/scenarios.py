@@ -91,7 +91,7 @@ SCENARIOS = (
     Scenario("disk full, checkpoint", "disk:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING),
     Scenario(
         "checkpoints deleted",
-        "vanish_checkpoints:at=optimizer",
+        "vanish_checkpoints:at=forward",
         "failed",
         "checkpoint",
         names_place=False,
