@@ -112,11 +112,11 @@ class Clock:
 
     def _step(self, most_s: float, contention: float) -> float:
         """Advance to the next event, at most by `most_s`; answers with the seconds. `contention` slows transfers."""
-        sharers: dict[str, int] = {}
+        shares: dict[str, float] = {}
         for flight in self._active:
             if not flight.latency_left_s:
-                sharers[flight.cost.link] = sharers.get(flight.cost.link, 0) + 1
-        slowness = {link: count * contention for link, count in sharers.items()}
+                shares[flight.cost.link] = shares.get(flight.cost.link, 0.0) + flight.cost.share
+        slowness = {link: max(1.0, share) * contention for link, share in shares.items()}
         rest = {
             flight: flight.latency_left_s or flight.transfer_left_s * slowness[flight.cost.link]
             for flight in self._active
