@@ -44,6 +44,17 @@ def test_equal_transfers_that_share_a_link_take_as_many_times_as_long(together: 
     assert clock.now_s == pytest.approx(0.25 + 2.0 * together), "latency is not shared"
 
 
+@pytest.mark.parametrize(
+    ("share", "together", "slowdown"), [(0.5, 2, 1.0), (0.5, 3, 1.5), (0.25, 3, 1.0), (0.75, 2, 1.5)]
+)
+def test_transfers_that_keep_a_part_of_the_link_busy(share: float, together: int, slowdown: float) -> None:
+    clock = Clock()
+    for _ in range(together):
+        clock.issue(CollectiveCost(0.25, 2.0, "link", share), Queue(1))
+    clock.drain()
+    assert clock.now_s == pytest.approx(0.25 + 2.0 * slowdown)
+
+
 def test_links_are_independent() -> None:
     clock = Clock()
     for link in ("inside", "between"):
