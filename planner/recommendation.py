@@ -1,0 +1,99 @@
+"""Which choice to take, and why: from the rows of the table, in sentences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2**30
+AS_FAST = 0.02
+"""Step times that differ by no more than this share are called equal: most of what is wrong in them is common."""
+Row = Mapping[str, Any]
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """Of the choices that fit, the fastest; of several as fast, that with the smallest peak. None if none fits."""
+    fitting = [row for row in rows if row["fits"] == "yes"]
+    if not fitting:
+        return None
+    fastest = min(row["step_time_ms"] for row in fitting)
+    equal = [row for row in fitting if row["step_time_ms"] <= fastest * (1 + AS_FAST)]
+    return min(equal, key=lambda row: (row["peak_bytes"], row["step_time_ms"]))
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Sentences that say which choice to take and why, or what is missing."""
+    known = [row for row in rows if row["fits"] != "unknown"]
+    if not known:
+        return ["No choice could be simulated, so there is nothing to recommend."]
+    best = recommended(rows)
+    if best is None:
+        leanest = min(known, key=lambda row: row["peak_bytes"])
+        return [
+            f"No choice fits. {leanest['choice']} comes nearest: its peak of {gib(leanest['peak_bytes'])} is "
+            f"{gib(-leanest['spare_bytes'])} more than a device has left for tensors."
+        ]
+    sentences = [
+        f"Take {best['choice']} ({best['entrypoint']} --ddp-choice {best['choice']}): {best['step_time_ms']:,.1f} ms a "
+        f"step ({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
+        f"{best['samples_per_second']:,.1f} samples/s; its peak of {gib(best['peak_bytes'])} leaves "
+        f"{gib(best['spare_bytes'])} to spare."
+    ]
+    others = [row for row in known if row is not best]
+    sentences += against_equal(best, others) + against_slower(best, others) + against_leaner(best, others)
+    too_large = [row for row in others if row["fits"] == "no"]
+    if too_large:
+        nearest = min(too_large, key=lambda row: row["peak_bytes"])
+        sentences.append(
+            f"Not on these devices: {listed(row['choice'] for row in too_large)}; of them {nearest['choice']} comes "
+            f"nearest, short of {gib(-nearest['spare_bytes'])}."
+        )
+    return sentences
+
+
+def against_equal(best: Row, others: Sequence[Row]) -> list[str]:
+    equal = [
+        row for row in others if row["fits"] == "yes" and row["step_time_ms"] <= best["step_time_ms"] * (1 + AS_FAST)
+    ]
+    if not equal:
+        return []
+    return [f"As fast within {AS_FAST:.0%}, with no smaller peak: {listed(row['choice'] for row in equal)}."]
+
+
+def against_slower(best: Row, others: Sequence[Row]) -> list[str]:
+    """The next one in speed, and what it loses its time with."""
+    slower = [
+        row for row in others if row["fits"] == "yes" and row["step_time_ms"] > best["step_time_ms"] * (1 + AS_FAST)
+    ]
+    if not slower:
+        return []
+    second = min(slower, key=lambda row: row["step_time_ms"])
+    last = max(slower, key=lambda row: row["step_time_ms"])
+    difference = second["step_time_ms"] - best["step_time_ms"]
+    exposed = second["exposed_ms"] - best["exposed_ms"]
+    why = f", of which {exposed:,.1f} ms is communication that it does not hide" if exposed > difference / 2 else ""
+    sentence = f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}"
+    if last is not second:
+        sentence += (
+            f"; the slowest is {last['choice']}, {last['step_time_ms'] / best['step_time_ms']:.2f} times the time"
+        )
+    return [sentence + "."]
+
+
+def against_leaner(best: Row, others: Sequence[Row]) -> list[str]:
+    """What less memory would cost."""
+    leaner = [row for row in others if row["peak_bytes"] < 0.95 * best["peak_bytes"]]
+    if not leaner:
+        return []
+    leanest = min(leaner, key=lambda row: row["peak_bytes"])
+    return [
+        f"For larger batches or models, {leanest['choice']} has the smallest peak: {gib(leanest['peak_bytes'])}, at "
+        f"{leanest['step_time_ms'] / best['step_time_ms']:.2f} times the step time."
+    ]
+
+
+def gib(held: float) -> str:
+    return f"{held / GIB:,.1f} GiB"
+
+
+def listed(names: Any) -> str:
+    names = list(names)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
