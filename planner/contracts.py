@@ -44,13 +44,18 @@ class CollectiveCost:
 
     Attributes:
         latency_s: Passes at its own pace, whatever else is in flight.
-        transfer_s: Is drawn out by others on the same link: of k at once each advances at a k-th of the pace.
+        transfer_s: Is drawn out by others on the same link: those at once on it, whose shares add up to more than 1,
+            each advance at 1 / (sum of shares) of their pace.
         link: Name of the link it uses.
+        share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
+            side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
+            different roots do not disturb each other.
     """
 
     latency_s: float
     transfer_s: float
     link: str
+    share: float = 1.0
 
 
 class CollectiveCosts(Protocol):

@@ -20,12 +20,12 @@ from analysis.report.link_page import write_link_page
 from benchmarks.link_lab import control, failures, shaping, state, tools
 from benchmarks.link_lab.counters import COLUMNS, LinkBytes, open_counters, parse
 from benchmarks.link_lab.namespaces import lab_network, pids_in
-from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.run import heading
 from benchmarks.link_lab.state import Lab
 from scripts import link_lab as script
 from tests.traces import record, write
 from training.errors import UserError
+from training.rates import Rate
 
 ROOT = Path(__file__).parent.parent
 SECTION = (ROOT / "docs" / "command-line.md").read_text().partition("## `scripts/link_lab.py`")[2]
@@ -138,7 +138,7 @@ import subprocess, sys, time
 from pathlib import Path
 from benchmarks.link_lab import state
 from benchmarks.link_lab.namespaces import lab_network
-from benchmarks.link_lab.rates import Rate
+from training.rates import Rate
 state.FOLDER, state.PREFIX = Path(sys.argv[1]), sys.argv[2]
 with lab_network([Rate(10**9)] * 2, 9000, None, ["x.py"]) as lab:
     subprocess.Popen(["ip", "netns", "exec", lab.nodes[1].namespace, "sleep", "300"])

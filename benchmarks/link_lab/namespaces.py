@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.shaping import shape
 from benchmarks.link_lab.state import INTERFACE, Lab, all_labs, locked, plan
 from benchmarks.link_lab.tools import ip, require_tools
 from training.errors import UserError
+from training.rates import Rate
 
 ENDING_S = 5.0
 """What processes get between SIGTERM and SIGKILL."""

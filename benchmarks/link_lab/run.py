@@ -11,9 +11,9 @@ from typing import TextIO
 from benchmarks.link_lab.counters import COLUMNS, LinkBytes, open_counters, write_sample
 from benchmarks.link_lab.launch import run_job
 from benchmarks.link_lab.namespaces import lab_network
-from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.state import Lab
 from training.errors import UserError
+from training.rates import Rate
 
 
 @dataclass(frozen=True)

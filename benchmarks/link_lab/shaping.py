@@ -8,10 +8,10 @@ bite: two equal buckets in a row would lose a little more whenever one of them i
 
 import json
 
-from benchmarks.link_lab.rates import Rate
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
 from benchmarks.link_lab.tools import RefusedError, ip, tc
 from training.errors import UserError
+from training.rates import Rate
 
 BUCKET_S = 0.002
 LEAST_BUCKET_BYTES = 72 * 1024

@@ -1,0 +1,90 @@
+"""What a dispatched operator does, in numbers: the same whether its tensors hold data or only pretend to.
+
+`planner/record.py` keys the times that it measures by these numbers, and the simulator asks for times by them, so both
+must take them from here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from planner.contracts import OperatorCall
+
+aten = torch.ops.aten
+
+WITHOUT_BYTES = frozenset(
+    {
+        aten._unsafe_view,
+        aten.lift_fresh,
+        aten._reshape_alias,
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.resize_,
+        aten.set_,
+    }
+)
+"""Operators beside those whose schema says that they answer with a view: they make or rename a tensor, and touch no
+element of it."""
+READS_PART = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward})
+"""Operators that read no more of their first tensor than they write."""
+
+NOT_COMPUTE = frozenset({"prim", "profiler", "c10d", "_c10d_functional"})
+"""Namespaces of operators that only ask (fake tensors ask for their device), mark, or communicate."""
+
+
+def is_compute(function: torch._ops.OpOverload) -> bool:
+    """Whether the operator is one that a record times and the simulator charges."""
+    return function.namespace not in NOT_COMPUTE
+
+
+def touches_data(function: torch._ops.OpOverload) -> bool:
+    """Whether the operator reads or writes elements."""
+    return not function.is_view and function.overloadpacket not in WITHOUT_BYTES
+
+
+def operator_call(
+    function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> OperatorCall:
+    """The numbers of one call of `function`, as `TorchDispatchMode.__torch_dispatch__` sees it after it ran.
+
+    An element that `expand` repeats is counted once, and a tensor that is both read and written as well.
+
+    Args:
+        result: What it answered with; a tensor that is changed in place must be the same object there.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    flops = 0
+    if formula := flop_registry.get(function.overloadpacket):
+        flops = int(formula(*args, **kwargs, out_val=result))
+    return OperatorCall(
+        name=str(function),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        flops=flops,
+        bytes_moved=bytes_moved(function, tensors, result) if touches_data(function) else 0,
+    )
+
+
+def bytes_moved(function: torch._ops.OpOverload, tensors: Sequence[Tensor], result: Any) -> int:
+    written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if function.overloadpacket in READS_PART and tensors:
+        produced = sum(map(tensor_bytes, written))
+        return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
+    return sum(tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values())
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements that lie apart from each other in memory."""
+    if 0 not in tensor.stride():
+        return tensor.numel() * tensor.element_size()
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride or not size else 1
+    return elements * tensor.element_size()

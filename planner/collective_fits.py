@@ -1,0 +1,141 @@
+"""Costs of collectives from what `scripts/bench_collectives.py` measured and fitted (docs/csv-columns.md)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from planner.cluster import Cluster, Link
+from planner.contracts import CollectiveCost, CollectiveCosts
+from planner.volumes import MESSAGES, volume
+from training.errors import UserError
+from training.link_model import LinkModel, Piece
+
+SCHEMA_VERSION = 1
+ALIKE = {
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "broadcast": ("scatter", "send_recv", "all_reduce"),
+    "scatter": ("broadcast", "send_recv", "all_to_all", "all_reduce"),
+    "gather": ("scatter", "broadcast", "send_recv", "all_to_all", "all_reduce"),
+    "reduce": ("broadcast", "all_reduce"),
+    "all_to_all": ("all_gather", "all_reduce"),
+    **dict.fromkeys(MESSAGES, ("send_recv", "broadcast", "all_reduce")),
+    "barrier": ("all_reduce",),
+}
+"""For a kind that was not measured, from which others it is reckoned, the first of them that was."""
+SAME_RATE = 0.15
+"""How far a link's rate may be from that of the measurement, headers and what a transfer gets of it included."""
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Costs by fits for one number of ranks; groups of another size, and kinds that were not measured, are reckoned
+    from them by the hops and bytes of `planner/volumes.py`.
+
+    Attributes:
+        models: Seconds by payload bytes, for each kind.
+        world_size: Ranks that the measurement had.
+        shares: Part of the link that a collective keeps busy, where that was measured.
+        remarks: What a user should know of where these costs come from.
+    """
+
+    models: Mapping[str, LinkModel]
+    backend: str
+    world_size: int
+    link: str
+    shares: Mapping[str, float]
+    remarks: tuple[str, ...] = ()
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        asked = volume(kind, self.backend, len(ranks))
+        if not asked.hops:
+            return CollectiveCost(0.0, 0.0, self.link)
+        base = next((other for other in (kind, *ALIKE.get(kind, ())) if other in self.models), None)
+        if base is None:
+            raise UserError(f"the measurement holds neither {kind} nor a collective that it could be reckoned from")
+        measured, model = volume(base, self.backend, self.world_size), self.models[base]
+        payload = payload_bytes * asked.busiest / measured.busiest
+        latency = float(model.seconds(0))
+        transfer = float(model.seconds(payload)) - latency
+        share = self.shares.get(kind, asked.share)
+        return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, share)
+
+
+def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> CollectiveCosts:
+    """Costs as measured with the cluster's backend, number of ranks and link.
+
+    Args:
+        scale: Whether a measurement with another number of ranks may be taken: latency by hops, bytes by what the
+            busiest link carries. That ranks of one machine share its cores is not in that.
+
+    Raises:
+        UserError: the file cannot be read, is no such measurement, or one of something else than `cluster`.
+    """
+    content = read(path)
+    of_messages = [fit for fit in content["fits"] if fit["collective"] in MESSAGES]
+    fits = {fit["collective"]: fit for fit in (*reversed(content["fits"]), *of_messages) if is_usable(fit, content)}
+    if not fits:
+        raise UserError(f"{path}: no collective was measured at enough sizes to fit a cost")
+    if content["backend"] != cluster.backend:
+        raise UserError(f"{path}: measured over {content['backend']}, but {cluster.device.name} uses {cluster.backend}")
+    link, remarks = cluster.inside if cluster.between is None else cluster.between, []
+    require_rate(path, content.get("link_bits_per_s"), link)
+    measured_ranks = content["world_size"]
+    if measured_ranks < 2:
+        raise UserError(f"{path}: measured with one rank, which sends nothing; measure with {cluster.world_size}")
+    if measured_ranks != cluster.world_size:
+        if not scale:
+            raise UserError(
+                f"{path}: measured with {measured_ranks} ranks, but the cluster has {cluster.world_size}; measure with "
+                "as many, or have the measurement scaled by hops and bytes"
+            )
+        remarks.append(
+            f"collectives were measured with {measured_ranks} ranks and are scaled to {cluster.world_size} by the hops "
+            "and bytes of their algorithms"
+        )
+    models = {kind: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"])) for kind, fit in fits.items()}
+    own = {kind: model for kind, model in models.items() if not kind.startswith("sharding.")}
+    shares = measured_shares(models, measured_ranks)
+    return FittedCosts(own, cluster.backend, measured_ranks, link.name, shares, tuple(remarks))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not JSON"
+        raise UserError(f"cannot read measured collectives from {path}: {reason}") from None
+    needed = {"fits", "world_size", "backend"}
+    if not isinstance(content, dict) or not needed <= content.keys() or content.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(f"{path}: not a file of scripts/bench_collectives.py of this version")
+    return content
+
+
+def is_usable(fit: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+    """Whether it is of float32, or of the only type that was measured."""
+    types = {other["type"] for other in content["fits"] if other["collective"] == fit["collective"]}
+    return fit["type"] == "fp32" or "fp32" not in types
+
+
+def require_rate(path: str | Path, bits_per_s: int | None, link: Link) -> None:
+    if bits_per_s is not None and not isclose(bits_per_s / 8, link.bytes_per_s, rel_tol=SAME_RATE):
+        raise UserError(
+            f"{path}: measured on a link of {bits_per_s / 1e9:g} Gbit/s, but {link.name} carries "
+            f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s; measure at that rate"
+        )
+
+
+def measured_shares(models: Mapping[str, LinkModel], ranks: int) -> dict[str, float]:
+    """Of a broadcast: one from each rank at once (`sharding.all_gather`), against as many one after the other.
+
+    At the largest payload of which the model still says something new: the start of its last piece, at least 1 MB.
+    """
+    together, alone = models.get("sharding.all_gather"), models.get("broadcast")
+    if together is None or alone is None:
+        return {}
+    payload = max(1e6, *(model.pieces[-1].from_bytes for model in (together, alone)))
+    one_by_one = ranks * float(alone.seconds(payload))
+    return {"broadcast": min(1.0, max(1 / ranks, float(together.seconds(ranks * payload)) / one_by_one))}

@@ -1,0 +1,202 @@
+"""What collectives cost: formulas against numbers worked out by hand, and files of measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import collective_costs, hardware
+from planner.cluster import Cluster, Link
+from planner.collective_costs import BASE_S
+from planner.volumes import KINDS, volume
+from training.errors import UserError
+from training.traffic import Collective
+
+SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
+P = 12 * 2**20
+GLOO = BASE_S["gloo"]
+
+
+def gloo_nodes(nodes: int, ranks_per_node: int = 1) -> Cluster:
+    return Cluster(hardware.device("cpu"), nodes, ranks_per_node, FAST, SLOW, "gloo")
+
+
+def both(cluster: Cluster, kind: str, ranks: int | tuple[int, ...]) -> tuple[float, float, float]:
+    group = tuple(range(ranks)) if isinstance(ranks, int) else ranks
+    cost = collective_costs.from_links(cluster).cost(kind, P, group)
+    return cost.latency_s, cost.transfer_s, cost.share
+
+
+def test_ring_all_reduce_by_hand() -> None:
+    """Four ranks on four nodes: 6 hops of P/4 over links of 100 MB/s and 0.1 ms."""
+    assert both(gloo_nodes(4), "all_reduce", 4) == pytest.approx((GLOO + 6e-4, 1.5 * P / 1e8, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hops", "payloads", "share"),
+    [
+        ("all_gather", 3, 3 / 4, 1),
+        ("reduce_scatter", 6, 6 / 4, 1),  # Gloo's is an all-reduce
+        ("broadcast", 2, 2, 3 / 8),  # 3 copies on 4 links in the time of 2
+        ("scatter", 1, 3 / 4, 1 / 4),
+        ("gather", 1, 3 / 4, 1 / 4),
+        ("all_to_all", 1, 3 / 4, 1),
+        ("send", 1, 1, 1 / 4),
+    ],
+)
+def test_gloo_by_hand(kind: str, hops: int, payloads: float, share: float) -> None:
+    expected = (GLOO + hops * 1e-4, payloads * P / 1e8, share)
+    assert both(gloo_nodes(4), kind, 4) == pytest.approx(expected)
+
+
+def test_an_all_gather_of_broadcasts_fills_links_as_one_does() -> None:
+    """Each of n ranks broadcasts P/n at once: shares that add up to more than 1 draw them out."""
+    for nodes in (2, 4, 8):
+        one = collective_costs.from_links(gloo_nodes(nodes)).cost("broadcast", P // nodes, tuple(range(nodes)))
+        whole = collective_costs.from_links(gloo_nodes(nodes)).cost("all_gather", P, tuple(range(nodes)))
+        assert one.transfer_s * max(1.0, nodes * one.share) == pytest.approx(whole.transfer_s)
+
+
+def test_a_reduce_scatter_of_scatters_fills_links_as_one_does() -> None:
+    one = collective_costs.from_links(gloo_nodes(4)).cost("scatter", P, (0, 1, 2, 3))
+    assert one.transfer_s * 4 * one.share == pytest.approx(0.75 * P / 1e8)
+
+
+def test_groups_side_by_side_share_a_nodes_link() -> None:
+    """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone."""
+    cluster = gloo_nodes(2, 4)
+    assert both(cluster, "all_reduce", (0, 4))[1] == pytest.approx(4 * P / 1e8)
+    assert both(cluster, "all_reduce", 8)[1] == pytest.approx(2 * 7 / 8 * P / 1e8)
+    assert both(cluster, "all_reduce", (0, 1, 2, 3))[1] == pytest.approx(2 * 3 / 4 * P / 1e11)
+    assert both(cluster, "all_to_all", 8)[1] == pytest.approx(4 * 4 / 8 * P / 1e8)
+    assert both(cluster, "broadcast", 8)[1] == pytest.approx(4 * P / 1e8)
+
+
+def test_hops_between_nodes_are_told_from_those_inside() -> None:
+    """2 nodes of 4: a ring of 8 has 14 hops, 2 of them between nodes."""
+    assert both(gloo_nodes(2, 4), "all_reduce", 8)[0] == pytest.approx(GLOO + 2e-4 + 12e-6)
+
+
+def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:
+    cluster = hardware.cluster("64x8xH100", "nvlink4", "8xndr")
+    world = tuple(range(cluster.world_size))
+    costs = collective_costs.from_links(cluster)
+    assert cluster.between is not None
+    small, large = costs.cost("all_reduce", 2**20, world), costs.cost("all_reduce", 2**38, world)
+    ring_hops = 2 * 63 * cluster.between.latency_s
+    assert small.latency_s < ring_hops < large.latency_s
+    assert large.transfer_s == pytest.approx(2 * 511 / 512 * 2**38 / cluster.inside.bytes_per_s)  # 360 of 368 GB/s
+
+
+def test_nccl_inside_a_node_by_hand() -> None:
+    cluster = hardware.cluster("8xH100", "nvlink4")
+    latency, transfer, _ = both(cluster, "all_gather", 8)
+    assert latency == pytest.approx(8.4e-6 + 7 * 3.4e-6)
+    assert transfer == pytest.approx(7 / 8 * P / 360e9)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 9), st.integers(0, 10**10), st.integers(0, 10**10))
+def test_more_bytes_never_take_less_time(
+    backend: str, kind: str, nodes: int, ranks: int, payload: int, more: int
+) -> None:
+    costs = collective_costs.from_links(Cluster(hardware.device("L4"), nodes, ranks, FAST, SLOW, backend))
+    world = tuple(range(nodes * ranks))
+    one, other = (costs.cost(kind, size, world) for size in (payload, payload + more))
+    assert 0 < one.latency_s + one.transfer_s <= other.latency_s + other.transfer_s
+    assert 0 < one.share <= 1
+
+
+@given(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "scatter", "all_to_all"]), st.integers(2, 64))
+def test_links_carry_no_less_than_a_strategy_says_it_sends(kind: str, ranks: int) -> None:
+    sent = Collective(kind, 1, 1, ranks, "gradients").wire_bytes
+    for backend in ("nccl", "gloo"):
+        asked = volume(kind, backend, ranks)
+        assert asked.busiest * asked.share >= sent * 0.999
+
+
+def test_unknown_kinds_give_near_ones() -> None:
+    with pytest.raises(UserError, match="all_reduce"):
+        both(gloo_nodes(2), "allreduce", 2)
+
+
+def write(path: Path, **changes: object) -> Path:
+    fit = {"type": "fp32", "sizes": 5, "held_out_error_pct": 1.0}
+    line = {"from_bytes": 0.0, "latency_s": 1e-3, "seconds_per_byte": 1e-8}
+    content = {
+        "schema_version": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "link_bits_per_s": None,
+        "fits": [
+            {**fit, "collective": "all_reduce", "type": "bf16", "pieces": [{**line, "latency_s": 9.0}]},
+            {**fit, "collective": "all_reduce", "pieces": [line]},
+            {**fit, "collective": "broadcast", "pieces": [{**line, "latency_s": 2e-3}]},
+            {**fit, "collective": "sharding.all_gather", "pieces": [{**line, "seconds_per_byte": 8e-9}]},
+        ],
+    }
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+TWO, FOUR = hardware.cluster("2xcpu", "loopback"), hardware.cluster("4xcpu", "loopback")
+
+
+def test_measured_costs_are_taken_as_they_are(tmp_path: Path) -> None:
+    cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("all_reduce", P, (0, 1))
+    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
+
+
+def test_shares_are_measured_where_they_can_be(tmp_path: Path) -> None:
+    """Two broadcasts of P/2 at once take 0.8 of what they take one after the other, not half."""
+    cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("broadcast", P, (0, 1))
+    assert 0.5 < cost.share < 0.8
+
+
+def test_kinds_that_were_not_measured_are_reckoned_from_others(tmp_path: Path) -> None:
+    """Of a scatter between two, half the payload goes over the link."""
+    cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("scatter", P, (0, 1))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, P / 2 * 1e-8))
+
+
+def test_scaling_to_more_ranks_is_by_hops_and_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json")
+    costs = collective_costs.from_fits(path, FOUR, scale=True)
+    cost = costs.cost("all_reduce", P, (0, 1, 2, 3))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((3e-3, 1.5 * P * 1e-8))
+    assert "2 ranks" in costs.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "says"),
+    [
+        ({}, FOUR, "with 2 ranks, but the cluster has 4"),
+        ({"backend": "nccl"}, TWO, "over nccl"),
+        ({"link_bits_per_s": 10**9}, TWO, "1 Gbit/s"),
+        ({"fits": []}, TWO, "no collective"),
+        ({"schema_version": 2}, TWO, "not a file"),
+        ({"world_size": 1}, TWO, "one rank"),
+    ],
+)
+def test_measurements_of_something_else_are_refused(tmp_path: Path, changes: dict, cluster: Cluster, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        collective_costs.from_fits(write(tmp_path / "a.json", **changes), cluster)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", None])
+def test_files_that_hold_no_measurement(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=str(path)):
+        collective_costs.from_fits(path, TWO)
+
+
+def test_a_floor_counts_where_it_is_higher(tmp_path: Path) -> None:
+    measured = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
+    links = collective_costs.from_links(hardware.cluster("2xcpu", "100gbit"))
+    slower = collective_costs.with_floor(links, measured).cost("all_reduce", P, (0, 1))
+    assert slower.transfer_s == pytest.approx(P * 1e-8)
+    assert slower.link == links.cost("all_reduce", P, (0, 1)).link
