@@ -1,0 +1,139 @@
+"""A clock that no second passes on: one rank's compute, and the collectives that are in flight beside it.
+
+Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
+issued) and then pass through two phases: a latency, at its own pace, and a transfer, which shares its link. Of k
+transfers on one link each advances at a k-th of its own pace, so the link is never idle and never overbooked (fluid
+model: processor sharing). Between two events (something starts or ends) all paces are constant, so time advances from
+event to event and nothing is discretized.
+
+The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
+sooner than all compute before it is done; what it waits for blocks it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.contracts import CollectiveCost, Contention
+
+
+@dataclass(eq=False)
+class Flight:
+    """A collective from when it is issued until it is done. Moments in seconds of the clock.
+
+    Attributes:
+        cost: What it would take alone.
+        began_s: When its turn came in its queue.
+        latency_left_s, transfer_left_s: Alone on its link.
+    """
+
+    cost: CollectiveCost
+    issued_s: float
+    on_done: "Callable[[Flight], None] | None" = None
+    began_s: float | None = None
+    ended_s: float | None = None
+    latency_left_s: float = field(init=False)
+    transfer_left_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latency_left_s, self.transfer_left_s = self.cost.latency_s, self.cost.transfer_s
+
+    @property
+    def is_done(self) -> bool:
+        return self.ended_s is not None
+
+
+class Queue:
+    """Collectives of one process group, of which at most `width` are under way at once."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.running, self.waiting = width, 0, deque[Flight]()
+
+
+class Clock:
+    """See the module's docstring.
+
+    Attributes:
+        now_s: Seconds since the clock was made.
+        compute_s: Time spent computing so far, drawn out by contention.
+        in_flight_s: Time so far in which a collective was under way.
+        exposed_s: Time so far in which the rank only waited.
+    """
+
+    def __init__(self, contention: Contention = Contention()) -> None:
+        self.contention = contention
+        self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
+        self._active: dict[Flight, Queue] = {}  # in the order in which they began
+
+    def compute(self, seconds: float) -> None:
+        """Compute what takes `seconds` where nothing else goes on."""
+        begin, left = self.now_s, seconds
+        while left > 0:
+            pace = 1 / self.contention.compute if self._active else 1.0
+            step = self._step(left / pace, self.contention.communication)
+            left = left - step * pace if step < left / pace else 0.0
+        self.compute_s += self.now_s - begin
+
+    def issue(
+        self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None
+    ) -> Flight:
+        """Let a collective go, as soon as its queue lets it."""
+        flight = Flight(cost, self.now_s, on_done)
+        queue.waiting.append(flight)
+        self._begin_next(queue)
+        return flight
+
+    def wait(self, flight: Flight) -> None:
+        """Do nothing until `flight` is done."""
+        begin = self.now_s
+        while not flight.is_done:
+            self._step(float("inf"), 1.0)
+        self.exposed_s += self.now_s - begin
+
+    def drain(self) -> None:
+        """Do nothing until all collectives are done."""
+        while self._active:
+            self.wait(next(iter(self._active)))
+
+    def _begin_next(self, queue: Queue) -> None:
+        while queue.waiting and queue.running < queue.width:
+            flight = queue.waiting.popleft()
+            flight.began_s = self.now_s
+            queue.running += 1
+            self._active[flight] = queue
+            if not flight.latency_left_s and not flight.transfer_left_s:
+                self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        flight.ended_s = self.now_s
+        queue = self._active.pop(flight)
+        queue.running -= 1
+        if flight.on_done:
+            flight.on_done(flight)
+        self._begin_next(queue)
+
+    def _step(self, most_s: float, contention: float) -> float:
+        """Advance to the next event, at most by `most_s`; answers with the seconds. `contention` slows transfers."""
+        sharers: dict[str, int] = {}
+        for flight in self._active:
+            if not flight.latency_left_s:
+                sharers[flight.cost.link] = sharers.get(flight.cost.link, 0) + 1
+        slowness = {link: count * contention for link, count in sharers.items()}
+        rest = {
+            flight: flight.latency_left_s or flight.transfer_left_s * slowness[flight.cost.link]
+            for flight in self._active
+        }
+        step = min([most_s, *rest.values()])
+        self.now_s += step
+        if self._active:
+            self.in_flight_s += step
+        for flight, left in rest.items():
+            is_over = left <= step
+            if flight.latency_left_s:
+                flight.latency_left_s = 0.0 if is_over else flight.latency_left_s - step
+                is_over = is_over and not flight.transfer_left_s
+            else:
+                flight.transfer_left_s = 0.0 if is_over else flight.transfer_left_s - step / slowness[flight.cost.link]
+            if is_over:
+                self._end(flight)
+        return step

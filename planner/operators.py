@@ -1,0 +1,252 @@
+"""Operators on tensors without data: how long they take and what they allocate. The one file of `planner` that leans
+on interfaces of torch that are not stable: `FakeTensorMode`, `TorchDispatchMode`, `torch.utils.flop_counter`.
+
+Tensors that are made from literals (`torch.tensor([...])`) and a rank's batch hold their data, and so does all that is
+computed from these alone: so ranks really agree on counts, and a model sees which tokens are padding. Whatever meets a
+parameter has none.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from planner.clock import Clock, Flight
+from planner.contracts import OperatorCall, OperatorCosts
+from planner.memory import MemoryTracker
+from planner.process_group import CannotSimulate, holds_data
+
+aten = torch.ops.aten
+MOST_REAL = 2**22
+"""Elements: what is larger is not computed, though it could be."""
+NO_KERNEL = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_local_scalar_dense")
+    + ("set_", "resize_", "_unsafe_view", "is_same_size", "sym_size", "alias", "detach")
+)
+"""Operators, besides views, for which no device does anything."""
+FLOPS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+UNSIMULATED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class PretendedDevice(TorchDispatchMode):
+    """Within this mode tensors hold no data, and operators take their time on `clock`.
+
+    Args:
+        counts_host: Whether operators on tensors that hold data are this device's, too.
+        on_compute: Called with an operator, its start in seconds and the phase of the step.
+
+    Attributes:
+        without_costs: Operators of which nothing is known, with the number of calls.
+        phases: The parts of the step that this is in, the innermost last (`training.phases`).
+        guards: Collectives in flight whose handles only C++ waits for, by storage.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        costs: OperatorCosts,
+        memory: MemoryTracker,
+        counts_host: bool,
+        on_compute: Callable[[OperatorCall, float, str], None],
+    ) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._clock, self._costs, self._memory = clock, costs, memory
+        self._counts_host, self._on_compute = counts_host, on_compute
+        self._known: dict[OperatorCall, float | None] = {}
+        self._has_kernel: dict[Any, bool] = {}
+        self.without_costs: Counter[str] = Counter()
+        self.phases: list[str] = []
+        self.guards: dict[int, Flight] = {}
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1] if self.phases else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return self._follow_phase(func, args, kwargs)
+        inputs = tensors_in(args) + (tensors_in(list(kwargs.values())) if kwargs else [])
+        if self.guards:
+            self._respect_collectives(inputs)
+        answer = self._run(func, inputs, args, kwargs)
+        outputs = tensors_in((answer,))
+        on_host = bool(outputs or inputs) and all(map(holds_data, outputs or inputs))
+        if on_host and not self._counts_host:
+            return answer
+        if self._needs_time(func):
+            self._charge(func, inputs, outputs, args, kwargs, answer)
+        self._memory.note(outputs, "activations" if self.phase in ("forward", "backward") else "other")
+        return answer
+
+    # Running it -------------------------------------------------------------------------------------------------------
+
+    def _run(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        if inputs and all(map(holds_data, inputs)):
+            return self._run_on_data(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._answer(args[0])
+        if func is aten.allclose.default or func is aten.equal.default:
+            self._refuse_to_branch()
+            return True
+        with self._fake:
+            return func(*args, **kwargs)
+
+    def _run_on_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten.lift_fresh.default:
+            return args[0]
+        if not func._schema.is_mutable and func is not aten._local_scalar_dense.default:
+            try:
+                with self._fake:
+                    answer = func(*args, **kwargs)
+                if any(tensor.numel() > MOST_REAL for tensor in tensors_in((answer,))):
+                    return answer
+            except UNSIMULATED:
+                pass  # it can be run on data alone
+        return func(*args, **kwargs)
+
+    def _answer(self, tensor: Tensor) -> Any:
+        """What a strategy reads of its tensors: all is well (a gradient is finite, a loss is some number)."""
+        self._refuse_to_branch()
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _refuse_to_branch(self) -> None:
+        if "forward" in self.phases:
+            raise CannotSimulate(
+                f"the model reads a value that depends on its weights ({place_of_call()}), and what it does next may "
+                "depend on it; such a model can only be measured"
+            )
+
+    def _follow_phase(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.profiler._record_function_enter_new.default:
+            self.phases.append(args[0])
+        elif self.phases:
+            self.phases.pop()
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+    def _respect_collectives(self, inputs: Sequence[Tensor]) -> None:
+        for tensor in inputs:
+            flight = self.guards.pop(tensor.untyped_storage()._cdata, None)
+            if flight is not None:
+                self._clock.wait(flight)
+
+    # Charging it ------------------------------------------------------------------------------------------------------
+
+    def _needs_time(self, func: Any) -> bool:
+        found = self._has_kernel.get(func)
+        if found is None:
+            returns = func._schema.returns
+            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            name = func._schema.name.partition("::")[2]
+            found = self._has_kernel[func] = not is_view and name not in NO_KERNEL
+        return found
+
+    def _charge(self, func: Any, inputs: Any, outputs: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        count = FLOPS.get(func.overloadpacket)
+        distinct = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
+        call = OperatorCall(
+            name=str(func),
+            shapes=tuple(tuple(tensor.shape) for tensor in inputs),
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in inputs),
+            flops=int(count(*args, **kwargs, out_val=answer)) if count else 0,
+            bytes_moved=sum(map(bytes_of, distinct)),
+        )
+        if call not in self._known:
+            self._known[call] = self._costs.seconds(call)
+        seconds = self._known[call]
+        if seconds is None:
+            self.without_costs[call.name] += 1
+        elif seconds > 0:
+            start = self._clock.now_s
+            self._clock.compute(seconds)
+            self._on_compute(call, start, self.phase)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Tensors among arguments of an operator, and in lists of them, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes that a pass over a tensor touches: an expanded one repeats those of its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def place_of_call() -> str:
+    """The innermost line outside torch and this project's planner that led here."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/planner/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "in torch"
+
+
+def address(tensor: Tensor) -> int:
+    """Of a tensor without data: the same for two tensors that begin at the same place, and else different."""
+    return (tensor.untyped_storage()._cdata << 16) + tensor.storage_offset() * tensor.element_size()
+
+
+@contextmanager
+def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: bool) -> Iterator[None]:
+    """Within this context tensors hold no data, have addresses all the same, and `memory` sees storages change size.
+
+    Args:
+        pretends_cuda: Take the defaults that optimizers have for parameters on CUDA.
+    """
+    plain_resize, plain_pointer = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
+
+    def resize(storage: Any, size: int) -> Any:
+        answer = plain_resize(storage, size)
+        memory.resized(storage)
+        return answer
+
+    def pointer(storage: Any) -> int:
+        return storage._cdata if storage.device.type == "meta" else plain_pointer(storage)
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(torch.UntypedStorage, "resize_", resize))
+        stack.enter_context(patch(torch.UntypedStorage, "data_ptr", pointer))
+        stack.enter_context(patch(FakeTensor, "data_ptr", address, create=True))
+        if pretends_cuda:
+            optimizer, foreach = torch.optim.optimizer, torch.utils._foreach_utils
+            devices = [*foreach._get_foreach_kernels_supported_devices(), "cpu"]
+            stack.enter_context(patch(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices))
+            types = [*optimizer._foreach_supported_types, FakeTensor]
+            stack.enter_context(patch(optimizer, "_foreach_supported_types", types))
+        stack.enter_context(device)
+        yield
+
+
+@contextmanager
+def with_data() -> Iterator[None]:
+    """Within this context, inside `without_data`, tensors are as always."""
+    with _disable_current_modes():
+        yield

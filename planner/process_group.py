@@ -1,0 +1,360 @@
+"""Process groups that only pretend: no data moves, but each collective takes its time on a clock.
+
+Ranks are symmetric (SPMD): the one rank that runs speaks for all, so a collective is complete when it would be if all
+ranks had issued it together. Tensors without data stay so. Of those that hold data (the small exchanges by which ranks
+agree) each rank is taken to send what this one sends.
+
+The default group is put in its place without a rendezvous, and `pretended_world` puts back what was there before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.clock import Clock, Flight, Queue
+from planner.cluster import Cluster
+from planner.contracts import CollectiveCost, CollectiveCosts
+from training.errors import UserError
+
+AT_ONCE = {"gloo": 2, "nccl": 1}
+"""Collectives of one group under way at once: Gloo has so many threads a group, NCCL one stream."""
+TIMEOUT = timedelta(minutes=10)
+REGISTERS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+"""Where torch keeps its process groups."""
+
+
+class CannotSimulate(UserError):
+    """Something that cannot be run where tensors hold no data; says what and why."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective, as it is told to who listens.
+
+    Attributes:
+        kind, payload_bytes: As in `training.traffic.Collective`.
+        backend: That carries it.
+        tensors: What it reads and writes.
+        dtype: Of what it sends, without `torch.`.
+    """
+
+    kind: str
+    payload_bytes: int
+    ranks: tuple[int, ...]
+    group_name: str
+    backend: str
+    tensors: tuple[Tensor, ...]
+    dtype: str
+    flight: Flight
+
+
+class Network:
+    """What all pretended groups have in common: the clock, the costs, and who listens.
+
+    Args:
+        on_issue: Called with each collective when it is issued.
+    """
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, costs: CollectiveCosts, on_issue: Callable[[Issued], None]
+    ) -> None:
+        self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
+        self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}
+
+    def issue(self, group: "PretendedGroup", kind: str, payload_bytes: int, tensors: Sequence[Tensor]) -> Flight:
+        key = (kind, payload_bytes, group.ranks)
+        cost = self._known.get(key)
+        if cost is None:
+            alone = CollectiveCost(0.0, 0.0, "")
+            cost = self._known[key] = self._costs.cost(*key) if len(group.ranks) > 1 else alone
+        backend = group.backend_of(tensors)
+        flight = self.clock.issue(cost, group.queue(backend))
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        name = group.group_name
+        self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, tuple(tensors), dtype, flight))
+        return flight
+
+
+class PretendedWork(dist._Work):
+    """The handle of one or several collectives."""
+
+    def __init__(self, clock: Clock, flights: Sequence[Flight], outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._clock, self._flights, self._outputs = clock, flights, list(outputs)
+
+    def wait(self, timeout: timedelta = TIMEOUT) -> bool:
+        for flight in self._flights:
+            self._clock.wait(flight)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(flight.is_done for flight in self._flights)
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return PretendedFuture(self)
+
+
+class PretendedFuture(torch.futures.Future):
+    """What PyTorch's C++ code and its communication hooks wait for: complete at once, since C++ cannot be made to run
+    the clock; who touches the tensors before the collective is done is made to wait then (`planner.operators`).
+    """
+
+    def __init__(self, work: PretendedWork) -> None:
+        super().__init__()
+        self._work = work
+        for flight in work._flights:
+            flight.guards = True
+        self.set_result(work.result())
+
+
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def holds_data(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+class PretendedGroup(dist.ProcessGroup):
+    """See the module's docstring. Methods are those of `torch.distributed.ProcessGroup`.
+
+    Args:
+        ranks: Its members, by their numbers in the whole world.
+        rank: This process's place among them.
+        config: As `torch.distributed.get_backend_config` gives it.
+    """
+
+    def __init__(self, network: Network, ranks: Sequence[int], rank: int, config: str, name: str) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks, self._rank, self._config, self._name = tuple(ranks), rank, config, name
+        self._network = network
+        self._queues: dict[str, Queue] = {}
+        self._coalesced: list[Flight] | None = None
+
+    # What torch asks a group ------------------------------------------------------------------------------------------
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getBackendName(self) -> str:
+        return self._config
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str, pg_options: Any, group_name: str, group_desc: Any
+    ) -> "PretendedGroup | None":
+        """Called by `torch.distributed.new_group` on the default group."""
+        if self._rank not in ranks:
+            return None
+        config = str(c10d.BackendConfig(c10d.Backend(backend)))
+        return PretendedGroup(self._network, ranks, list(ranks).index(self._rank), config, group_name)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT), supports_splitting=False, name=self._config)
+
+    def shutdown(self) -> None:
+        pass
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("cpu")]
+
+    def backend_of(self, tensors: Sequence[Tensor]) -> str:
+        """The backend that carries `tensors`: beside NCCL, Gloo carries what lies in host memory."""
+        return "gloo" if tensors and holds_data(tensors[0]) else self._network.cluster.backend
+
+    def queue(self, backend: str) -> Queue:
+        if backend not in self._queues:
+            self._queues[backend] = Queue(AT_ONCE.get(backend, 1))
+        return self._queues[backend]
+
+    # Collectives ------------------------------------------------------------------------------------------------------
+
+    def _issue(self, kind: str, payload: int, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
+        flight = self._network.issue(self, kind, payload, tensors)
+        if self._coalesced is not None:
+            self._coalesced.append(flight)
+        return PretendedWork(self._network.clock, [flight], outputs)
+
+    def _reduce_here(self, tensor: Tensor, op: Any) -> None:
+        """The sum over ranks that all hold the same."""
+        if holds_data(tensor) and op == dist.ReduceOp.SUM:
+            tensor.mul_(len(self.ranks))
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
+        for tensor in tensors:
+            self._reduce_here(tensor, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        return self._issue("all_reduce", nbytes(tensors), tensors, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
+        return self._issue("broadcast", nbytes(tensors), tensors, tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
+        if opts is None or opts.rootRank == self._rank:
+            for tensor in tensors:
+                self._reduce_here(tensor, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        return self._issue("reduce", nbytes(tensors), tensors, tensors)
+
+    def _gather_here(self, output: Tensor, own: Tensor) -> None:
+        if holds_data(output) and holds_data(own):
+            output.view(len(self.ranks), -1).copy_(own.reshape(1, -1).expand(len(self.ranks), -1))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
+        for received, own in zip(outputs, inputs, strict=True):
+            for tensor in received:
+                if holds_data(tensor) and holds_data(own):
+                    tensor.copy_(own)
+        flat = [tensor for received in outputs for tensor in received]
+        return self._issue("all_gather", nbytes(flat), [*inputs, *flat], flat)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
+        return self.allgather(outputs, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> PretendedWork:
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PretendedWork:
+        for output, own in zip(outputs, inputs, strict=True):
+            self._gather_here(output, own)
+        return self._issue("all_gather", nbytes(outputs), [*inputs, *outputs], outputs)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
+        for received, own in zip(outputs, inputs, strict=False):
+            for tensor in received:
+                if holds_data(tensor) and holds_data(own):
+                    tensor.copy_(own)
+        flat = [tensor for received in outputs for tensor in received]
+        return self._issue("gather", nbytes(inputs) * len(self.ranks), [*inputs, *flat], flat)
+
+    def gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> PretendedWork:
+        if output is not None:
+            self._gather_here(output, own)
+        return self._issue("gather", nbytes([own]) * len(self.ranks), [own], [own] if output is None else [output])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
+        for output, parts in zip(outputs, inputs, strict=False):
+            if holds_data(output) and parts:
+                output.copy_(parts[self._rank])
+        sent = [part for parts in inputs for part in parts]
+        return self._issue("scatter", nbytes(outputs) * len(self.ranks), [*outputs, *sent], outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
+        for output, parts in zip(outputs, inputs, strict=True):
+            if holds_data(output) and holds_data(parts[self._rank]):
+                output.copy_(parts[self._rank])
+                self._reduce_here(output, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        flat = [part for parts in inputs for part in parts]
+        return self._issue("reduce_scatter", nbytes(flat), [*flat, *outputs], outputs)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> PretendedWork:
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PretendedWork:
+        for output, whole in zip(outputs, inputs, strict=True):
+            if holds_data(output) and holds_data(whole):
+                output.view(-1).copy_(whole.view(len(self.ranks), -1)[self._rank])
+                self._reduce_here(output, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        return self._issue("reduce_scatter", nbytes(inputs), [*inputs, *outputs], outputs)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *splits_and_opts: Any) -> PretendedWork:
+        if holds_data(output) and output.shape == own.shape:
+            output.copy_(own)
+        return self._issue("all_to_all", nbytes([own]), [own, output], [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
+        for output, own in zip(outputs, inputs, strict=True):
+            if holds_data(output) and output.shape == own.shape:
+                output.copy_(own)
+        return self._issue("all_to_all", nbytes(inputs), [*inputs, *outputs], outputs)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PretendedWork:
+        return self._issue("send", nbytes(tensors), tensors, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PretendedWork:
+        return self._issue("recv", nbytes(tensors), tensors, tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PretendedWork:
+        return self._issue("recv", nbytes(tensors), tensors, tensors)
+
+    def barrier(self, opts: Any = None) -> PretendedWork:
+        return self._issue("barrier", 0, [], [])
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.barrier().wait()
+
+    # Names by which older code, and PyTorch's C++, call the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What is issued between these two is one thing to wait for.
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> PretendedWork:
+        flights, self._coalesced = self._coalesced or [], None
+        return PretendedWork(self._network.clock, flights, [])
+
+
+@contextmanager
+def pretended_world(network: Network, rank: int) -> Iterator[PretendedGroup]:
+    """Within this context the default process group is one that pretends, of the whole cluster, seen from `rank`.
+
+    What `torch.distributed` knew before (a real default group, perhaps) is there again afterwards.
+    """
+    cluster, world = network.cluster, c10d._world
+    config = f"cpu:{cluster.backend}"  # tensors without data lie on no device, and are said to lie on the CPU
+    registers = {name: getattr(c10d, name) for name in REGISTERS}
+    state, default_pg, count = world.__dict__, world.default_pg, world.group_count
+    for name in REGISTERS:
+        setattr(c10d, name, {})
+    world.__dict__ = type(world)().__dict__
+    group_name = c10d._process_group_name([], use_hashed_name=False)
+    group = PretendedGroup(network, range(cluster.world_size), rank, config, group_name)
+    try:
+        c10d._register_pg_in_world(
+            group,
+            backend_name=c10d.Backend(config),
+            store=dist.HashStore(),
+            group_name=group_name,
+            backend_config=config,
+            rank_mapping={member: member for member in range(cluster.world_size)},
+            add_to_default_tag=True,
+        )
+        c10d._update_default_pg(group)
+        yield group
+    finally:
+        for name in c10d._pg_names.values():
+            torch._C._distributed_c10d._unregister_process_group(name)
+        for name, register in registers.items():
+            setattr(c10d, name, register)
+        world.__dict__ = state
+        c10d._update_default_pg(default_pg)
+        world.group_count = count

@@ -1,0 +1,233 @@
+"""One optimizer step of a strategy on a cluster that is not there: its own code, on tensors without data."""
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import ddp
+import sharding
+from ddp.link_fit import WATCHED_STEPS
+from planner.clock import Clock
+from planner.cluster import Cluster
+from planner.contracts import (
+    CollectiveCosts,
+    Contention,
+    OperatorCall,
+    OperatorCosts,
+    Setting,
+    Simulated,
+    Span,
+)
+from planner.memory import CUDA_BLOCK, MODEL_STATES, MemoryTracker
+from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_data
+from planner.process_group import CannotSimulate, Issued, Network, pretended_world
+from training.config import AUTO
+from training.errors import UserError
+from training.loop import train
+from training.strategy import Strategy, sample_count
+
+__all__ = ["CannotSimulate", "simulate"]
+
+SETTLING_STEPS = 2
+"""After the first, PyTorch DDP fills its buckets anew; in the second it frees the old ones."""
+NEEDS_DATA = ("sharding.sharded:require_elementwise", "reference.fsdp2:require_elementwise")
+NEEDS_DATA += ("ddp.link_fit:measure_all_reduce",)
+"""Functions of strategies that look at what comes out, as `module that calls it:name`. They run on data."""
+
+
+class Recording:
+    """Follows the training loop, and keeps what happens in its last step."""
+
+    bends_this_step = False
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.compute: list[tuple[OperatorCall, float, float, str]] = []
+        self.issued: list[tuple[Issued, str]] = []
+        self.is_on = False
+
+    def on_compute(self, call: OperatorCall, start_s: float, phase: str) -> None:
+        if self.is_on:
+            self.compute.append((call, start_s, self.clock.now_s, phase))
+
+    def step(self) -> None:
+        """The training loop's: nothing to do."""
+
+    def spans(self, begin_s: float, end_s: float) -> list[Span]:
+        """What lies between two moments, and of what goes beyond them the part that does."""
+        spans = [
+            Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "shapes": call.shapes})
+            for call, start, end, phase in self.compute
+        ]
+        free: list[float] = []  # for each lane of communication, when it is free again
+        flights = sorted(self.issued, key=lambda entry: entry[0].flight.began_s or 0.0)
+        for issued, phase in flights:
+            flight = issued.flight
+            start, end = max(flight.began_s or 0.0, begin_s), min(flight.ended_s or end_s, end_s)
+            if flight.began_s is None or end <= start:
+                continue
+            lane = next((index for index, until in enumerate(free) if until <= start), len(free))
+            free[lane : lane + 1] = [end]
+            details = {
+                "phase": phase,
+                "payload_bytes": issued.payload_bytes,
+                "group_size": len(issued.ranks),
+                "group": issued.group_name,
+                "backend": issued.backend,
+                "dtype": issued.dtype,
+                "issued_s": flight.issued_s - begin_s,
+                "link": flight.cost.link,
+            }
+            spans.append(Span(f"communication {lane}", issued.kind, start - begin_s, end - begin_s, details))
+        return sorted(spans, key=lambda span: span.start_s)
+
+
+def simulate(
+    setting: Setting,
+    cluster: Cluster,
+    operator_costs: OperatorCosts,
+    collective_costs: CollectiveCosts,
+    contention: Contention = Contention(),
+    rank: int = 0,
+) -> Simulated:
+    """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
+
+    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
+
+    Raises:
+        CannotSimulate: the choice or the model cannot run without data; says what stands in the way.
+        UserError: what the strategy itself refuses.
+    """
+    started = time.perf_counter()
+    simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
+    try:
+        with simulation.running():
+            return simulation.measure(started)
+    except UNSIMULATED as error:
+        raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
+    finally:
+        gc.collect()  # strategies hold themselves in cycles, and with them everything that they pretend to have
+
+
+class Simulation:
+    """A pretended rank with a strategy on it. For `simulate`'s arguments see there."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        cluster: Cluster,
+        operator_costs: OperatorCosts,
+        collective_costs: CollectiveCosts,
+        contention: Contention,
+        rank: int,
+    ) -> None:
+        self.setting, self.cluster, self.rank = setting, cluster, rank
+        self.clock = Clock(contention)
+        self.recording = Recording(self.clock)
+        is_cuda = cluster.device.kind == "cuda"
+        self.memory = MemoryTracker(CUDA_BLOCK if is_cuda else 1, lambda: self.clock.now_s)
+        self.network = Network(cluster, self.clock, collective_costs, self._on_issue)
+        self.device = PretendedDevice(
+            self.clock, operator_costs, self.memory, not is_cuda, self.recording.on_compute
+        )
+        self.strategy: Strategy | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this context the strategy exists, and everything is pretended."""
+        family = ddp if self.setting.choice in ddp.CHOICES else sharding
+        if self.setting.choice not in (*ddp.CHOICES, *sharding.CHOICES):
+            raise UserError(f"{self.setting.choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
+        make_strategy = family.load(self.setting.choice)
+        self.micro_batches = list(self.setting.make_micro_batches())
+        with ExitStack() as stack:
+            for place in NEEDS_DATA:
+                module, _, name = place.partition(":")
+                stack.enter_context(on_data(import_module(module), name))
+            stack.enter_context(pretended_world(self.network, self.rank))
+            stack.enter_context(without_data(self.device, self.memory, self.cluster.device.kind == "cuda"))
+            for batch in self.micro_batches:
+                self.memory.note(batch.values(), "other")
+            module = self.setting.make_module()
+            options = replace(self.setting.options, clock=lambda: self.clock.now_s)
+            self.strategy = make_strategy(module, self.setting.make_optimizer, options)
+            self._sort_memory()
+            for leaf in self.strategy.gradient_leaves():
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            try:
+                yield
+            finally:
+                self.strategy = None
+
+    def measure(self, started: float) -> Simulated:
+        """Run until the strategy has settled, and then the step that counts."""
+        clock, recording, strategy = self.clock, self.recording, self.strategy
+        assert strategy is not None
+        waits = WATCHED_STEPS + 1 if self.setting.options.bucket_cap_mb == AUTO else SETTLING_STEPS
+        for step in range(waits + 1):
+            if step == waits:
+                recording.issued = [entry for entry in recording.issued if not entry[0].flight.is_done]
+                recording.is_on = True
+                self._sort_memory()
+                self.memory.start()
+                begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+            samples = sum(map(sample_count, self.micro_batches))
+            train(strategy, [(samples, self.micro_batches)], recording, self.setting.clip_grad_norm, lambda _: None)
+        end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+        self._sort_memory()
+        step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
+        return Simulated(
+            step_time_s=step_s,
+            compute_s=compute_s,
+            communication_s=in_flight_s,
+            exposed_s=exposed_s,
+            spans=recording.spans(begin[0], end[0]),
+            memory=self.memory.stop(),
+            without_costs=dict(self.device.without_costs),
+            wall_s=time.perf_counter() - started,
+        )
+
+    # Memory, sorted -----------------------------------------------------------------------------------------------
+
+    def _on_issue(self, issued: Issued) -> None:
+        self.recording.issued.append((issued, self.device.phase))
+        if self.strategy is not None:
+            self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(issued.tensors, "communication", unless=MODEL_STATES)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self.memory.assign([parameter.grad], "gradients")
+
+    def _sort_memory(self) -> None:
+        """Ask the strategy what is what."""
+        assert self.strategy is not None
+        self.memory.assign(self.strategy.parameter_tensors(), "parameters")
+        self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        if hasattr(self.strategy, "optimizer"):
+            self.memory.assign(self.strategy.optimizer_tensors(), "optimizer_state")
+
+
+@contextmanager
+def on_data(module: Any, name: str) -> Iterator[None]:
+    """Within this context `module.name` computes on tensors that hold data."""
+    plain: Callable[..., Any] = getattr(module, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with with_data():
+            return plain(*args, **kwargs)
+
+    with mock.patch.object(module, name, call):
+        yield
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error, with the operator that it is about."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,134 @@
+"""The planner's clock, against sums that can be done by hand and bounds that hold for any set of collectives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.clock import Clock, Queue
+from planner.contracts import CollectiveCost, Contention
+
+seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
+costs = st.builds(CollectiveCost, seconds, seconds, st.sampled_from(["inside", "between"]))
+factors = st.floats(1.0, 3.0)
+CLOSE = 1e-9
+
+
+def cost(latency: float, transfer: float, link: str = "link") -> CollectiveCost:
+    return CollectiveCost(latency, transfer, link)
+
+
+def test_one_collective_takes_its_latency_and_its_transfer() -> None:
+    clock = Clock()
+    clock.wait(clock.issue(cost(0.5, 2.0), Queue(1)))
+    assert (clock.now_s, clock.exposed_s, clock.in_flight_s, clock.compute_s) == (2.5, 2.5, 2.5, 0.0)
+
+
+def test_what_compute_hides_is_not_exposed() -> None:
+    clock = Clock()
+    flight = clock.issue(cost(0.5, 2.0), Queue(1))
+    clock.compute(1.0)
+    clock.wait(flight)
+    assert (clock.now_s, clock.exposed_s, clock.compute_s) == (2.5, 1.5, 1.0)
+    clock.wait(flight)
+    assert clock.now_s == 2.5, "what is done is not waited for again"
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5])
+def test_equal_transfers_that_share_a_link_take_as_many_times_as_long(together: int) -> None:
+    clock = Clock()
+    flights = [clock.issue(cost(0.25, 2.0), Queue(1)) for _ in range(together)]
+    for flight in flights:
+        clock.wait(flight)
+    assert clock.now_s == pytest.approx(0.25 + 2.0 * together), "latency is not shared"
+
+
+def test_links_are_independent() -> None:
+    clock = Clock()
+    for link in ("inside", "between"):
+        clock.issue(cost(0.0, 2.0, link), Queue(1))
+    clock.drain()
+    assert clock.now_s == 2.0
+
+
+def test_a_queue_lets_so_many_run_at_once() -> None:
+    """Three of latency 1 and no transfer: one after the other, or two at once and then the third."""
+    for width, end in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        clock, queue = Clock(), Queue(width)
+        flights = [clock.issue(cost(1.0, 0.0), queue) for _ in range(3)]
+        clock.wait(flights[-1])
+        assert clock.now_s == end
+
+
+def test_contention_draws_out_both_while_both_go_on() -> None:
+    """Compute of 2 s takes 3 s beside a transfer, which gets through 2 s of its 3 s in that time; then it is alone."""
+    clock = Clock(Contention(compute=1.5, communication=1.5))
+    flight = clock.issue(cost(0.0, 3.0), Queue(1))
+    clock.compute(2.0)
+    assert clock.now_s == pytest.approx(3.0)
+    clock.wait(flight)
+    assert clock.now_s == pytest.approx(4.0)
+    clock.compute(1.0)
+    assert clock.now_s == pytest.approx(5.0), "nothing else goes on"
+
+
+def test_a_transfer_that_ends_within_compute_slows_only_a_part_of_it() -> None:
+    clock = Clock(Contention(compute=2.0))
+    clock.issue(cost(0.0, 1.0), Queue(1))
+    clock.compute(3.0)
+    assert clock.now_s == pytest.approx(1.0 + 2.5)
+
+
+def play(issued: list[tuple[float, CollectiveCost, int]], contention: Contention) -> tuple[Clock, list]:
+    """Compute before each collective, which is issued in the queue of that number; wait for all."""
+    clock, queues = Clock(contention), [Queue(1), Queue(2)]
+    flights = []
+    for compute, one, number in issued:
+        clock.compute(compute)
+        flights.append(clock.issue(one, queues[number]))
+    for flight in flights:
+        clock.wait(flight)
+    return clock, flights
+
+
+programs = st.lists(st.tuples(seconds, costs, st.integers(0, 1)), max_size=8)
+
+
+@given(programs, factors, factors)
+def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list, compute: float, other: float) -> None:
+    clock, flights = play(issued, Contention(compute, other))
+    for flight in flights:
+        assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
+        assert flight.began_s >= flight.issued_s
+    for link in ("inside", "between"):
+        carried = sum(one.transfer_s for _, one, _ in issued if one.link == link)
+        own = [flight for flight in flights if flight.cost.link == link]
+        if own:
+            assert max(f.ended_s for f in own) - min(f.began_s for f in own) >= carried - CLOSE
+
+
+@given(programs)
+def test_the_total_lies_between_its_bounds(issued: list) -> None:
+    clock, _ = play(issued, Contention())
+    computed = sum(compute for compute, _, _ in issued)
+    alone = sum(one.latency_s + one.transfer_s for _, one, _ in issued)
+    longest = max((one.latency_s + one.transfer_s for _, one, _ in issued), default=0.0)
+    assert max(computed, longest) - CLOSE <= clock.now_s <= computed + alone + CLOSE
+    assert clock.compute_s == pytest.approx(computed)
+    assert clock.now_s == pytest.approx(clock.compute_s + clock.exposed_s), "a rank computes or waits"
+    assert clock.in_flight_s <= alone + CLOSE
+
+
+@given(st.lists(st.tuples(seconds, costs), max_size=6))
+def test_blocking_collectives_add_up(issued: list) -> None:
+    clock, queue = Clock(), Queue(1)
+    for compute, one in issued:
+        clock.compute(compute)
+        clock.wait(clock.issue(one, queue))
+    assert clock.now_s == pytest.approx(sum(c + one.latency_s + one.transfer_s for c, one in issued))
+
+
+@given(programs)
+def test_a_queue_of_one_keeps_its_order(issued: list) -> None:
+    _, flights = play(issued, Contention())
+    own = [flight for flight, (_, _, number) in zip(flights, issued, strict=True) if number == 0]
+    assert all(one.ended_s <= other.began_s for one, other in zip(own, own[1:], strict=False))
