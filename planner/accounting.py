@@ -3,9 +3,9 @@
 Psi is the number of parameters, N the number of ranks. Model states follow ZeRO (Rajbhandari et al., ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, sections 3.1 and 5). Activations are those
 that autograd keeps for backward in transformers' Llama, Mistral and Qwen2 (SwiGLU, RMSNorm, grouped-query attention by
-`scaled_dot_product_attention` with a padding mask), found by following `torch.autograd.graph.saved_tensors_hooks` and
-held against them by tests. What a step holds beside these (buffers of collectives, temporaries) is in no formula:
-`scripts/plan.py` without `memory` counts it by running the strategy.
+`scaled_dot_product_attention`, with a mask where samples of several lengths are padded), found by following
+`torch.autograd.graph.saved_tensors_hooks` and held against them by tests. What a step holds beside these (buffers of
+collectives, temporaries) is in no formula: `scripts/plan.py` without `memory` counts it by running the strategy.
 """
 
 from collections.abc import Sequence
@@ -162,13 +162,15 @@ class Decoder:
         for name, copies in inputs.items():
             formula = f"{copies} layers b s d_model {low}".removeprefix("1 ")
             terms.append(Term(f"input of {name}", formula, copies * layers * bs * d * low))
-        # With a mask, keys and values are repeated for every query head.
-        shared = f"layers b s 3 d_q {low}" if q != kv else f"layers b s (d_q + 2 d_kv) {low}"
+        if samples > 1:  # of unequal lengths: with a mask, keys and values are repeated for every query head
+            terms.append(Term("queries, keys, values", f"layers b s 3 d_q {low}", layers * bs * 3 * q * low))
+            terms.append(Term("mask", f"layers b s s {low}", layers * bs * tokens * low))
+        else:
+            held = layers * bs * (q + 2 * kv) * low
+            terms.append(Term("queries, keys, values", f"layers b s (d_q + 2 d_kv) {low}", held))
         terms += [
-            Term("queries, keys, values", shared, layers * bs * 3 * q * low),
             Term("attention output", f"layers b s d_q {low}", layers * bs * q * low),
             Term("log-sum-exp", "layers b s heads 4", layers * bs * self.heads * FP32),
-            Term("mask", f"layers b s s {low}", layers * bs * tokens * low),
             Term("gate, its SiLU, up, product", f"layers b s 4 d_ff {low}", layers * bs * 4 * f * low),
             Term("last norm and token ids", "b s (4 (2 d_model + 1) + 8)", bs * (4 * (2 * d + 1) + 8)),
             Term("input of the head", f"b s d_model {low}", bs * d * low),

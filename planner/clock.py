@@ -74,9 +74,7 @@ class Clock:
             left = left - step * pace if step < left / pace else 0.0
         self.compute_s += self.now_s - begin
 
-    def issue(
-        self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None
-    ) -> Flight:
+    def issue(self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None) -> Flight:
         """Let a collective go, as soon as its queue lets it."""
         flight = Flight(cost, self.now_s, on_done)
         queue.waiting.append(flight)

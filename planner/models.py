@@ -103,15 +103,15 @@ class Model:
         return [self._batch(samples, sequence_length) for _ in range(count)]
 
     def _batch(self, samples: int, sequence_length: int) -> dict[str, Tensor]:
+        """Of several samples, all but the first are one token short, as those of a batch of reviews rarely are of one
+        length: attention then needs a mask, which a batch of one sample does without.
+        """
         labels = torch.zeros(samples, dtype=torch.long)
         if self.kind == IMAGES:
             return {"pixel_values": torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS), "labels": labels}
-        tokens = (samples, sequence_length)
-        return {
-            "input_ids": torch.ones(tokens, dtype=torch.long),
-            "attention_mask": torch.ones(tokens, dtype=torch.long),
-            "labels": labels,
-        }
+        tokens = torch.ones(samples, sequence_length, dtype=torch.long)
+        tokens[1:, -1] = 0
+        return {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": labels}
 
     def require_length(self, sequence_length: int) -> None:
         """Refuse samples that are longer than the model's positions.

@@ -133,9 +133,7 @@ class Simulation:
         is_cuda = cluster.device.kind == "cuda"
         self.memory = MemoryTracker(CUDA_BLOCK if is_cuda else 1, lambda: self.clock.now_s)
         self.network = Network(cluster, self.clock, collective_costs, self._on_issue)
-        self.device = PretendedDevice(
-            self.clock, operator_costs, self.memory, not is_cuda, self.recording.on_compute
-        )
+        self.device = PretendedDevice(self.clock, operator_costs, self.memory, not is_cuda, self.recording.on_compute)
         self.strategy: Strategy | None = None
 
     @contextmanager
@@ -143,7 +141,9 @@ class Simulation:
         """Within this context the strategy exists, and everything is pretended."""
         family = ddp if self.setting.choice in ddp.CHOICES else sharding
         if self.setting.choice not in (*ddp.CHOICES, *sharding.CHOICES):
-            raise UserError(f"{self.setting.choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
+            raise UserError(
+                f"{self.setting.choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}"
+            )
         make_strategy = family.load(self.setting.choice)
         self.micro_batches = list(self.setting.make_micro_batches())
         with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """What each strategy would need and take on devices that you do not have: its own code, run on tensors without data.
 
+    python scripts/plan.py --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     python scripts/plan.py memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
 
 `python scripts/plan.py COMMAND --help` lists the flags of a command.
@@ -17,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.cli import ENVIRONMENT, OneLineParser, unknown_name
 from training.errors import UserError
 
-COMMANDS = {"memory": "planner.memory_command"}
-DEFAULT = "memory"
+COMMANDS = {"plan": "planner.plan_command", "memory": "planner.memory_command"}
+DEFAULT = "plan"
 WIDTH = 240
 """Characters of the widest table: a file or a pipe has no width of its own."""
 
