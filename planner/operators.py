@@ -1,15 +1,16 @@
 """Operators on tensors without data: how long they take and what they allocate. The one file of `planner` that leans
 on interfaces of torch that are not stable: `FakeTensorMode`, `TorchDispatchMode`, `torch.utils.flop_counter`.
 
-Tensors that are made from literals (`torch.tensor([...])`) and a rank's batch hold their data, and so does all that is
-computed from these alone: so ranks really agree on counts, and a model sees which tokens are padding. Whatever meets a
-parameter has none.
+A rank's batch holds its data, and so do tensors made from literals (`torch.tensor([...])`), integers that count
+something, and all that is computed from these alone: so ranks really agree on counts, and a model sees which tokens are
+padding. Whatever meets a parameter has none.
 """
 
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,8 @@ from planner.process_group import CannotSimulate, holds_data
 aten = torch.ops.aten
 MOST_REAL = 2**22
 """Elements: what is larger is not computed, though it could be."""
+COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange))
+"""Operators that make tensors of nothing; if these are integers, they hold data."""
 NO_KERNEL = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_local_scalar_dense")
     + ("set_", "resize_", "_unsafe_view", "is_same_size", "sym_size", "alias", "detach")
@@ -58,6 +61,7 @@ class PretendedDevice(TorchDispatchMode):
     Attributes:
         without_costs: Operators of which nothing is known, with the number of calls.
         phases: The parts of the step that this is in, the innermost last (`training.phases`).
+        is_building: Whether the model is being made, whose parameters hold no data whatever they are made from.
         guards: Collectives in flight whose handles only C++ waits for, by storage.
     """
 
@@ -77,6 +81,7 @@ class PretendedDevice(TorchDispatchMode):
         self._has_kernel: dict[Any, bool] = {}
         self.without_costs: Counter[str] = Counter()
         self.phases: list[str] = []
+        self.is_building = False
         self.guards: dict[int, Flight] = {}
 
     @property
@@ -103,7 +108,7 @@ class PretendedDevice(TorchDispatchMode):
     # Running it -------------------------------------------------------------------------------------------------------
 
     def _run(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        if inputs and all(map(holds_data, inputs)):
+        if inputs and all(map(holds_data, inputs)) and not (self.is_building and func is aten.lift_fresh.default):
             return self._run_on_data(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
@@ -111,7 +116,10 @@ class PretendedDevice(TorchDispatchMode):
             self._refuse_to_branch()
             return True
         with self._fake:
+            answer = func(*args, **kwargs)
+        if func.overloadpacket in COUNTING and not answer.is_floating_point() and answer.numel() <= MOST_REAL:
             return func(*args, **kwargs)
+        return answer
 
     def _run_on_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.lift_fresh.default:
@@ -236,7 +244,7 @@ def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: 
         stack.enter_context(patch(torch.UntypedStorage, "data_ptr", pointer))
         stack.enter_context(patch(FakeTensor, "data_ptr", address, create=True))
         if pretends_cuda:
-            optimizer, foreach = torch.optim.optimizer, torch.utils._foreach_utils
+            optimizer, foreach = import_module("torch.optim.optimizer"), torch.utils._foreach_utils
             devices = [*foreach._get_foreach_kernels_supported_devices(), "cpu"]
             stack.enter_context(patch(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices))
             types = [*optimizer._foreach_supported_types, FakeTensor]

@@ -43,7 +43,6 @@ class Issued:
     Attributes:
         kind, payload_bytes: As in `training.traffic.Collective`.
         backend: That carries it.
-        tensors: What it reads and writes.
         dtype: Of what it sends, without `torch.`.
     """
 
@@ -52,7 +51,6 @@ class Issued:
     ranks: tuple[int, ...]
     group_name: str
     backend: str
-    tensors: tuple[Tensor, ...]
     dtype: str
     flight: Flight
 
@@ -61,11 +59,11 @@ class Network:
     """What all pretended groups have in common: the clock, the costs, and who listens.
 
     Args:
-        on_issue: Called with each collective when it is issued.
+        on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
     """
 
     def __init__(
-        self, cluster: Cluster, clock: Clock, costs: CollectiveCosts, on_issue: Callable[[Issued], None]
+        self, cluster: Cluster, clock: Clock, costs: CollectiveCosts, on_issue: Callable[[Issued, Sequence[Tensor]], None]
     ) -> None:
         self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
         self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}
@@ -80,7 +78,7 @@ class Network:
         flight = self.clock.issue(cost, group.queue(backend))
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         name = group.group_name
-        self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, tuple(tensors), dtype, flight))
+        self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)
         return flight
 
 
