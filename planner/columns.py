@@ -14,7 +14,7 @@ COMPONENTS = {
 
 
 def gib(label: str, meaning: str) -> Column:
-    return Column(label, "GiB", meaning, GIB)
+    return Column(label, "GiB", meaning, GIB, 2)
 
 
 PLAN_COLUMNS = {

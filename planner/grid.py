@@ -2,9 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.cluster import Cluster, Link
 from planner.plan import Case, Outcome
@@ -14,6 +13,7 @@ LINK_FACTORS = (0.25, 1.0, 4.0)
 BUCKETS = (1.0, 25.0, 100.0)
 DEFAULT_BUCKET = 25.0
 MOST_RANKS = 4096
+Simulations = Callable[[Iterable[tuple[Case, str]]], Iterator[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,30 @@ def axes_of(case: Case) -> dict[str, list[float]]:
     }
 
 
-def fill(case: Case, evaluate: Callable[[Case], Sequence[Outcome]], budget_s: float) -> Grid:
+def fill(case: Case, choices: Sequence[str], simulations: Simulations, budget_s: float) -> Grid:
     """Simulate settings around `case`, those that differ from it in few respects first, until time is up.
 
     Args:
-        evaluate: Simulates the choices.
-        budget_s: In seconds; a cell that has begun is finished.
+        simulations: Answers tasks, in their order.
+        budget_s: In seconds; what has begun is finished.
     """
     began, axes = time.perf_counter(), axes_of(case)
     base = tuple(axes[axis].index(value) for axis, value in zip(AXES, values_of(case), strict=True))
-    places = sorted(
-        itertools.product(*(range(len(axes[axis])) for axis in AXES)), key=lambda place: distance(place, base)
-    )
-    cells: dict[tuple[int, ...], Any] = {}
+    places = list(itertools.product(*(range(len(axes[axis])) for axis in AXES)))
+    places.sort(key=lambda place: distance(place, base))
+
+    def tasks() -> Iterator[tuple[Case, str]]:
+        for place in places:
+            if place == base or time.perf_counter() - began < budget_s:
+                there = changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)])
+                yield from ((there, choice) for choice in choices)
+
+    found = (figures(outcome) for outcome in simulations(tasks()))
+    cells = {}
     for place in places:
-        if cells and time.perf_counter() - began > budget_s:
-            break
-        cells[place] = {
-            o.choice: figures(o)
-            for o in evaluate(changed(case, [axes[a][i] for a, i in zip(AXES, place, strict=True)]))
-        }
+        of_place = dict(zip(choices, itertools.islice(found, len(choices)), strict=False))
+        if of_place:
+            cells[place] = of_place
     return Grid(axes, base, cells, time.perf_counter() - began, len(places))
 
 

@@ -9,6 +9,7 @@ import sharding
 from planner.cluster import Cluster
 from planner.contracts import CollectiveCosts, Contention, OperatorCosts, Setting, Simulated
 from planner.models import Model
+from training.cli import unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 from training.registry import Registry
@@ -108,32 +109,29 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def choices(registries: Mapping[str, Registry] = FAMILIES) -> list[tuple[str, str]]:
-    """All choices with their entrypoints, in display order."""
-    return [(name, entrypoint) for entrypoint, registry in registries.items() for name in registry.sentences]
+def choices(asked: Sequence[str] | None = None) -> list[str]:
+    """All choices of both families in display order, or those of them that are asked for.
 
-
-def outcomes(case: Case, simulate: Simulate, on_choice: Callable[[str], None] = lambda choice: None) -> list[Outcome]:
-    """Each choice of both families; what one class does under two names is simulated once.
-
-    Args:
-        on_choice: Told of each choice before it is simulated.
+    Raises:
+        UserError: one does not exist.
     """
-    found: dict[str, tuple[Simulated | None, str]] = {}
-    answers = []
-    for choice, entrypoint in choices():
-        on_choice(choice)
-        registry = FAMILIES[entrypoint]
-        location = registry.location(choice)
-        if choice in registry.missing:
-            found[location] = None, f"not installed; run: {registry.missing[choice]}"
-        if location not in found:
-            try:
-                found[location] = simulate(case.setting(choice)), ""
-            except UserError as error:
-                found[location] = None, str(error)
-        answers.append(Outcome(choice, entrypoint, *found[location]))
-    return answers
+    known = [name for registry in FAMILIES.values() for name in registry.sentences]
+    for name in asked or ():
+        if name not in known:
+            raise UserError(f"--choices: {unknown_name('strategy', name, known)}")
+    return [name for name in known if not asked or name in asked]
+
+
+def outcome(case: Case, choice: str, simulate: Simulate) -> Outcome:
+    """What becomes of one choice."""
+    entrypoint = next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
+    registry = FAMILIES[entrypoint]
+    if choice in registry.missing:
+        return Outcome(choice, entrypoint, None, f"not installed; run: {registry.missing[choice]}")
+    try:
+        return Outcome(choice, entrypoint, simulate(case.setting(choice)))
+    except UserError as error:
+        return Outcome(choice, entrypoint, None, str(error))
 
 
 def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:

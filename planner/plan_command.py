@@ -1,7 +1,8 @@
 """`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-from functools import partial
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +12,10 @@ from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
 from planner.flags import add_model_flags, chosen_model, require_between
-from planner.plan import Case, Costs, outcomes, row
+from planner.plan import Case, Costs, Outcome, choices, row
 from planner.recommendation import reasons
+from planner.sources import costs_of
+from planner.workers import simulations
 from training.cli import unknown_name
 from training.config import PRECISIONS, RunConfig, bucket_cap
 from training.errors import UserError
@@ -40,6 +43,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     parser.add_argument("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: 25)")
     parser.add_argument("--price", type=float, help="of one device for an hour, in any currency")
+    parser.add_argument("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
+    parser.add_argument(
+        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
 
@@ -51,7 +58,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     case = case_of(options)
     costs = costs_of(case)
-    rows = simulated_rows(case, costs)
+    names = choices(options.choices.split(",") if options.choices else None)
+    jobs = options.jobs or os.cpu_count() or 1
+    found = list(followed(simulations([(case, name) for name in names], jobs), names))
+    rows = [row(of_choice, case, costs) for of_choice in found]
     frame = frame_of(rows)
     console.print(headline(case))
     console.print("", printed(frame), "")
@@ -70,6 +80,7 @@ def case_of(options: argparse.Namespace) -> Case:
     from planner import hardware
 
     require_between(options, "price", 0, 1e9)
+    require_between(options, "jobs", 1, 1024)
     require_between(options, "sequence_length", 1, LONGEST)
     if options.precision not in PRECISIONS:
         raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
@@ -82,47 +93,13 @@ def case_of(options: argparse.Namespace) -> Case:
     return Case(model, cluster, config, options.sequence_length, options.price)
 
 
-def costs_of(case: Case) -> Costs:
-    """A roofline and a table of links."""
-    from planner import collective_costs, costs
-    from planner.contracts import Contention
-
-    device = case.cluster.device
-    return Costs(
-        costs.roofline(device, precision=case.config.precision),
-        collective_costs.from_links(case.cluster),
-        Contention(),
-        compute_error=ROOFLINE_ERROR,
-        link_error=LINK_TABLE_ERROR,
-        sources=(
-            f"Operators: roofline of {device.name} ({device.source}).",
-            *(f"Link {link.name}: {link.source}." for link in (case.cluster.inside, case.cluster.between) if link),
-        ),
-    )
-
-
-ROOFLINE_ERROR, LINK_TABLE_ERROR = 0.2, 0.3
-"""What step times and collectives from tables alone are taken to be off by at most; nothing here was measured."""
-
-
-def simulated_rows(case: Case, costs: Costs) -> list[dict[str, object]]:
-    from planner.plan import choices
-    from planner.simulate import simulate
-
-    one = partial(
-        simulate,
-        cluster=case.cluster,
-        operator_costs=costs.operators,
-        collective_costs=costs.collectives,
-        contention=costs.contention,
-    )
+def followed(found: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
+    """What comes, with a bar on standard error where that is a terminal."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(choices()))
-
-        def on_choice(choice: str) -> None:
-            progress.update(task, advance=1, description=choice)
-
-        return [row(outcome, case, costs) for outcome in outcomes(case, one, on_choice)]
+        task = progress.add_task("simulating", total=len(names))
+        for of_choice in found:
+            progress.update(task, advance=1)
+            yield of_choice
 
 
 def frame_of(rows: list[dict[str, object]]) -> pd.DataFrame:

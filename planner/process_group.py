@@ -63,7 +63,11 @@ class Network:
     """
 
     def __init__(
-        self, cluster: Cluster, clock: Clock, costs: CollectiveCosts, on_issue: Callable[[Issued, Sequence[Tensor]], None]
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        costs: CollectiveCosts,
+        on_issue: Callable[[Issued, Sequence[Tensor]], None],
     ) -> None:
         self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
         self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}

@@ -91,7 +91,7 @@ def against_leaner(best: Row, others: Sequence[Row]) -> list[str]:
 
 
 def gib(held: float) -> str:
-    return f"{held / GIB:,.1f} GiB"
+    return f"{held / GIB:,.2f} GiB"
 
 
 def listed(names: Any) -> str:
