@@ -28,10 +28,12 @@ WITHOUT_BYTES = frozenset(
         aten.new_empty_strided,
         aten.resize_,
         aten.set_,
+        aten.is_same_size,
+        aten._local_scalar_dense,
     }
 )
-"""Operators beside those whose schema says that they answer with a view: they make or rename a tensor, and touch no
-element of it."""
+"""Operators beside those whose schema says that they answer with a view: they make, rename or ask a tensor, and no
+kernel runs over its elements."""
 READS_PART = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward})
 """Operators that read no more of their first tensor than they write."""
 

@@ -1,47 +1,22 @@
-"""How long operators take: from a record of them, or from a device's peak rates."""
+"""How long operators take on a device that does nothing else, best known first:
+
+recorded("records/l4.json", device)     as measured; other shapes interpolated, other operators by the rates reached
+roofline(device)                        by the peak rates of a table, and what is assumed to be reached of them
+"""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from planner.cluster import Device
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.hardware import Efficiency
 from planner.hardware import efficiency as assumed_efficiency
+from planner.recorded import RecordedCosts, device_of, entries_of, load
+from planner.roofline import Roofline
 from training.errors import UserError
+from training.record import cpu_name
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """The larger of what arithmetic takes and what memory takes (Williams, Waterman and Patterson, "Roofline: an
-    insightful visual performance model for multicore architectures", 2009), and a launch.
-
-    Attributes:
-        tensor_float: Whether products of float32 matrices are computed as TF32, where the device can.
-    """
-
-    device: Device
-    efficiency: Efficiency
-    tensor_float: bool = False
-
-    def seconds(self, call: OperatorCall) -> float | None:
-        """None where the device has no rate for the operator's dtype."""
-        if not call.bytes_moved:
-            return self.efficiency.view_s
-        compute = 0.0
-        if call.flops:
-            rate = self.rate(call.dtypes[0])
-            if rate is None:
-                return None
-            compute = call.flops / (rate * self.efficiency.compute)
-        memory = call.bytes_moved / (self.device.bytes_per_s * self.efficiency.memory)
-        return self.efficiency.launch_s + max(compute, memory)
-
-    def rate(self, dtype: str) -> float | None:
-        rates = self.device.flops_per_s
-        if dtype == "float32" and self.tensor_float:
-            return rates.get("tfloat32", rates.get(dtype))
-        return rates.get(dtype)
 
 
 def roofline(device: Device, efficiency: Efficiency | float | None = None, precision: str = "fp32") -> OperatorCosts:
@@ -63,3 +38,51 @@ def roofline(device: Device, efficiency: Efficiency | float | None = None, preci
     elif not isinstance(efficiency, Efficiency):
         efficiency = replace(of_table, compute=efficiency, memory=efficiency)
     return Roofline(device, efficiency, precision == "tf32")
+
+
+def recorded(
+    path: str | Path, device: Device, precision: str | None = None, rescale: bool = False
+) -> "RecordedCosts | Rescaled":
+    """Costs by a record of this device (`planner.record`).
+
+    Args:
+        precision: Of the steps that are planned; None: whatever the record has.
+        rescale: Whether a record from another device or precision may be taken: each time is multiplied by what the
+            rooflines of the two devices say of the operator. The answer's `remarks` say so.
+
+    Raises:
+        UserError: the file is no record, or one from another device or precision.
+    """
+    content = load(path)
+    of_record = device_of(content)
+    remarks: tuple[str, ...] = ()
+    if precision is not None and content["precision"] != precision:
+        what = f"{path}: recorded in {content['precision']}, not in {precision}"
+        if not rescale:
+            raise UserError(f"{what}; record this precision, or have the record rescaled")
+        remarks += (f"{what}: operators of other dtypes are reckoned from the rates that the record reached",)
+    is_same = of_record.name == device.name and (device.kind != "cpu" or content["hardware"] == cpu_name())
+    if is_same:
+        return RecordedCosts(entries_of(content), of_record, remarks)
+    what = f"{path}: recorded on {content['hardware']}, not on {cpu_name() if device.kind == 'cpu' else device.name}"
+    if not rescale:
+        raise UserError(f"{what}; record there, or have the record rescaled")
+    remarks += (f"{what}: times are multiplied by what rooflines say of the two",)
+    return Rescaled(RecordedCosts(entries_of(content), of_record), of_record, device, remarks)
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """Costs of one device as if they were another's."""
+
+    costs: RecordedCosts
+    of_record: Device
+    device: Device
+    remarks: tuple[str, ...]
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        known = self.costs.seconds(call)
+        there, here = (roofline(each).seconds(call) for each in (self.of_record, self.device))
+        if not known or not there or here is None:
+            return known if known == 0.0 else here
+        return known * here / there

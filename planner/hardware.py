@@ -31,8 +31,7 @@ class Efficiency:
     Attributes:
         compute: Part of `Device.flops_per_s` that a matrix product reaches, above 0, at most 1.
         memory: Part of `Device.bytes_per_s` that other operators reach, above 0, at most 1.
-        launch_s: What an operator takes at least that touches elements.
-        view_s: What an operator takes that touches none: nothing on a GPU, where no kernel runs.
+        launch_s: What an operator takes besides. One that touches no element takes nothing: on a GPU no kernel runs.
 
     Raises:
         UserError: a part outside its bounds.
@@ -41,7 +40,6 @@ class Efficiency:
     compute: float
     memory: float
     launch_s: float
-    view_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("compute", "memory"):
@@ -78,7 +76,7 @@ def efficiency(device: Device) -> Efficiency:
     """What operators are assumed to reach on a device of the table; on others, all of their (measured) rates."""
     entry = table()["devices"].get(device.name)
     if entry is None:
-        return Efficiency(1.0, 1.0, 5e-6, 2e-6)
+        return Efficiency(1.0, 1.0, 1e-5)
     of = entry["efficiency"]
     return Efficiency(of["compute"], of["memory"], of["launch_us"] * 1e-6)
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
@@ -38,7 +39,7 @@ COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange)
 """Operators that make tensors of nothing; if these are integers, they hold data."""
 NO_KERNEL = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_local_scalar_dense")
-    + ("set_", "resize_", "_unsafe_view", "is_same_size", "sym_size", "alias", "detach")
+    + ("set_", "resize_", "_unsafe_view")
 )
 """Operators, besides views, for which no device does anything."""
 FLOPS = {
@@ -52,7 +53,7 @@ UNSIMULATED = (DataDependentOutputException, DynamicOutputShapeException, Unsupp
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Within this mode tensors hold no data, and operators take their time on `clock`.
+    """Within this mode, above a `FakeTensorMode`, operators take their time on `clock`.
 
     Args:
         counts_host: Whether operators on tensors that hold data are this device's, too.
@@ -74,7 +75,6 @@ class PretendedDevice(TorchDispatchMode):
         on_compute: Callable[[OperatorCall, float, str], None],
     ) -> None:
         super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._clock, self._costs, self._memory = clock, costs, memory
         self._counts_host, self._on_compute = counts_host, on_compute
         self._known: dict[OperatorCall, float | None] = {}
@@ -90,6 +90,8 @@ class PretendedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a tensor without data is asked for its device
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func.namespace == "profiler":
             return self._follow_phase(func, args, kwargs)
         inputs = tensors_in(args) + (tensors_in(list(kwargs.values())) if kwargs else [])
@@ -115,10 +117,10 @@ class PretendedDevice(TorchDispatchMode):
         if func is aten.allclose.default or func is aten.equal.default:
             self._refuse_to_branch()
             return True
-        with self._fake:
-            answer = func(*args, **kwargs)
+        answer = func(*args, **kwargs)
         if func.overloadpacket in COUNTING and not answer.is_floating_point() and answer.numel() <= MOST_REAL:
-            return func(*args, **kwargs)
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         return answer
 
     def _run_on_data(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -126,13 +128,13 @@ class PretendedDevice(TorchDispatchMode):
             return args[0]
         if not func._schema.is_mutable and func is not aten._local_scalar_dense.default:
             try:
-                with self._fake:
-                    answer = func(*args, **kwargs)
+                answer = func(*args, **kwargs)
                 if any(tensor.numel() > MOST_REAL for tensor in tensors_in((answer,))):
                     return answer
             except UNSIMULATED:
                 pass  # it can be run on data alone
-        return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
     def _answer(self, tensor: Tensor) -> Any:
         """What a strategy reads of its tensors: all is well (a gradient is finite, a loss is some number)."""
@@ -249,6 +251,7 @@ def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: 
             stack.enter_context(patch(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices))
             types = [*optimizer._foreach_supported_types, FakeTensor]
             stack.enter_context(patch(optimizer, "_foreach_supported_types", types))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(device)
         yield
 

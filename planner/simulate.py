@@ -37,11 +37,15 @@ from training.strategy import Strategy, sample_count
 
 __all__ = ["CannotSimulate", "simulate"]
 
-SETTLING_STEPS = 2
-"""After the first, PyTorch DDP fills its buckets anew; in the second it frees the old ones."""
-NEEDS_DATA = ("sharding.sharded:require_elementwise", "reference.fsdp2:require_elementwise")
-NEEDS_DATA += ("ddp.link_fit:measure_all_reduce", "torch.nn.parallel.distributed:_verify_param_shape_across_processes")
-"""Functions of strategies that look at what comes out, as `module that calls it:name`. They run on data."""
+NEEDS_DATA = (
+    "ddp.link_fit:measure_all_reduce",
+    "reference.fsdp2:require_elementwise",
+    "sharding.sharded:require_elementwise",
+    "torch.distributed.distributed_c10d:_object_to_tensor",
+    "torch.distributed.distributed_c10d:_tensor_to_object",
+    "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+)
+"""Functions that look at what comes out, as `module that calls it:name`. They run on data."""
 
 
 class Recording:
@@ -176,7 +180,9 @@ class Simulation:
         """Run until the strategy has settled, and then the step that counts."""
         clock, recording, strategy = self.clock, self.recording, self.strategy
         assert strategy is not None
-        waits = WATCHED_STEPS + 1 if self.setting.options.bucket_cap_mb == AUTO else SETTLING_STEPS
+        waits = 2 if strategy.learns_from_first_step else 1  # it acts on what it has learned in the second
+        if self.setting.options.bucket_cap_mb == AUTO:
+            waits = WATCHED_STEPS + 1
         for step in range(waits + 1):
             if step == waits:
                 recording.issued = [entry for entry in recording.issued if not entry[0].flight.is_done]
