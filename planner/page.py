@@ -1,5 +1,7 @@
 """A plan as one HTML file that needs no network: table, memory over time, lanes, sliders over other settings."""
 
+from collections.abc import Sequence
+
 import pandas as pd
 from jinja2 import Environment, PackageLoader, select_autoescape
 from jinja2.utils import htmlsafe_json_dumps
@@ -7,10 +9,11 @@ from markupsafe import Markup
 
 from analysis.report.page import Section, drawing, render, table
 from planner.columns import PLAN_COLUMNS
-from planner.contracts import Simulated
 from planner.figures import components_figure, lanes_figure, memory_figure
 from planner.grid import AXES, Grid
-from planner.plan import Case
+from planner.plan import Case, Costs, Outcome
+from planner.recommendation import reasons, recommended
+from planner.wording import certainty, headline, remarks
 
 LABELS = {
     "ranks": "ranks",
@@ -25,30 +28,22 @@ BANNER = (
 )
 
 
-def plan_page(
-    title: str,
-    case: Case,
-    frame: pd.DataFrame,
-    simulated: dict[str, Simulated],
-    recommended: str | None,
-    sentences: list[str],
-    lines: list[str],
-    grid: Grid | None,
-) -> str:
+def plan_page(case: Case, frame: pd.DataFrame, outcomes: Sequence[Outcome], costs: Costs, grid: Grid | None) -> str:
     """The page.
 
     Args:
-        simulated: By choice, those that can be; in display order.
-        recommended: The choice whose memory is drawn component by component.
-        sentences: The recommendation.
-        lines: What a reader must know of costs and intervals.
+        frame: The table; its rows are those of `outcomes`.
+        grid: What sliders show; None: no sliders.
     """
+    rows = frame.to_dict("records")
+    simulated = {outcome.choice: outcome.simulated for outcome in outcomes if outcome.simulated}
+    best = recommended(rows)
     sections = [
-        Section("What to take", " ".join(sentences)),
+        Section("What to take", " ".join(reasons(rows))),
         Section("All choices", "Below 0 to spare: that much is missing.", table=table("plan", frame, PLAN_COLUMNS)),
     ]
     if simulated:
-        shown = recommended or next(iter(simulated))
+        shown = best["choice"] if best else next(iter(simulated))
         sections += [
             Section(
                 "Memory over one step",
@@ -68,7 +63,10 @@ def plan_page(
         ]
     if grid is not None:
         sections.append(sliders_section(grid, case))
-    return render(title, lines, sections, BANNER)
+    lines = [*headline(case).splitlines(), *remarks(rows), *certainty(costs)]
+    return render(
+        f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER
+    )
 
 
 def sliders_section(grid: Grid, case: Case) -> Section:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ddp
@@ -40,6 +41,23 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Knowledge:
+    """What is known of devices and links besides tables.
+
+    Attributes:
+        record: File of `scripts/plan.py record`.
+        collectives: JSON file of `scripts/bench_collectives.py`.
+        rescale: Whether either may be from another device, precision or number of ranks.
+        efficiency: Part of peak rates that operators reach where there is no record; None: what the table assumes.
+    """
+
+    record: Path | None = None
+    collectives: Path | None = None
+    rescale: bool = False
+    efficiency: float | None = None
+
+
+@dataclass(frozen=True)
 class Case:
     """What is to be trained, how, and on what.
 
@@ -54,6 +72,7 @@ class Case:
     config: RunConfig
     sequence_length: int
     price: float | None = None
+    knowledge: Knowledge = Knowledge()
 
     @property
     def micro_batch_size(self) -> int:
@@ -94,7 +113,6 @@ class Outcome:
     """
 
     choice: str
-    entrypoint: str
     simulated: Simulated | None
     reason: str = ""
 
@@ -122,16 +140,26 @@ def choices(asked: Sequence[str] | None = None) -> list[str]:
     return [name for name in known if not asked or name in asked]
 
 
+def distinct(names: Sequence[str]) -> dict[str, str]:
+    """Each of these choices with the first of them that is the same class: `baseline` is `bucket_ddp_async`."""
+    first: dict[str, str] = {}
+    locations = {name: registry.location(name) for registry in FAMILIES.values() for name in registry.sentences}
+    return {name: first.setdefault(locations[name], name) for name in names}
+
+
+def entrypoint_of(choice: str) -> str:
+    return next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
+
+
 def outcome(case: Case, choice: str, simulate: Simulate) -> Outcome:
     """What becomes of one choice."""
-    entrypoint = next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
-    registry = FAMILIES[entrypoint]
+    registry = FAMILIES[entrypoint_of(choice)]
     if choice in registry.missing:
-        return Outcome(choice, entrypoint, None, f"not installed; run: {registry.missing[choice]}")
+        return Outcome(choice, None, f"not installed; run: {registry.missing[choice]}")
     try:
-        return Outcome(choice, entrypoint, simulate(case.setting(choice)))
+        return Outcome(choice, simulate(case.setting(choice)))
     except UserError as error:
-        return Outcome(choice, entrypoint, None, str(error))
+        return Outcome(choice, None, str(error))
 
 
 def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
@@ -151,7 +179,7 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
 
 def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
     """What the table says of a choice; columns as `planner.columns.PLAN_COLUMNS` explains them."""
-    of_choice: dict[str, Any] = {"choice": outcome.choice, "entrypoint": outcome.entrypoint}
+    of_choice: dict[str, Any] = {"choice": outcome.choice, "entrypoint": entrypoint_of(outcome.choice)}
     simulated = outcome.simulated
     if simulated is None:
         return {**of_choice, "fits": "unknown", "remark": outcome.reason}

@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -12,9 +13,12 @@ from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
 from planner.flags import add_model_flags, chosen_model, require_between
-from planner.plan import Case, Costs, Outcome, choices, row
+from planner.grid import fill
+from planner.page import plan_page
+from planner.plan import Case, Knowledge, Outcome, choices, distinct, row
 from planner.recommendation import reasons
 from planner.sources import costs_of
+from planner.wording import certainty, headline, remarks
 from planner.workers import simulations
 from training.cli import unknown_name
 from training.config import PRECISIONS, RunConfig, bucket_cap
@@ -43,9 +47,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     parser.add_argument("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: 25)")
     parser.add_argument("--price", type=float, help="of one device for an hour, in any currency")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them, not by tables"
+    )
+    parser.add_argument(
+        "--collectives", type=Path, metavar="FILE", help="collectives as bench_collectives.py timed them (its .json)"
+    )
+    parser.add_argument(
+        "--rescale", action="store_true", help="take records of another device, precision or number of ranks, rescaled"
+    )
+    parser.add_argument(
+        "--efficiency", type=float, help="part of peak rates that operators reach, above 0 to 1 (default: by the table)"
+    )
     parser.add_argument("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
     parser.add_argument(
         "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table, pictures and sliders there")
+    parser.add_argument(
+        "--grid-seconds",
+        type=float,
+        default=60.0,
+        help="of --html: time for simulating what sliders show (default: 60)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
@@ -60,7 +83,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     costs = costs_of(case)
     names = choices(options.choices.split(",") if options.choices else None)
     jobs = options.jobs or os.cpu_count() or 1
-    found = list(followed(simulations([(case, name) for name in names], jobs), names))
+    same_as = distinct(names)
+    simulated = list(dict.fromkeys(same_as.values()))
+    answers = followed(simulations([(case, name) for name in simulated], jobs), len(simulated))
+    by_name = dict(zip(simulated, answers, strict=True))
+    found = [replace(by_name[same_as[name]], choice=name) for name in names]
     rows = [row(of_choice, case, costs) for of_choice in found]
     frame = frame_of(rows)
     console.print(headline(case))
@@ -68,7 +95,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for line in [*remarks(rows), *reasons(rows), *certainty(costs)]:
         console.print(line)
     if options.csv is not None:
-        write_csv(options.csv, frame)
+        write(options.csv, "--csv", frame.to_csv(index=False))
+        console.print(f"table: {options.csv}")
+    if options.html is not None:
+        grid = (
+            fill(case, simulated, lambda tasks: simulations(tasks, jobs), options.grid_seconds)
+            if options.grid_seconds
+            else None
+        )
+        write(options.html, "--html", plan_page(case, frame, found, costs, grid))
+        console.print(f"open {options.html}")
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -81,6 +117,7 @@ def case_of(options: argparse.Namespace) -> Case:
 
     require_between(options, "price", 0, 1e9)
     require_between(options, "jobs", 1, 1024)
+    require_between(options, "grid_seconds", 0, 86_400)
     require_between(options, "sequence_length", 1, LONGEST)
     if options.precision not in PRECISIONS:
         raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
@@ -90,13 +127,14 @@ def case_of(options: argparse.Namespace) -> Case:
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
-    return Case(model, cluster, config, options.sequence_length, options.price)
+    knowledge = Knowledge(options.record, options.collectives, options.rescale, options.efficiency)
+    return Case(model, cluster, config, options.sequence_length, options.price, knowledge)
 
 
-def followed(found: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
+def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:
     """What comes, with a bar on standard error where that is a terminal."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(names))
+        task = progress.add_task("simulating", total=count)
         for of_choice in found:
             progress.update(task, advance=1)
             yield of_choice
@@ -120,43 +158,14 @@ def printed(frame: pd.DataFrame) -> Table:
     return table
 
 
-def headline(case: Case) -> str:
-    cluster, config = case.cluster, case.config
-    nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
-    between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
-    samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
-    return (
-        f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
-        f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
-        f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
-        f"{case.micro_batch_size} on each rank; {config.precision}."
-    )
-
-
-def remarks(rows: list[dict[str, object]]) -> list[str]:
-    """What the table could not say, each thing once."""
-    by_remark: dict[str, list[str]] = {}
-    for of_choice in rows:
-        if of_choice["remark"]:
-            by_remark.setdefault(str(of_choice["remark"]), []).append(str(of_choice["choice"]))
-    return [f"{', '.join(names)}: {remark}" for remark, names in by_remark.items()]
-
-
-def certainty(costs: Costs) -> list[str]:
-    return [
-        f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {costs.link_error:.0%}. "
-        "To spare: of a device's memory, less 1 GiB for CUDA itself.",
-        *costs.sources,
-    ]
-
-
-def write_csv(path: Path, frame: pd.DataFrame) -> None:
-    """Write the table.
+def write(path: Path, flag: str, text: str) -> None:
+    """Write a file.
 
     Raises:
         UserError: it cannot be written.
     """
     try:
-        path.write_text(frame.to_csv(index=False))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     except OSError as error:
-        raise UserError(f"--csv {path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from None

@@ -1,24 +1,39 @@
 """Where the costs of operators and collectives are taken from, and how far they may be off."""
 
-from planner import collective_costs, costs
+from planner import collective_costs, collective_fits, costs
 from planner.contracts import Contention
 from planner.plan import Case, Costs
 
-ROOFLINE_ERROR, LINK_TABLE_ERROR = 0.2, 0.3
-"""What operators and collectives from tables alone are taken to be off by at most; nothing of that is measured here."""
+ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
+LINK_TABLE_ERROR, FITS_ERROR = 0.3, 0.1
+"""What the times of operators and of collectives are taken to be off by at most, by where they are from. These are
+assumptions, from which intervals follow; `docs/planner.md` says what was measured."""
 
 
 def costs_of(case: Case) -> Costs:
-    """A roofline and a table of links."""
-    device = case.cluster.device
-    return Costs(
-        costs.roofline(device, precision=case.config.precision),
-        collective_costs.from_links(case.cluster),
-        Contention(),
-        compute_error=ROOFLINE_ERROR,
-        link_error=LINK_TABLE_ERROR,
-        sources=(
-            f"Operators: roofline of {device.name} ({device.source}).",
-            *(f"Link {link.name}: {link.source}." for link in (case.cluster.inside, case.cluster.between) if link),
-        ),
-    )
+    """Records where the command line names some, tables otherwise.
+
+    Raises:
+        UserError: a record cannot be read, or is of another device, precision or cluster.
+    """
+    known, cluster = case.knowledge, case.cluster
+    device, precision = cluster.device, case.config.precision
+    sources: list[str] = []
+    if known.record:
+        operators = costs.recorded(known.record, device, precision, known.rescale)
+        sources += [f"Operators: as recorded in {known.record}.", *(f"{remark}." for remark in operators.remarks)]
+        compute_error = RECORD_ERROR if not operators.remarks else ROOFLINE_ERROR
+    else:
+        operators = costs.roofline(device, known.efficiency, precision)
+        assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
+        sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
+        compute_error = ROOFLINE_ERROR
+    if known.collectives:
+        collectives = collective_fits.from_fits(known.collectives, cluster, known.rescale)
+        sources += [f"Collectives: as measured in {known.collectives}.", *(f"{r}." for r in collectives.remarks)]
+        link_error = FITS_ERROR if not collectives.remarks else LINK_TABLE_ERROR
+    else:
+        collectives = collective_costs.from_links(cluster)
+        sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
+        link_error = LINK_TABLE_ERROR
+    return Costs(operators, collectives, Contention(), compute_error, link_error, tuple(sources))

@@ -2,6 +2,7 @@
 
     python scripts/plan.py --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     python scripts/plan.py memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
+    python scripts/plan.py record --model SmolLM2-360M --output l4.json             # times of this device, for --record
 
 `python scripts/plan.py COMMAND --help` lists the flags of a command.
 Exit code 0: done. 1: it cannot be; one line on standard error says why. 2: the command line makes no sense.
@@ -18,7 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.cli import ENVIRONMENT, OneLineParser, unknown_name
 from training.errors import UserError
 
-COMMANDS = {"plan": "planner.plan_command", "memory": "planner.memory_command"}
+COMMANDS = {
+    "plan": "planner.plan_command",
+    "memory": "planner.memory_command",
+    "record": "planner.record_command",
+}
 DEFAULT = "plan"
 WIDTH = 240
 """Characters of the widest table: a file or a pipe has no width of its own."""
@@ -51,6 +56,8 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
