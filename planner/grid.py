@@ -13,7 +13,9 @@ LINK_FACTORS = (0.25, 1.0, 4.0)
 BUCKETS = (1.0, 25.0, 100.0)
 DEFAULT_BUCKET = 25.0
 MOST_RANKS = 4096
-Simulations = Callable[[Iterable[tuple[Case, str]]], Iterator[Outcome]]
+Figures = tuple[float, int, float] | None
+"""Of one choice: milliseconds a step, bytes at the peak, exposed milliseconds; None if it cannot be simulated."""
+Simulations = Callable[[Iterable[tuple[Case, str]]], Iterator[Figures]]
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,14 @@ class Grid:
     Attributes:
         axes: Values of each axis, in order; `link` as factors on the rate that was asked for.
         base: Place on each axis of the setting that was asked for.
-        cells: By places on the axes: milliseconds a step, bytes at the peak and exposed milliseconds of each choice;
-            None for those that cannot be simulated.
+        cells: Figures of each choice, by places on the axes.
         seconds: What it took.
         wanted: Cells that a whole grid has.
     """
 
     axes: Mapping[str, Sequence[float]]
     base: tuple[int, ...]
-    cells: Mapping[tuple[int, ...], Mapping[str, tuple[float, int, float] | None]]
+    cells: Mapping[tuple[int, ...], Mapping[str, Figures]]
     seconds: float
     wanted: int
 
@@ -53,7 +54,7 @@ def fill(case: Case, choices: Sequence[str], simulations: Simulations, budget_s:
     """Simulate settings around `case`, those that differ from it in few respects first, until time is up.
 
     Args:
-        simulations: Answers tasks, in their order.
+        simulations: Answers tasks with their `figures`, in their order.
         budget_s: In seconds; what has begun is finished.
     """
     began, axes = time.perf_counter(), axes_of(case)
@@ -67,7 +68,7 @@ def fill(case: Case, choices: Sequence[str], simulations: Simulations, budget_s:
                 there = changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)])
                 yield from ((there, choice) for choice in choices)
 
-    found = (figures(outcome) for outcome in simulations(tasks()))
+    found = simulations(tasks())
     cells = {}
     for place in places:
         of_place = dict(zip(choices, itertools.islice(found, len(choices)), strict=False))
@@ -118,7 +119,7 @@ def scaled(link: Link, factor: float) -> Link:
     )
 
 
-def figures(outcome: Outcome) -> tuple[float, int, float] | None:
+def figures(outcome: Outcome) -> Figures:
     simulated = outcome.simulated
     if simulated is None:
         return None

@@ -1,8 +1,5 @@
 """A plan as one HTML file that needs no network: table, memory over time, lanes, sliders over other settings."""
 
-from collections.abc import Sequence
-
-import pandas as pd
 from jinja2 import Environment, PackageLoader, select_autoescape
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
@@ -11,7 +8,7 @@ from analysis.report.page import Section, drawing, render, table
 from planner.columns import PLAN_COLUMNS
 from planner.figures import components_figure, lanes_figure, memory_figure
 from planner.grid import AXES, Grid
-from planner.plan import Case, Costs, Outcome
+from planner.plan import Case, Plan
 from planner.recommendation import reasons, recommended
 from planner.wording import certainty, headline, remarks
 
@@ -28,19 +25,20 @@ BANNER = (
 )
 
 
-def plan_page(case: Case, frame: pd.DataFrame, outcomes: Sequence[Outcome], costs: Costs, grid: Grid | None) -> str:
+def plan_page(plan: Plan, grid: Grid | None) -> str:
     """The page.
 
     Args:
-        frame: The table; its rows are those of `outcomes`.
         grid: What sliders show; None: no sliders.
     """
-    rows = frame.to_dict("records")
-    simulated = {outcome.choice: outcome.simulated for outcome in outcomes if outcome.simulated}
-    best = recommended(rows)
+    case = plan.case
+    simulated = {outcome.choice: outcome.simulated for outcome in plan.outcomes if outcome.simulated}
+    best = recommended(plan.rows)
     sections = [
-        Section("What to take", " ".join(reasons(rows))),
-        Section("All choices", "Below 0 to spare: that much is missing.", table=table("plan", frame, PLAN_COLUMNS)),
+        Section("What to take", " ".join(reasons(plan.rows))),
+        Section(
+            "All choices", "Below 0 to spare: that much is missing.", table=table("plan", plan.frame, PLAN_COLUMNS)
+        ),
     ]
     if simulated:
         shown = best["choice"] if best else next(iter(simulated))
@@ -63,7 +61,7 @@ def plan_page(case: Case, frame: pd.DataFrame, outcomes: Sequence[Outcome], cost
         ]
     if grid is not None:
         sections.append(sliders_section(grid, case))
-    lines = [*headline(case).splitlines(), *remarks(rows), *certainty(costs)]
+    lines = [*headline(case).splitlines(), *remarks(plan.rows), *certainty(plan.costs)]
     return render(
         f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER
     )

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 import ddp
 import sharding
 from planner.cluster import Cluster
+from planner.columns import PLAN_COLUMNS
 from planner.contracts import CollectiveCosts, Contention, OperatorCosts, Setting, Simulated
 from planner.models import Model
 from training.cli import unknown_name
@@ -207,6 +211,25 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
     if case.price is not None:
         values["cost_per_million_samples"] = case.price * case.cluster.world_size * step_s / batch * 1e6 / 3600
     return of_choice | values
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case with what became of every choice."""
+
+    case: Case
+    costs: Costs
+    outcomes: Sequence[Outcome]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row(outcome, self.case, self.costs) for outcome in self.outcomes]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The table, with those of `PLAN_COLUMNS` that have any value."""
+        frame = pd.DataFrame(self.rows)
+        return frame[[name for name in PLAN_COLUMNS if name in frame]]
 
 
 def without_costs(simulated: Simulated) -> str:

@@ -1,7 +1,6 @@
 """`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
 from planner.flags import add_model_flags, chosen_model, require_between
-from planner.grid import fill
+from planner.grid import Grid, figures, fill
 from planner.page import plan_page
-from planner.plan import Case, Knowledge, Outcome, choices, distinct, row
+from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
 from planner.recommendation import reasons
 from planner.sources import costs_of
 from planner.wording import certainty, headline, remarks
@@ -79,32 +78,45 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the command line makes no sense, or a file cannot be written.
     """
+    plan = planned(options)
+    console.print(headline(plan.case))
+    console.print("", printed(plan.frame), "")
+    for line in [*remarks(plan.rows), *reasons(plan.rows), *certainty(plan.costs)]:
+        console.print(line)
+    if options.csv is not None:
+        write(options.csv, "--csv", plan.frame.to_csv(index=False))
+        console.print(f"table: {options.csv}")
+    if options.html is not None:
+        grid = filled(plan, options.grid_seconds, options.jobs) if options.grid_seconds else None
+        write(options.html, "--html", plan_page(plan, grid))
+        console.print(f"open {options.html}")
+
+
+def planned(options: argparse.Namespace) -> Plan:
+    """Every choice that the command line asks for, simulated.
+
+    Raises:
+        UserError: it makes no sense.
+    """
     case = case_of(options)
     costs = costs_of(case)
     names = choices(options.choices.split(",") if options.choices else None)
-    jobs = options.jobs or os.cpu_count() or 1
     same_as = distinct(names)
     simulated = list(dict.fromkeys(same_as.values()))
-    answers = followed(simulations([(case, name) for name in simulated], jobs), len(simulated))
-    by_name = dict(zip(simulated, answers, strict=True))
-    found = [replace(by_name[same_as[name]], choice=name) for name in names]
-    rows = [row(of_choice, case, costs) for of_choice in found]
-    frame = frame_of(rows)
-    console.print(headline(case))
-    console.print("", printed(frame), "")
-    for line in [*remarks(rows), *reasons(rows), *certainty(costs)]:
-        console.print(line)
-    if options.csv is not None:
-        write(options.csv, "--csv", frame.to_csv(index=False))
-        console.print(f"table: {options.csv}")
-    if options.html is not None:
-        grid = (
-            fill(case, simulated, lambda tasks: simulations(tasks, jobs), options.grid_seconds)
-            if options.grid_seconds
-            else None
-        )
-        write(options.html, "--html", plan_page(case, frame, found, costs, grid))
-        console.print(f"open {options.html}")
+    answers = simulations([(case, name) for name in simulated], options.jobs)
+    by_name = dict(zip(simulated, followed(answers, len(simulated)), strict=True))
+    return Plan(case, costs, [replace(by_name[same_as[name]], choice=name) for name in names])
+
+
+def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid:
+    """Other settings around the one that was planned, for choices that differ and can be simulated."""
+    names = [outcome.choice for outcome in plan.outcomes if outcome.simulated]
+    return fill(
+        plan.case,
+        list(dict.fromkeys(distinct(names).values())),
+        lambda tasks: simulations(tasks, jobs, figures),
+        seconds,
+    )
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -138,11 +150,6 @@ def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:
         for of_choice in found:
             progress.update(task, advance=1)
             yield of_choice
-
-
-def frame_of(rows: list[dict[str, object]]) -> pd.DataFrame:
-    frame = pd.DataFrame(rows)
-    return frame[[name for name in PLAN_COLUMNS if name in frame]]
 
 
 def printed(frame: pd.DataFrame) -> Table:

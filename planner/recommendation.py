@@ -5,18 +5,20 @@ from typing import Any
 
 GIB = 2**30
 AS_FAST = 0.02
-"""Step times that differ by no more than this share are called equal: most of what is wrong in them is common."""
+"""Choices that take no more than this share longer than the fastest are as fast: errors are mostly common to both."""
 Row = Mapping[str, Any]
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Of the choices that fit, the fastest; of several as fast, that with the smallest peak. None if none fits."""
+    return min(as_fast(rows), key=lambda row: (row["peak_bytes"], row["step_time_ms"]), default=None)
+
+
+def as_fast(rows: Sequence[Row]) -> list[Row]:
+    """Of those that fit, the fastest and those that are as fast."""
     fitting = [row for row in rows if row["fits"] == "yes"]
-    if not fitting:
-        return None
-    fastest = min(row["step_time_ms"] for row in fitting)
-    equal = [row for row in fitting if row["step_time_ms"] <= fastest * (1 + AS_FAST)]
-    return min(equal, key=lambda row: (row["peak_bytes"], row["step_time_ms"]))
+    limit = min((row["step_time_ms"] for row in fitting), default=0.0) * (1 + AS_FAST)
+    return [row for row in fitting if row["step_time_ms"] <= limit]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
@@ -38,7 +40,9 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         f"{gib(best['spare_bytes'])} to spare."
     ]
     others = [row for row in known if row is not best]
-    sentences += against_equal(best, others) + against_slower(best, others) + against_leaner(best, others)
+    equal = as_fast(rows)
+    slower = [row for row in others if row["fits"] == "yes" and row not in equal]
+    sentences += against_equal(best, equal) + against_slower(best, slower) + against_leaner(best, others)
     too_large = [row for row in others if row["fits"] == "no"]
     if too_large:
         nearest = min(too_large, key=lambda row: row["peak_bytes"])
@@ -49,20 +53,13 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def against_equal(best: Row, others: Sequence[Row]) -> list[str]:
-    equal = [
-        row for row in others if row["fits"] == "yes" and row["step_time_ms"] <= best["step_time_ms"] * (1 + AS_FAST)
-    ]
-    if not equal:
-        return []
-    return [f"As fast within {AS_FAST:.0%}, with no smaller peak: {listed(row['choice'] for row in equal)}."]
+def against_equal(best: Row, equal: Sequence[Row]) -> list[str]:
+    others = [row["choice"] for row in equal if row is not best]
+    return [f"As fast within {AS_FAST:.0%}, with no smaller peak: {listed(others)}."] if others else []
 
 
-def against_slower(best: Row, others: Sequence[Row]) -> list[str]:
+def against_slower(best: Row, slower: Sequence[Row]) -> list[str]:
     """The next one in speed, and what it loses its time with."""
-    slower = [
-        row for row in others if row["fits"] == "yes" and row["step_time_ms"] > best["step_time_ms"] * (1 + AS_FAST)
-    ]
     if not slower:
         return []
     second = min(slower, key=lambda row: row["step_time_ms"])

@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "planner.plan_command",
     "memory": "planner.memory_command",
     "record": "planner.record_command",
+    "choosing": "planner.choosing",
 }
 DEFAULT = "plan"
 WIDTH = 240

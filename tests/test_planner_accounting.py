@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig
-from transformers import LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from planner import models
 from planner.accounting import STAGES, Decoder, FeedForward, Term, formula, least_ranks, state_bytes, total
