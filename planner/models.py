@@ -178,7 +178,7 @@ def from_file(path: Path) -> Model:
         raise UserError(f"--model {file}: has no model_type; give a config.json that save_pretrained has written")
     if "auto_map" in content:
         raise UserError(f"--model {file}: its model is code of its own (auto_map), which is never run here")
-    from transformers import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if content["model_type"] not in CONFIG_MAPPING_NAMES:
         raise UserError(f"--model {file}: {unknown_name('model_type', content['model_type'], CONFIG_MAPPING_NAMES)}")
