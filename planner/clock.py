@@ -60,8 +60,8 @@ class Clock:
         exposed_s: Time so far in which the rank only waited.
     """
 
-    def __init__(self, contention: Contention = Contention()) -> None:
-        self.contention = contention
+    def __init__(self, contention: Contention | None = None) -> None:
+        self.contention = contention or Contention()
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
 

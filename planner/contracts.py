@@ -109,7 +109,8 @@ class Span:
     """Something that took time on one lane of the simulated rank.
 
     Attributes:
-        lane: `compute`, or `communication`, with a number where several are in flight at once.
+        lane: `compute`; `communication` with a number, since several may be in flight at once; or `phase`, for the part
+            of the step (forward, backward, ...) that the others lie in.
         start_s: From the beginning of the step.
         details: What a trace says of it: payload bytes, group size, phase.
     """

@@ -28,6 +28,7 @@ class Held:
     nbytes: int
     component: str
     ref: Any
+    rounded: int = 0
 
 
 class MemoryTracker:
@@ -36,21 +37,23 @@ class MemoryTracker:
     Args:
         block: Sizes are rounded up to multiples of it.
         now: The moment, in seconds.
+        counts: Whether a tensor lies where bytes are counted.
     """
 
-    def __init__(self, block: int, now: Callable[[], float]) -> None:
-        self._block, self._now = block, now
+    def __init__(self, block: int, now: Callable[[], float], counts: Callable[[Tensor], bool]) -> None:
+        self._block, self._now, self._counts = block, now, counts
         self._held: dict[int, Held] = {}
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
         self._is_recording = False
 
-    def note(self, tensors: Iterable[Tensor], component: str) -> None:
-        """Count the storages of `tensors` as `component`, those that are not counted yet."""
+    def note(self, tensors: Iterable[Tensor], component: str, anywhere: bool = False) -> None:
+        """Count the storages of `tensors` as `component`, those that are not counted yet. `anywhere`: whatever `counts`
+        says of them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._held:
+            if key not in self._held and (anywhere or self._counts(tensor)):
                 ref = weakref.ref(storage, lambda _, key=key: self._forget(key))
                 held = self._held[key] = Held(0, component, ref)
                 self._resize(held, storage.nbytes())
@@ -59,9 +62,9 @@ class MemoryTracker:
         """Count the storages of `tensors` as `component` from now on, but leave those that count as one of `unless`."""
         self.note(tensors := list(tensors), component)
         for tensor in tensors:
-            held = self._held[tensor.untyped_storage()._cdata]
-            if held.component != component and held.component not in unless:
-                size = held.nbytes
+            held = self._held.get(tensor.untyped_storage()._cdata)
+            if held and held.component != component and held.component not in unless:
+                size = held.rounded
                 self._change(held.component, -size)
                 held.component = component
                 self._change(component, size)
@@ -72,7 +75,8 @@ class MemoryTracker:
             self._resize(held, storage.nbytes())
 
     def component_bytes(self, component: str) -> int:
-        return self._bytes[component]
+        """As they were asked for, not rounded."""
+        return sum(held.nbytes for held in self._held.values() if held.component == component)
 
     def rename(self, component: str, to: str) -> None:
         """Count as `to` what counts as `component` now."""
@@ -98,12 +102,12 @@ class MemoryTracker:
     def _forget(self, key: int) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._change(held.component, -held.nbytes)
+            self._change(held.component, -held.rounded)
 
     def _resize(self, held: Held, nbytes: int) -> None:
         rounded = -(-nbytes // self._block) * self._block
-        self._change(held.component, rounded - held.nbytes)
-        held.nbytes = rounded
+        change, held.nbytes, held.rounded = rounded - held.rounded, nbytes, rounded
+        self._change(held.component, change)
 
     def _change(self, component: str, size: int) -> None:
         if not size:

@@ -30,11 +30,12 @@ from torch.utils.flop_counter import flop_registry
 from planner.clock import Clock, Flight
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.memory import MemoryTracker
-from planner.process_group import CannotSimulate, holds_data
+from planner.network import CannotSimulate, holds_data
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
 """Elements: what is larger is not computed, though it could be."""
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange))
 """Operators that make tensors of nothing; if these are integers, they hold data."""
 NO_KERNEL = frozenset(
@@ -58,12 +59,13 @@ class PretendedDevice(TorchDispatchMode):
     Args:
         counts_host: Whether operators on tensors that hold data are this device's, too.
         on_compute: Called with an operator, its start in seconds and the phase of the step.
+        on_phase: Called with the name and the start of a phase that is over, those within others left out.
+        guards: `planner.process_group.Network.guards`: who touches these storages is held up.
 
     Attributes:
         without_costs: Operators of which nothing is known, with the number of calls.
         phases: The parts of the step that this is in, the innermost last (`training.phases`).
         is_building: Whether the model is being made, whose parameters hold no data whatever they are made from.
-        guards: Collectives in flight whose handles only C++ waits for, by storage.
     """
 
     def __init__(
@@ -73,16 +75,19 @@ class PretendedDevice(TorchDispatchMode):
         memory: MemoryTracker,
         counts_host: bool,
         on_compute: Callable[[OperatorCall, float, str], None],
+        on_phase: Callable[[str, float], None],
+        guards: dict[int, Flight],
     ) -> None:
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
-        self._counts_host, self._on_compute = counts_host, on_compute
+        self._counts_host, self._on_compute, self._on_phase = counts_host, on_compute, on_phase
         self._known: dict[OperatorCall, float | None] = {}
         self._has_kernel: dict[Any, bool] = {}
         self.without_costs: Counter[str] = Counter()
         self.phases: list[str] = []
         self.is_building = False
-        self.guards: dict[int, Flight] = {}
+        self._phase_start = 0.0
+        self._guards = guards
 
     @property
     def phase(self) -> str:
@@ -92,10 +97,12 @@ class PretendedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a tensor without data is asked for its device
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a DTensor, say, asks for the operators on this rank's part by itself
         if func.namespace == "profiler":
             return self._follow_phase(func, args, kwargs)
         inputs = tensors_in(args) + (tensors_in(list(kwargs.values())) if kwargs else [])
-        if self.guards:
+        if self._guards:
             self._respect_collectives(inputs)
         answer = self._run(func, inputs, args, kwargs)
         outputs = tensors_in((answer,))
@@ -150,15 +157,19 @@ class PretendedDevice(TorchDispatchMode):
 
     def _follow_phase(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.profiler._record_function_enter_new.default:
+            if not self.phases:
+                self._phase_start = self._clock.now_s
             self.phases.append(args[0])
         elif self.phases:
-            self.phases.pop()
+            name = self.phases.pop()
+            if not self.phases:
+                self._on_phase(name, self._phase_start)
         with _disable_current_modes():
             return func(*args, **kwargs)
 
     def _respect_collectives(self, inputs: Sequence[Tensor]) -> None:
         for tensor in inputs:
-            flight = self.guards.pop(tensor.untyped_storage()._cdata, None)
+            flight = self._guards.pop(tensor.untyped_storage()._cdata, None)
             if flight is not None:
                 self._clock.wait(flight)
 

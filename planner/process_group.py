@@ -1,3 +1,4 @@
+# mypy: disable-error-code="override, assignment"
 """Process groups that only pretend: no data moves, but each collective takes its time on a clock.
 
 Ranks are symmetric (SPMD): the one rank that runs speaks for all, so a collective is complete when it would be if all
@@ -7,9 +8,8 @@ agree) each rank is taken to send what this one sends.
 The default group is put in its place without a rendezvous, and `pretended_world` puts back what was there before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,121 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.clock import Clock, Flight, Queue
-from planner.cluster import Cluster
-from planner.contracts import CollectiveCost, CollectiveCosts
-from training.errors import UserError
+from planner.clock import Flight, Queue
+from planner.network import TIMEOUT, Network, PretendedWork, holds_data, nbytes
 
 AT_ONCE = {"gloo": 2, "nccl": 1}
 """Collectives of one group under way at once: Gloo has so many threads a group, NCCL one stream."""
-TIMEOUT = timedelta(minutes=10)
 REGISTERS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 """Where torch keeps its process groups."""
-
-
-class CannotSimulate(UserError):
-    """Something that cannot be run where tensors hold no data; says what and why."""
-
-
-@dataclass(frozen=True)
-class Issued:
-    """A collective, as it is told to who listens.
-
-    Attributes:
-        kind, payload_bytes: As in `training.traffic.Collective`.
-        backend: That carries it.
-        dtype: Of what it sends, without `torch.`.
-    """
-
-    kind: str
-    payload_bytes: int
-    ranks: tuple[int, ...]
-    group_name: str
-    backend: str
-    dtype: str
-    flight: Flight
-
-
-class Network:
-    """What all pretended groups have in common: the clock, the costs, and who listens.
-
-    Args:
-        on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        clock: Clock,
-        costs: CollectiveCosts,
-        on_issue: Callable[[Issued, Sequence[Tensor]], None],
-    ) -> None:
-        self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
-        self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}
-
-    def issue(self, group: "PretendedGroup", kind: str, payload_bytes: int, tensors: Sequence[Tensor]) -> Flight:
-        key = (kind, payload_bytes, group.ranks)
-        cost = self._known.get(key)
-        if cost is None:
-            alone = CollectiveCost(0.0, 0.0, "")
-            cost = self._known[key] = self._costs.cost(*key) if len(group.ranks) > 1 else alone
-        backend = group.backend_of(tensors)
-        flight = self.clock.issue(cost, group.queue(backend))
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        name = group.group_name
-        self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)
-        return flight
-
-
-class PretendedWork(dist._Work):
-    """The handle of one or several collectives."""
-
-    def __init__(self, clock: Clock, flights: Sequence[Flight], outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._clock, self._flights, self._outputs = clock, flights, list(outputs)
-
-    def wait(self, timeout: timedelta = TIMEOUT) -> bool:
-        for flight in self._flights:
-            self._clock.wait(flight)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(flight.is_done for flight in self._flights)
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return PretendedFuture(self)
-
-
-class PretendedFuture(torch.futures.Future):
-    """What PyTorch's C++ code and its communication hooks wait for: complete at once, since C++ cannot be made to run
-    the clock; who touches the tensors before the collective is done is made to wait then (`planner.operators`).
-    """
-
-    def __init__(self, work: PretendedWork) -> None:
-        super().__init__()
-        self._work = work
-        for flight in work._flights:
-            flight.guards = True
-        self.set_result(work.result())
-
-
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def holds_data(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 class PretendedGroup(dist.ProcessGroup):
@@ -194,7 +87,7 @@ class PretendedGroup(dist.ProcessGroup):
         flight = self._network.issue(self, kind, payload, tensors)
         if self._coalesced is not None:
             self._coalesced.append(flight)
-        return PretendedWork(self._network.clock, [flight], outputs)
+        return PretendedWork(self._network, [flight], outputs)
 
     def _reduce_here(self, tensor: Tensor, op: Any) -> None:
         """The sum over ranks that all hold the same."""
@@ -322,7 +215,7 @@ class PretendedGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> PretendedWork:
         flights, self._coalesced = self._coalesced or [], None
-        return PretendedWork(self._network.clock, flights, [])
+        return PretendedWork(self._network, flights, [])
 
 
 @contextmanager

@@ -27,8 +27,10 @@ from planner.contracts import (
     Span,
 )
 from planner.memory import CUDA_BLOCK, MODEL_STATES, MemoryTracker
+from planner.network import CannotSimulate, Issued, Network, holds_data
 from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_data
-from planner.process_group import CannotSimulate, Issued, Network, pretended_world
+from planner.process_group import pretended_world
+from planner.streams import Streams, pretended_streams
 from sharding.unit import _nowhere
 from training.config import AUTO
 from training.errors import UserError
@@ -37,6 +39,7 @@ from training.strategy import Strategy, sample_count
 
 __all__ = ["CannotSimulate", "simulate"]
 
+NO_CONTENTION = Contention()
 NEEDS_DATA = (
     "ddp.link_fit:measure_all_reduce",
     "reference.fsdp2:require_elementwise",
@@ -49,7 +52,14 @@ NEEDS_DATA = (
 
 
 class Recording:
-    """Follows the training loop, and keeps what happens in its last step."""
+    """Follows the training loop, and keeps what happens in its last step.
+
+    Attributes:
+        compute: Operators, with start and end in seconds of the clock, and the phase of the step.
+        phases: Parts of the step with start and end, those within others left out.
+        issued: Collectives that the step has issued, and the phase.
+        earlier: Collectives that were issued before, and not yet done when the step began.
+    """
 
     bends_this_step = False
 
@@ -57,11 +67,22 @@ class Recording:
         self.clock = clock
         self.compute: list[tuple[OperatorCall, float, float, str]] = []
         self.issued: list[tuple[Issued, str]] = []
+        self.earlier: list[tuple[Issued, str]] = []
+        self.phases: list[tuple[str, float, float]] = []
         self.is_on = False
+
+    def start(self) -> None:
+        """The step that counts begins."""
+        self.earlier = [entry for entry in self.issued if not entry[0].flight.is_done]
+        self.issued, self.is_on = [], True
 
     def on_compute(self, call: OperatorCall, start_s: float, phase: str) -> None:
         if self.is_on:
             self.compute.append((call, start_s, self.clock.now_s, phase))
+
+    def on_phase(self, name: str, start_s: float) -> None:
+        if self.is_on:
+            self.phases.append((name, start_s, self.clock.now_s))
 
     def step(self) -> None:
         """The training loop's: nothing to do."""
@@ -72,8 +93,9 @@ class Recording:
             Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "shapes": call.shapes})
             for call, start, end, phase in self.compute
         ]
+        spans += [Span("phase", name, start - begin_s, end - begin_s) for name, start, end in self.phases]
         free: list[float] = []  # for each lane of communication, when it is free again
-        flights = sorted(self.issued, key=lambda entry: entry[0].flight.began_s or 0.0)
+        flights = sorted([*self.earlier, *self.issued], key=lambda entry: entry[0].flight.began_s or 0.0)
         for issued, phase in flights:
             flight = issued.flight
             start, end = max(flight.began_s or 0.0, begin_s), min(flight.ended_s or end_s, end_s)
@@ -100,7 +122,7 @@ def simulate(
     cluster: Cluster,
     operator_costs: OperatorCosts,
     collective_costs: CollectiveCosts,
-    contention: Contention = Contention(),
+    contention: Contention = NO_CONTENTION,
     rank: int = 0,
 ) -> Simulated:
     """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
@@ -138,9 +160,23 @@ class Simulation:
         self.clock = Clock(contention)
         self.recording = Recording(self.clock)
         is_cuda = cluster.device.kind == "cuda"
-        self.memory = MemoryTracker(CUDA_BLOCK if is_cuda else 1, lambda: self.clock.now_s)
-        self.network = Network(cluster, self.clock, collective_costs, self._on_issue)
-        self.device = PretendedDevice(self.clock, operator_costs, self.memory, not is_cuda, self.recording.on_compute)
+        self.streams = Streams(self.clock)
+        self.memory = MemoryTracker(
+            CUDA_BLOCK if is_cuda else 1,
+            now=lambda: self.clock.now_s,
+            counts=(lambda tensor: not holds_data(tensor)) if is_cuda else (lambda tensor: True),
+        )
+        self.network = Network(cluster, self.clock, collective_costs, self.streams.wait, self._on_issue)
+        record = self.recording
+        self.device = PretendedDevice(
+            self.clock,
+            operator_costs,
+            self.memory,
+            counts_host=not is_cuda,
+            on_compute=record.on_compute,
+            on_phase=record.on_phase,
+            guards=self.network.guards,
+        )
         self.strategy: Strategy | None = None
 
     @contextmanager
@@ -157,12 +193,14 @@ class Simulation:
         with ExitStack() as stack:
             stack.callback(_nowhere.cache_clear)  # of a tensor that holds data, or holds none
             for place in NEEDS_DATA:
-                module, _, name = place.partition(":")
-                stack.enter_context(on_data(import_module(module), name))
+                holder, _, name = place.partition(":")
+                stack.enter_context(on_data(import_module(holder), name))
             stack.enter_context(pretended_world(self.network, self.rank))
+            if self.cluster.device.kind == "cuda":
+                stack.enter_context(pretended_streams(self.streams))
             stack.enter_context(without_data(self.device, self.memory, self.cluster.device.kind == "cuda"))
             for batch in self.micro_batches:
-                self.memory.note(batch.values(), "other")
+                self.memory.note(batch.values(), "other", anywhere=True)
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
@@ -176,6 +214,14 @@ class Simulation:
             finally:
                 self.strategy = None
 
+    def issued_by_kind(self) -> dict[str, tuple[int, int]]:
+        """Number and payload bytes of the collectives that the measured step has issued."""
+        totals: dict[str, tuple[int, int]] = {}
+        for issued, _ in self.recording.issued:
+            calls, size = totals.get(issued.kind, (0, 0))
+            totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
+        return totals
+
     def measure(self, started: float) -> Simulated:
         """Run until the strategy has settled, and then the step that counts."""
         clock, recording, strategy = self.clock, self.recording, self.strategy
@@ -185,8 +231,7 @@ class Simulation:
             waits = WATCHED_STEPS + 1
         for step in range(waits + 1):
             if step == waits:
-                recording.issued = [entry for entry in recording.issued if not entry[0].flight.is_done]
-                recording.is_on = True
+                recording.start()
                 self._sort_memory()
                 self.memory.start()
                 begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
@@ -227,6 +272,21 @@ class Simulation:
         if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
             # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
             self.memory.rename("communication", "gradients")
+
+
+def load(choice: str) -> type[Strategy]:
+    """The strategy of this name.
+
+    Raises:
+        CannotSimulate: it is not made for that.
+        UserError: there is none.
+    """
+    if choice.startswith("deepspeed"):
+        raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
+    for family in (ddp, sharding):
+        if choice in family.CHOICES:
+            return family.load(choice)
+    raise UserError(f"{choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The planner's clock, against sums that can be done by hand and bounds that hold for any set of collectives."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,7 +97,7 @@ programs = st.lists(st.tuples(seconds, costs, st.integers(0, 1)), max_size=8)
 
 @given(programs, factors, factors)
 def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list, compute: float, other: float) -> None:
-    clock, flights = play(issued, Contention(compute, other))
+    _, flights = play(issued, Contention(compute, other))
     for flight in flights:
         assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
         assert flight.began_s >= flight.issued_s
@@ -131,4 +133,4 @@ def test_blocking_collectives_add_up(issued: list) -> None:
 def test_a_queue_of_one_keeps_its_order(issued: list) -> None:
     _, flights = play(issued, Contention())
     own = [flight for flight, (_, _, number) in zip(flights, issued, strict=True) if number == 0]
-    assert all(one.ended_s <= other.began_s for one, other in zip(own, own[1:], strict=False))
+    assert all(one.ended_s <= other.began_s for one, other in pairwise(own))

@@ -1,0 +1,168 @@
+"""What all pretended process groups have in common: the clock and the costs; and the handles of their collectives."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.clock import Clock, Flight, Queue
+from planner.cluster import Cluster
+from planner.contracts import CollectiveCost, CollectiveCosts
+from training.errors import UserError
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class CannotSimulate(UserError):
+    """Something that cannot be run where tensors hold no data; says what and why."""
+
+
+class Group(Protocol):
+    """What a network wants to know of a process group. `ranks`: its members, by their numbers in the whole world."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def group_name(self) -> str: ...
+    def backend_of(self, tensors: Sequence[Tensor]) -> str: ...
+    def queue(self, backend: str) -> Queue: ...
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective, as it is told to who listens.
+
+    Attributes:
+        kind, payload_bytes: As in `training.traffic.Collective`.
+        backend: That carries it.
+        dtype: Of what it sends, without `torch.`.
+    """
+
+    kind: str
+    payload_bytes: int
+    ranks: tuple[int, ...]
+    group_name: str
+    backend: str
+    dtype: str
+    flight: Flight
+
+
+class Network:
+    """What all pretended groups have in common: the clock, the costs, and who listens.
+
+    Args:
+        wait: Holds up the rank, or its current stream, until a collective is done.
+        on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
+
+    Attributes:
+        guards: Collectives in flight for which C++ waits, by storage (`UntypedStorage._cdata`).
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        costs: CollectiveCosts,
+        wait: Callable[[Flight], None],
+        on_issue: Callable[[Issued, Sequence[Tensor]], None],
+    ) -> None:
+        self.cluster, self.clock, self.wait, self._costs, self._on_issue = cluster, clock, wait, costs, on_issue
+        self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}
+        self.guards: dict[int, Flight] = {}
+
+    def issue(self, group: Group, kind: str, payload_bytes: int, tensors: Sequence[Tensor]) -> Flight:
+        key = (kind, payload_bytes, group.ranks)
+        cost = self._known.get(key)
+        if cost is None:
+            alone = CollectiveCost(0.0, 0.0, "")
+            cost = self._known[key] = self._costs.cost(*key) if len(group.ranks) > 1 else alone
+        backend = group.backend_of(tensors)
+        flight = self.clock.issue(cost, group.queue(backend))
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        name = group.group_name
+        self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)
+        return flight
+
+
+class PretendedWork(dist._Work):
+    """The handle of one or several collectives."""
+
+    def __init__(self, network: Network, flights: Sequence[Flight], outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._network, self.flights, self._outputs = network, flights, list(outputs)
+
+    def wait(self, timeout: timedelta = TIMEOUT) -> bool:
+        for flight in self.flights:
+            self._network.wait(flight)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(flight.is_done for flight in self.flights)
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Complete at once, since C++ cannot be made to run the clock; who touches the tensors before the collective is
+        done is held up then (`planner.operators`).
+        """
+        for tensor in self._outputs:
+            self._network.guards[tensor.untyped_storage()._cdata] = self.flights[-1]
+        future = PretendedFuture(self._settle)
+        future.set_result(self._outputs)
+        return future
+
+    def _settle(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+
+class PretendedFuture(torch.futures.Future):
+    """What communication hooks, and PyTorch's C++ code, wait for.
+
+    Args:
+        settle: Holds up the rank until the value is there, and answers with it.
+    """
+
+    def __init__(self, settle: Callable[[], Any]) -> None:
+        super().__init__()
+        self._settle = settle
+
+    def wait(self) -> Any:
+        value = self._settle()
+        if not self.done():
+            self.set_result(value)
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "PretendedFuture":
+        """Runs `callback` when it is waited for; in backward, at its end at the latest, where DDP waits in C++."""
+        following = PretendedFuture(lambda: self._follow(callback, following))
+        with suppress(RuntimeError):  # not in backward
+            torch.autograd.Variable._execution_engine.queue_callback(following.wait)
+        return following
+
+    def _follow(self, callback: Callable[[Any], Any], following: "PretendedFuture") -> Any:
+        if following.done():
+            return following.value()
+        self.wait()
+        return callback(self)
+
+
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def holds_data(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

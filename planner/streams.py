@@ -1,0 +1,104 @@
+"""CUDA streams for code that asks `torch.cpu` for streams, since tensors without data are said to lie on the CPU.
+
+Only FSDP2 uses streams of its own, to let collectives go on beside compute. A collective that is waited for within a
+side stream blocks that stream alone, and so nothing here: who waits for the stream, or for an event in it, waits for
+the collective. Operators in a side stream (copies into and out of buffers) take the time of the compute stream: both
+need the same memory bandwidth.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.clock import Clock, Flight
+
+
+class Streams:
+    """The streams of a pretended device.
+
+    Attributes:
+        compute: The stream in which operators run.
+        current: The stream of the moment.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.compute = self.current = Stream(self)
+
+    def wait(self, flight: Flight) -> None:
+        """What `Work.wait` does: hold up the current stream."""
+        self.current.hold(flight)
+
+
+class Stream:
+    """See `torch.cuda.Stream`. Holds the collectives that what follows in it has to wait for."""
+
+    def __init__(self, streams: Streams, priority: int = 0) -> None:
+        self._streams = streams
+        self.flights: list[Flight] = []
+
+    def hold(self, flight: Flight) -> None:
+        if self is self._streams.compute:
+            self._streams.clock.wait(flight)
+        elif not flight.is_done:
+            self.flights = [*(one for one in self.flights if not one.is_done), flight]
+
+    def wait_stream(self, other: "Stream") -> None:
+        for flight in other.flights:
+            self.hold(flight)
+
+    def wait_event(self, event: "Event") -> None:
+        for flight in event.flights:
+            self.hold(flight)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self._streams)
+        event.record(self)
+        return event
+
+
+class Event:
+    """See `torch.cuda.Event`."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.flights: list[Flight] = []
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.flights = list((stream or self._streams.current).flights)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._streams.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._streams.compute.wait_event(self)
+
+    def query(self) -> bool:
+        return all(flight.is_done for flight in self.flights)
+
+
+@contextmanager
+def pretended_streams(streams: Streams) -> Iterator[None]:
+    """Within this context `torch.cpu` has these streams, as `torch.cuda` has real ones."""
+
+    @contextmanager
+    def switch(stream: Stream) -> Iterator[None]:
+        before, streams.current = streams.current, stream
+        try:
+            yield
+        finally:
+            streams.current = before
+
+    pretended: dict[str, Any] = {
+        "Stream": lambda priority=0: Stream(streams, priority),
+        "Event": lambda **_: Event(streams),
+        "current_stream": lambda device=None: streams.current,
+        "stream": switch,
+    }
+    with ExitStack() as stack:
+        for name, made in pretended.items():
+            stack.enter_context(mock.patch.object(torch.cpu, name, made))
+        yield
