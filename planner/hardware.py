@@ -110,13 +110,14 @@ def link(name: str, efficiency: float | None = None) -> Link:
     return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
 
 
-def cluster(gpus: str, link_name: str, between: str | None = None) -> Cluster:
+def cluster(gpus: str, link_name: str, between: str | None = None, link_efficiency: float | None = None) -> Cluster:
     """The cluster that a command line names.
 
     Args:
         gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
         link_name: Between the devices of a node.
         between: Between nodes: what all devices of a node share.
+        link_efficiency: Part of the peak rate that a transfer gets, on both links. Default: the table's.
 
     Raises:
         UserError: a name or number that makes no sense.
@@ -135,8 +136,8 @@ def cluster(gpus: str, link_name: str, between: str | None = None) -> Cluster:
         device=of_one,
         nodes=nodes,
         ranks_per_node=ranks,
-        inside=link(link_name),
-        between=link(between) if between is not None else None,
+        inside=link(link_name, link_efficiency),
+        between=link(between, link_efficiency) if between is not None else None,
         backend="gloo" if of_one.kind == "cpu" else "nccl",
     )
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from planner.cluster import Device
 from planner.contracts import OperatorCall
 from planner.hardware import Efficiency
-from planner.interpolation import Interpolation, Point, held_out_errors
+from planner.interpolation import Point, held_out_error, interpolation
 from planner.roofline import Roofline
 from training.errors import UserError
 
@@ -33,9 +33,9 @@ class Entry:
 
 
 class RecordedCosts:
-    """An operator takes what it took in the record; of another shape, what `Interpolation` says of those of the same
-    name and dtype; of a name or dtype that is not there, what a roofline says whose rates are those that the record
-    reached. The overhead of getting to an operator is that of the same operator, name, or of all.
+    """An operator takes what it took in the record. Of another shape, it takes what `planner.interpolation` makes of
+    those of the same name and dtype; of a name or dtype that is not there, what a roofline says whose rates are those
+    that the record reached. The overhead of getting to an operator is that of the same operator, name, or of all.
 
     Attributes:
         remarks: What a user should know of where these costs come from.
@@ -50,6 +50,7 @@ class RecordedCosts:
         self._overhead_of = {name: mean_overhead(group) for name, group in by_name.items()}
         self._by_key: dict[Key, tuple[float, float]] = {}
         self._points: dict[tuple[str, str], list[Point]] = {}
+        self._step_s: dict[Point, float] = {}
         for key, group in grouped(entries, lambda entry: key_of(entry.call)).items():
             counted = [entry for entry in group if entry.count]
             seconds = fmean(entry.seconds for entry in counted or group)
@@ -59,7 +60,8 @@ class RecordedCosts:
             if work_s and seconds:
                 point = Point(call.flops, call.bytes_moved, work_s, seconds)
                 self._points.setdefault((call.name, main_dtype(call)), []).append(point)
-        self._interpolations = {kind: Interpolation(points) for kind, points in self._points.items()}
+                self._step_s[point] = self._step_s.get(point, 0.0) + seconds * sum(entry.count for entry in counted)
+        self._interpolations = {kind: interpolation(points) for kind, points in self._points.items()}
 
     def seconds(self, call: OperatorCall) -> float | None:
         if not call.bytes_moved:
@@ -69,8 +71,8 @@ class RecordedCosts:
         work = self._roofline.seconds(call)
         if work is None:
             return None
-        if interpolation := self._interpolations.get((call.name, main_dtype(call))):
-            work = interpolation.seconds(call.flops, call.bytes_moved, work)
+        if others := self._interpolations.get((call.name, main_dtype(call))):
+            work = others.seconds(call.flops, call.bytes_moved, work)
         return work + self._overhead_of.get(call.name, self._overhead_s)
 
     def source_of(self, call: OperatorCall) -> str:
@@ -82,13 +84,14 @@ class RecordedCosts:
         return "interpolated" if (call.name, main_dtype(call)) in self._interpolations else "roofline"
 
     def held_out_error(self) -> float:
-        """Mean relative error, as a fraction and weighted by time, at each shape from the record's others of the same
-        name and dtype; nan where each is alone."""
-        errors, weights = [], []
+        """Mean relative error, as a fraction, at each shape of the recorded steps from all other shapes of the record,
+        weighted by the time that it takes in them; nan where each is alone."""
+        total = weight = 0.0
         for points in self._points.values():
-            errors += (found := held_out_errors(points))
-            weights += [point.seconds for point in points][: len(found)]
-        return sum(map(float.__mul__, errors, weights)) / sum(weights) if weights else float("nan")
+            for index, point in enumerate(points):
+                if len(points) > 1 and (step_s := self._step_s[point]):
+                    total, weight = total + step_s * held_out_error(points, index), weight + step_s
+        return total / weight if weight else float("nan")
 
 
 def load(path: str | Path) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SIZES = tuple(2**power for power in (12, 16, 20, 23, 26))
+SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26))
 """Bytes of one tensor of float32."""
 PIECES = 16
 """Tensors in the list of a `_foreach` operator, and in that of a `cat`."""
-CALLS = 3
-"""Of each operator and size."""
+CALLS, LARGE = 3, 2**23
+"""Of each operator and size; one of those that take longest."""
 
 
 def sweep(device: torch.device) -> Callable[[Callable[[str], None]], None]:
@@ -19,16 +19,18 @@ def sweep(device: torch.device) -> Callable[[Callable[[str], None]], None]:
     Tensors of one size take turns, so that those in use are as little in the processor's nearest caches as gradients
     are when their turn comes.
     """
-    tensors = [[torch.ones(size // 4, device=device) for _ in range(2 * CALLS)] for size in SIZES]
-    states = {id(one): [torch.zeros_like(one) for _ in range(3)] for group in tensors for one in group[:CALLS]}
+    tensors = []
+    for size in SIZES:
+        count = CALLS if size < LARGE else 1
+        tensors.append([[torch.ones(size // 4, device=device) for _ in range(5)] for _ in range(count)])
     steps = [torch.zeros((), device=device)]
 
     def run(on_phase: Callable[[str], None]) -> None:
         on_phase("forward")
         with torch.no_grad():
             for group in tensors:
-                for one, other in zip(group[:CALLS], group[CALLS:], strict=True):
-                    operators(one, other, states[id(one)], steps)
+                for one, other, *states in group:
+                    operators(one, other, states, steps)
 
     return run
 
@@ -43,7 +45,8 @@ def operators(one: Tensor, other: Tensor, states: list[Tensor], steps: list[Tens
     one.zero_()
     torch.add(one, other)
     torch.mul(one, 0.5)
-    torch.empty_like(one).copy_(one)
+    torch.zeros_like(one)
+    one.clone()
     torch.cat(one.chunk(PIECES))
     one.sum()
     one.abs()

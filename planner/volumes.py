@@ -5,12 +5,17 @@
 | all_reduce | ring: 2(n-1) hops of P/n | the same |
 | all_gather | ring: n-1 hops of P/n | the same |
 | reduce_scatter | ring: n-1 hops of P/n | torch's ProcessGroupGloo makes it an all-reduce |
-| broadcast | a pipeline along the ring | a binomial tree: the root sends P once for each of log2 n levels |
+| broadcast | a pipeline along the ring | a binomial tree, of l = log2 n levels |
 | reduce | the pipeline the other way | a ring reduce-scatter, then every part to the root |
 | scatter, gather | the root sends, or receives, n-1 parts of P/n | the same |
 | all_to_all | each rank sends n-1 parts of P/n | the same |
 | barrier | an all-reduce of nothing | log2 n rounds (dissemination) |
 | messages | P from one rank to another | the same |
+
+In Gloo's tree the root sends its l copies side by side, so that they arrive together, and the first rank that has one
+sends l - 1 copies in the same way: l + (l-1) + ... + 1 times P. In its all-to-all, the two ranks of a pair take turns on
+their one connection, as if each part went both ways: P instead of (n-1)/n P. Measured over links of 100 Mbit/s, 4 ranks,
+2 MiB: broadcast 3.0 P, all-to-all 1.07 P, all-reduce 1.52 P, reduce 1.54 P (formulas: 3, 1, 1.5, 1.5).
 
 Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); NCCL,
 src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,reduce,scatter,gather,alltoall,barrier}.cc.
@@ -73,6 +78,7 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
     ring = Volume(links - 1, others)
     twice = Volume(2 * (links - 1), 2 * others)
     direct = Volume(1, away, 1 / links)
+    copies = on_each_link * levels * (levels + 1) / 2
     common = {
         "all_reduce": twice,
         "all_gather": ring,
@@ -85,7 +91,8 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
         gathered = Volume(links, others + away, (others + away / links) / (others + away))
         special = {
             "reduce_scatter": twice,
-            "broadcast": Volume(levels, float(on_each_link * levels), last / levels),
+            "broadcast": Volume(levels, copies, on_each_link * last / copies),
+            "all_to_all": Volume(1, on_each_link * away * ranks / (ranks - 1)),
             "reduce": gathered,
             "barrier": Volume(levels, 0.0),
         }

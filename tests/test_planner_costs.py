@@ -1,5 +1,7 @@
 """What devices and links are called, and what operators cost by peak rates."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,3 +182,14 @@ def test_roofline_by_hand() -> None:
 def test_unknown_precision_is_refused() -> None:
     with pytest.raises(UserError, match="fp64"):
         costs.roofline(hardware.device("L4"), precision="fp64")
+
+
+def test_the_table_of_devices_is_documented() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "planner-costs.md").read_text()
+    for name in DEVICES:
+        device, of = hardware.device(name), hardware.efficiency(hardware.device(name))
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+        assert f"| {device.flops_per_s['float32'] / 1e12:g} /" in row
+        assert f"| {device.bytes_per_s / 1e9:g} | {of.compute:.0%}"[:-1] in row
+        assert f"| {round(device.memory_bytes / 2**30, 1):g} GiB |" in row
+    assert [name for name in hardware.link_names() if name not in text] == []

@@ -1,6 +1,7 @@
 """Recording operators of a step, and costs from such records."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from planner import costs, hardware, record
 from planner.contracts import OperatorCall
-from planner.interpolation import Interpolation, Point, held_out_errors
+from planner.interpolation import Point, held_out_error, interpolation
 from planner.record import Timed, with_overhead
 from planner.recorded import RecordedCosts, entries_of
 from training.errors import UserError
@@ -69,6 +70,12 @@ def test_costs_add_up_to_the_step(content: dict[str, Any]) -> None:
         assert total == pytest.approx(check["predicted_s"])
         assert check["operators_s"] > 0
         assert check["error_pct"] == pytest.approx(100 * (check["predicted_s"] / check["held_out_step_s"] - 1))
+
+
+def test_every_field_is_documented(content: dict[str, Any]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "planner-costs.md").read_text()
+    names = {*content, *content["device"], *content["steps"][0], *content["operators"][0]}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_accumulated_micro_batches_are_phases_of_their_own() -> None:
@@ -187,7 +194,7 @@ def test_files_that_are_no_record(tmp_path: Path, text: str | None, says: str) -
 
 sizes = st.integers(1, 10**12)
 points = st.lists(
-    st.builds(Point, sizes, sizes, st.floats(1e-7, 10), st.floats(1e-7, 10)),
+    st.builds(Point, st.just(0) | sizes, sizes, st.floats(1e-7, 10), st.floats(1e-7, 10)),
     min_size=1,
     max_size=8,
     unique_by=lambda point: (point.flops, point.bytes_moved),
@@ -196,22 +203,23 @@ points = st.lists(
 
 @given(points)
 def test_interpolation_passes_through_its_points(known: list[Point]) -> None:
-    interpolation = Interpolation(known)
+    between = interpolation(known)
     for point in known:
-        answer = interpolation.seconds(point.flops, point.bytes_moved, point.work_s)
-        near = [
-            other.seconds
-            for other in known
-            if other.work_s
-            and abs(other.flops / point.flops - 1) < 1e-4
-            and abs(other.bytes_moved / point.bytes_moved - 1) < 1e-4
-        ]
+        answer = between.seconds(point.flops, point.bytes_moved, point.work_s)
+        near = [other.seconds for other in known if work_is_near(other, point)]
         assert min(near) * 0.999 <= answer <= max(near) * 1.001
+
+
+def work_is_near(one: Point, other: Point) -> bool:
+    return all(
+        abs(math.log1p(getattr(one, name)) - math.log1p(getattr(other, name))) < 1e-4
+        for name in ("flops", "bytes_moved")
+    )
 
 
 @given(points, sizes, sizes)
 def test_interpolation_answers_with_some_time(known: list[Point], flops: int, bytes_moved: int) -> None:
-    assert Interpolation(known).seconds(flops, bytes_moved, 1e-3) > 0
+    assert interpolation(known).seconds(flops, bytes_moved, 1e-3) > 0
 
 
 def test_interpolation_finds_what_points_were_made_from() -> None:
@@ -220,13 +228,19 @@ def test_interpolation_finds_what_points_were_made_from() -> None:
 
     known = [point(flops, flops // 100 + 10**5) for flops in (10**6, 10**7, 10**8, 10**9)]
     asked = point(3 * 10**7, 3 * 10**5 + 10**5)
-    assert Interpolation(known).seconds(asked.flops, asked.bytes_moved, 1e-3) == pytest.approx(asked.seconds, rel=0.01)
-    assert max(held_out_errors(known)) < 0.05
+    assert interpolation(known).seconds(asked.flops, asked.bytes_moved, 1e-3) == pytest.approx(asked.seconds, rel=0.01)
+    assert max(held_out_error(known, index) for index in range(4)) < 0.05
+
+
+def test_bytes_alone_are_joined_by_lines_and_go_on_like_the_roofline() -> None:
+    between = interpolation([Point(0, 100, 1.0, 2.0), Point(0, 10000, 4.0, 8.0)])
+    assert between.seconds(0, 1000, 2.0) == pytest.approx(4.0)  # half-way by ratio
+    assert between.seconds(0, 20000, 6.0) == pytest.approx(12.0)
+    assert between.seconds(0, 50, 0.5) == pytest.approx(1.0)
 
 
 def test_one_point_scales_with_the_roofline() -> None:
-    assert Interpolation([Point(10, 10, 1.0, 3.0)]).seconds(20, 20, 2.0) == pytest.approx(6.0)
-    assert held_out_errors([Point(10, 10, 1.0, 3.0)]) == []
+    assert interpolation([Point(10, 10, 1.0, 3.0)]).seconds(20, 20, 2.0) == pytest.approx(6.0)
 
 
 def test_a_model_whose_answer_is_an_object_is_recorded() -> None:

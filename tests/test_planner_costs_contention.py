@@ -1,0 +1,106 @@
+"""What compute and collectives take from each other: on real ranks, and in files."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import contention as benchmark
+from planner import contention, hardware
+from planner.contention import Measured, Round, summary
+from tests.ranks import RankPool
+from training.errors import UserError
+
+
+def measure_briefly() -> list[Round]:
+    return contention.measure_rounds(torch.device("cpu"), seconds=0.05, rounds=2)
+
+
+def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
+    one, other = ranks.run(2, measure_briefly)
+    assert one == other and len(one) == 2
+    for each in one:
+        assert min(each.step_s, each.all_reduce_s, each.step_beside_s, each.all_reduce_beside_s) > 0
+
+
+def test_factors_are_medians_and_never_a_gain() -> None:
+    rounds = [Round(1.0, 10.0, beside, 9.0) for beside in (1.5, 3.0, 2.0)]
+    assert summary(rounds) == {
+        "compute": 2.0,
+        "communication": 1.0,
+        "step_s": 1.0,
+        "all_reduce_s": 10.0,
+        "rounds": 3,
+        "spread_pct": pytest.approx(37.5),
+    }
+
+
+def measured(rate_bytes_per_s: float, compute: float, world_size: int = 2, **changes: object) -> Measured:
+    """With an all-reduce that reached this rate."""
+    seconds = 2 * (world_size - 1) / world_size * contention.PAYLOAD_BYTES / rate_bytes_per_s
+    values = {
+        "world_size": world_size,
+        "backend": "gloo",
+        "device": "cpu",
+        "link_bits_per_s": rate_bytes_per_s * 8,
+        "compute": compute,
+        "communication": 2 * compute,
+        "step_s": 0.01,
+        "all_reduce_s": seconds,
+        "rounds": 3,
+        "spread_pct": 1.0,
+        "host": "here",
+        "date": "2026-11-22",
+    }
+    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_measurements_are_kept_and_found_by_rate(tmp_path: Path) -> None:
+    path = tmp_path / "reports" / "c.json"
+    for each in (measured(1e9, 3.0), measured(1e7, 9.0), measured(1e7, 1.0), measured(1e8, 1.5, world_size=4)):
+        contention.keep(path, each)
+
+    def at(link: str, ranks: int = 2) -> float:
+        found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link))
+        assert found.communication == pytest.approx(2 * found.compute)
+        return found.compute
+
+    assert at("1mbit") == 1.0  # the later one of the same rate
+    assert at("100gbit") == 3.0
+    assert 1.0 < at("500mbit") < at("1gbit") < 3.0
+    assert at("1gbit", 4) == 1.5
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [("3xcpu", "gloo"), ("2xL4", "nccl")])
+def test_no_measurement_of_that_kind(tmp_path: Path, gpus: str, backend: str) -> None:
+    path = tmp_path / "c.json"
+    contention.keep(path, measured(1e9, 2.0))
+    with pytest.raises(UserError, match=f"{backend} with {gpus[0]} ranks.*nproc_per_node={gpus[0]}"):
+        contention.load(path, hardware.cluster(gpus, "pcie4"))
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"what": "contention", "schema_version": 1, "measured": [{"a": 1}]}']
+)
+def test_files_that_hold_no_contention(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "c.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=str(path)):
+        contention.load(path, hardware.cluster("2xcpu", "loopback"))
+    if text is not None:
+        with pytest.raises(UserError, match=str(path)):
+            contention.keep(path, measured(1e9, 2.0))
+
+
+def test_flags_and_fields_are_documented() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    section = (docs / "command-line.md").read_text().split("## `benchmarks/contention.py`")[1].split("\n## ")[0]
+    flags = [action.option_strings[-1] for action in benchmark.build_parser()._actions]
+    assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [flag for flag in flags if flag != "--help"]
+    table = (docs / "planner-costs.md").read_text().split("| field of each entry in `measured` |")[1]
+    first_cells = re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)
+    documented = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert documented == [field.name for field in dataclasses.fields(Measured)]
