@@ -51,12 +51,14 @@ class Knowledge:
     Attributes:
         record: File of `scripts/plan.py record`.
         collectives: JSON file of `scripts/bench_collectives.py`.
-        rescale: Whether either may be from another device, precision or number of ranks.
+        contention: File of `benchmarks/contention.py`.
+        rescale: Whether the first two may be from another device, precision or number of ranks.
         efficiency: Part of peak rates that operators reach where there is no record; None: what the table assumes.
     """
 
     record: Path | None = None
     collectives: Path | None = None
+    contention: Path | None = None
     rescale: bool = False
     efficiency: float | None = None
 

@@ -17,6 +17,7 @@ from planner.page import plan_page
 from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
 from planner.recommendation import reasons
 from planner.sources import costs_of
+from planner.timeline import write_trace
 from planner.wording import certainty, headline, remarks
 from planner.workers import simulations
 from training.cli import unknown_name
@@ -53,6 +54,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--collectives", type=Path, metavar="FILE", help="collectives as bench_collectives.py timed them (its .json)"
     )
     parser.add_argument(
+        "--contention", type=Path, metavar="FILE", help="what both take from each other, by benchmarks/contention.py"
+    )
+    parser.add_argument(
         "--rescale", action="store_true", help="take records of another device, precision or number of ranks, rescaled"
     )
     parser.add_argument(
@@ -68,6 +72,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         help="of --html: time for simulating what sliders show (default: 60)",
+    )
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="write each choice's step there as a trace, in <choice>/rank_0/"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
@@ -86,6 +93,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
+    if options.traces is not None:
+        write_traces(plan, options.traces)
+        console.print(f"traces: {options.traces}/<choice>")
     if options.html is not None:
         grid = filled(plan, options.grid_seconds, options.jobs) if options.grid_seconds else None
         write(options.html, "--html", plan_page(plan, grid))
@@ -119,6 +129,18 @@ def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid:
     )
 
 
+def write_traces(plan: Plan, folder: Path) -> None:
+    """One trace a choice, where `scripts/analyze_traces_*.py --trace-dir <folder>/<choice>` finds it.
+
+    Raises:
+        UserError: one cannot be written.
+    """
+    for outcome in plan.outcomes:
+        if outcome.simulated:
+            path = folder / outcome.choice / "rank_0" / "predicted.step0.pt.trace.json.gz"
+            write_trace(outcome.simulated, path, outcome.choice, plan.case.cluster)
+
+
 def case_of(options: argparse.Namespace) -> Case:
     """What the command line asks for.
 
@@ -139,13 +161,14 @@ def case_of(options: argparse.Namespace) -> Case:
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
-    knowledge = Knowledge(options.record, options.collectives, options.rescale, options.efficiency)
+    knowledge = Knowledge(options.record, options.collectives, options.contention, options.rescale, options.efficiency)
     return Case(model, cluster, config, options.sequence_length, options.price, knowledge)
 
 
 def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:
     """What comes, with a bar on standard error where that is a terminal."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=count)
         for of_choice in found:
             progress.update(task, advance=1)

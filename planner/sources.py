@@ -1,6 +1,7 @@
 """Where the costs of operators and collectives are taken from, and how far they may be off."""
 
 from planner import collective_costs, collective_fits, costs
+from planner.contention import load as load_contention
 from planner.contracts import Contention
 from planner.plan import Case, Costs
 
@@ -36,4 +37,10 @@ def costs_of(case: Case) -> Costs:
         collectives = collective_costs.from_links(cluster)
         sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
         link_error = LINK_TABLE_ERROR
-    return Costs(operators, collectives, Contention(), compute_error, link_error, tuple(sources))
+    contention = load_contention(known.contention, cluster) if known.contention else Contention()
+    if known.contention:
+        sources.append(
+            f"Contention: compute takes {contention.compute:.2f} times as long beside collectives, and those "
+            f"{contention.communication:.2f} times, by {known.contention}."
+        )
+    return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources))

@@ -1,9 +1,12 @@
 """Plans: rows, intervals, recommendation, page and sliders of known simulations; the command as a user runs it."""
 
 import contextlib
+import datetime
 import io
+import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +15,10 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from planner import hardware, models
+from planner.choosing import CASES, CHOICES, COLUMNS, guide, section
 from planner.columns import PLAN_COLUMNS
 from planner.contracts import Contention, MemoryCurve, Simulated, Span
 from planner.figures import MOST_POINTS, compute_by_phase, thinned
@@ -27,6 +32,8 @@ from training.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
@@ -155,8 +162,42 @@ def test_page_says_all_and_loads_nothing(tmp_path: Path) -> None:
     page = plan_page(plan, fill(plan.case, ["flat_ddp"], lambda tasks: iter([(1.0, 2, 0.5) for _ in tasks]), 60))
     assert "Predicted: " in page and "Take flat_ddp" in page and "this one needs data" in page
     assert all(heading in page for heading in ("Memory over one step", "What takes memory: flat_ddp", "What if"))
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", page)
+    assert not re.search(r"<(script|link|img)\b[^>]{0,200}\b(src|href)=\"(?!data:)", page)
     assert "What if" not in plan_page(plan, None)
+
+
+@needs_browser
+def test_sliders_in_a_browser(tmp_path: Path) -> None:
+    """A slider changes rates and table; a setting that was not simulated says so; nothing goes to the network."""
+    plan = made(flat_ddp=simulation(100, 10, 20), zero3=None)
+
+    def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float] | None]:
+        for there, choice in itertools.islice(tasks, 20):  # not all of them
+            large = there.cluster.world_size == 4
+            yield None if choice == "zero3" else (200.0 if large else 100.0, 30 * GIB if large else GIB, 50.0)
+
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, fill(plan.case, ["flat_ddp", "zero3"], answers, 1e9)))
+    asked: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: asked.append(str(error)))
+        page.goto(path.as_uri())
+        rows = page.locator(".whatif tbody tr")
+        expect(rows.nth(0)).to_have_text("flat_ddp100801.00yes", timeout=20_000)
+        expect(rows.nth(1)).to_contain_text("zero3")
+        ranks = page.get_by_label("ranks", exact=True)
+        ranks.fill("2")
+        expect(rows.nth(0)).to_have_text("flat_ddp2008030.00no")  # twice the samples in twice the time
+        expect(page.locator(".whatif [role=status]")).to_have_text("Global batch: 16 samples.")
+        page.get_by_label("bucket size").fill("2")
+        page.get_by_label("rate of the links").fill("0")
+        expect(page.locator(".whatif [role=status]")).to_contain_text("was not simulated")
+        expect(rows).to_have_count(0)
+        browser.close()
+    assert asked == [path.as_uri()]
 
 
 def test_grid_goes_outwards_until_time_is_up() -> None:
@@ -204,6 +245,7 @@ def test_lines_of_many_points_keep_their_extremes() -> None:
 def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     """On the real simulator: choices of both families, one that is not installed, table, CSV and page."""
     files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--html", str(tmp_path / "plan.html"), "--grid-seconds", "0"]
+    files += ["--traces", str(tmp_path / "traces")]
     where = ["--gpus", "2xL4", "--link", "pcie4", "--price", "0.8", "--jobs", "1"]
     answer = plan(*TINY, *where, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
@@ -218,7 +260,8 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     elements = models.from_numbers(64, 96, 1, None, 50).elements()
     assert (known.peak_parameters_bytes >= 4 * elements).all() and (known.peak_bytes < 40 * elements).all()
     assert (known.step_time_low_ms < known.step_time_ms).all() and (known.step_time_high_ms > known.step_time_ms).all()
-    assert (tmp_path / "plan.html").read_text().count("not installed") == 2  # in the head and in the table
+    assert "not installed" in (tmp_path / "plan.html").read_text()
+    assert len(list((tmp_path / "traces").glob("*/rank_0/*.pt.trace.json.gz"))) == 3
 
 
 def test_memory_prints_terms_and_ranks() -> None:
@@ -365,3 +408,28 @@ def test_flags_and_columns_are_documented() -> None:
 def test_figures_of_a_cell() -> None:
     assert figures(Outcome("zero1", simulation(100, 20, 2))) == (100, 2 * GIB, 20)
     assert figures(Outcome("zero1", None, "why")) is None
+
+
+def test_guide_has_the_form_that_its_generator_writes() -> None:
+    """docs/choosing.md: each usual case with its command, a recommendation, and a row for each of its choices."""
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    head, *sections = text.split("\n## ")
+    date = re.search(r"on (\d{4}-\d\d-\d\d), not by hand", head)
+    assert date and head.strip() == guide([], datetime.date.fromisoformat(date[1])).strip()
+    headings = {case.heading: case for case in CASES.values()}
+    assert [section.split("\n")[0] for section in sections] == list(headings)
+    for section in sections:
+        heading, command, *rest = [line for line in section.splitlines() if line]
+        assert command.strip() == headings[heading].command and rest[0].startswith(("- Take ", "- No choice fits"))
+        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest if line.startswith("|")]
+        assert [row[0] for row in table[2:]] == CHOICES.split(",") and {row[1] for row in table[2:]} <= {"yes", "no"}
+        taken = rest[0].split()[2]
+        assert rest[0].startswith("- No") or taken in [row[0] for row in table[2:] if row[1] == "yes"]
+        assert {len(row) for row in table} == {len(COLUMNS)}
+
+
+def test_a_section_of_the_guide() -> None:
+    plan = made(flat_ddp=simulation(100, 10, 20), zero3=simulation(150, 60, 5))
+    text = section(next(iter(CASES.values())), plan)
+    assert "- Take flat_ddp" in text and "| choice | fits | to spare, GiB |" in text
+    assert "| zero3 | yes | 16.49 | 5.00 | 150.0 |" in text and "from nowhere." in text
