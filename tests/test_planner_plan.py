@@ -172,7 +172,7 @@ def test_sliders_in_a_browser(tmp_path: Path) -> None:
     plan = made(flat_ddp=simulation(100, 10, 20), zero3=None)
 
     def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float] | None]:
-        for there, choice in itertools.islice(tasks, 20):  # not all of them
+        for there, choice in itertools.islice(tasks, 22):  # those that differ in one respect
             large = there.cluster.world_size == 4
             yield None if choice == "zero3" else (200.0 if large else 100.0, 30 * GIB if large else GIB, 50.0)
 
@@ -417,9 +417,9 @@ def test_guide_has_the_form_that_its_generator_writes() -> None:
     date = re.search(r"on (\d{4}-\d\d-\d\d), not by hand", head)
     assert date and head.strip() == guide([], datetime.date.fromisoformat(date[1])).strip()
     headings = {case.heading: case for case in CASES.values()}
-    assert [section.split("\n")[0] for section in sections] == list(headings)
-    for section in sections:
-        heading, command, *rest = [line for line in section.splitlines() if line]
+    assert [of_case.split("\n")[0] for of_case in sections] == list(headings)
+    for of_case in sections:
+        heading, command, *rest = [line for line in of_case.splitlines() if line]
         assert command.strip() == headings[heading].command and rest[0].startswith(("- Take ", "- No choice fits"))
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest if line.startswith("|")]
         assert [row[0] for row in table[2:]] == CHOICES.split(",") and {row[1] for row in table[2:]} <= {"yes", "no"}
