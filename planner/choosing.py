@@ -18,7 +18,8 @@ from planner.wording import certainty, remarks
 from training.cli import OneLineParser, unknown_name
 from training.errors import UserError
 
-CHOICES = "simple_ddp_ga,bucket_ddp_async,pytorch_ddp,zero1,zero2,zero3,pytorch_zero1,pytorch_zero2,pytorch_zero3"
+CHOICES = "bucket_ddp_async,pytorch_ddp,zero1,zero2,zero3,pytorch_zero3"
+"""One of each kind: with buckets of its own, PyTorch's, each stage of ZeRO, FSDP2."""
 COLUMNS = (
     "choice",
     "fits",
@@ -51,7 +52,7 @@ class Usual:
 CASES = {
     "fine-tuning": Usual(
         "Fine-tuning 360 M parameters on 2 small GPUs",
-        "--model SmolLM2-360M --gpus 2xL4 --link pcie4 --global-batch-size 8",
+        "--model SmolLM2-360M --gpus 2xL4 --link pcie4 --global-batch-size 8 --grad-accum-steps 1",
     ),
     "resnet": Usual(
         "A network of ResNet-50's size on 8 GPUs",
@@ -59,16 +60,16 @@ CASES = {
     ),
     "1.5b": Usual(
         "1.5 B parameters on 4 GPUs of 24 GB",
-        "--model Qwen2.5-1.5B --gpus 4xL4 --link pcie4 --global-batch-size 8 --precision bf16",
+        "--model Qwen2.5-1.5B --gpus 4xL4 --link pcie4 --global-batch-size 4 --grad-accum-steps 1",
     ),
     "7b": Usual(
         "7 B parameters on 8 GPUs of 80 GB",
-        "--model Qwen2.5-7B --gpus 8xH100 --link nvlink4 --global-batch-size 16 --precision bf16",
+        "--model Qwen2.5-7B --gpus 8xH100 --link nvlink4 --global-batch-size 8 --grad-accum-steps 1 --precision bf16",
     ),
     "70b": Usual(
         "70 B parameters on 64 GPUs of 80 GB",
         "--model Llama-3.1-70B --gpus 8x8xH100 --link nvlink4 --between 8xndr --global-batch-size 64 "
-        "--grad-accum-steps 1 --precision bf16",
+        "--grad-accum-steps 1",
     ),
 }
 

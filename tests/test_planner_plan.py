@@ -140,10 +140,16 @@ def test_the_fastest_that_fits_is_recommended() -> None:
     assert "zero3 has the smallest peak: 5.00 GiB, at 1.50 times the step time" in text
 
 
-def test_of_equally_fast_ones_the_leanest() -> None:
-    plan = made(simple_ddp=simulation(100, 0, 9), flat_ddp=simulation(101.9, 0, 8), zero3=simulation(102.1, 0, 1))
+def test_of_equally_fast_ones_the_simplest_where_there_is_room() -> None:
+    plan = made(simple_ddp=simulation(101.9, 0, 9), flat_ddp=simulation(100, 0, 8), zero3=simulation(102.1, 0, 1))
+    assert recommended(plan.rows)["choice"] == "simple_ddp"  # type: ignore[index]
+    assert "As fast within 2%: flat_ddp; simple_ddp is taken since there is ample room" in " ".join(reasons(plan.rows))
+
+
+def test_of_equally_fast_ones_the_leanest_where_there_is_none() -> None:
+    plan = made(simple_ddp=simulation(101.9, 0, 21), flat_ddp=simulation(100, 0, 20), zero3=simulation(102.1, 0, 19))
     assert recommended(plan.rows)["choice"] == "flat_ddp"  # type: ignore[index]
-    assert "As fast within 2%, with no smaller peak: simple_ddp." in reasons(plan.rows)
+    assert "simple_ddp; flat_ddp is taken since its peak is the smallest of them." in " ".join(reasons(plan.rows))
 
 
 def test_where_nothing_fits_or_is_known() -> None:
