@@ -7,7 +7,7 @@ GIB = 2**30
 AS_FAST = 0.02
 """Choices that take no more than this share longer than the fastest are as fast: errors are mostly common to both."""
 AMPLE = 0.8
-"""Of the usable memory: a peak below this share of it leaves room, so that a smaller one is no reason for more parts."""
+"""Of the usable memory: a peak below this share of it leaves room, so a smaller one is no reason for more parts."""
 Row = Mapping[str, Any]
 
 

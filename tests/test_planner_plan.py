@@ -59,9 +59,11 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
     held = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
     resting = {"parameters": held["parameters"], "activations": 0}
     spans = [
-        Span("compute", "aten.mm.default", 0, half, {"phase": "forward"}),
-        Span("compute", "aten.mm.default", half, busy, {"phase": "backward"}),
-        Span("communication 0", "all_reduce", half, step, {"phase": "backward", "payload_bytes": 8}),
+        Span("phase", "forward", 0, half),
+        Span("phase", "backward", half, busy),
+        Span("compute", "aten.mm.default", 0, half),
+        Span("compute", "aten.mm.default", half, busy),
+        Span("communication 0", "all_reduce", half, step, {"payload_bytes": 8}),
     ]
     curve = MemoryCurve(resting, held, [(0.0, resting), (half, held), (busy, resting)])
     return Simulated(step, busy, half + exposed, exposed, spans, curve, {}, 0.1)
