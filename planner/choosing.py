@@ -5,13 +5,13 @@ import datetime
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
 from planner import plan_command
 from planner.columns import PLAN_COLUMNS
+from planner.flags import add_plan_flags
 from planner.plan import Plan
 from planner.recommendation import reasons
 from planner.wording import certainty, remarks
@@ -74,16 +74,6 @@ CASES = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write: docs/choosing.md")
-    parser.add_argument(
-        "--cases", metavar="NAMES", help=f"with commas between, of {', '.join(CASES)} (default: all, which takes long)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
-    )
-
-
 def run(options: argparse.Namespace, console: Console) -> None:
     """Plan each case, and write the guide.
 
@@ -104,7 +94,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def planned(usual: Usual, jobs: int | None = None) -> Plan:
     parser = OneLineParser()
-    plan_command.add_flags(parser)
+    add_plan_flags(parser)
     flags = [*shlex.split(usual.flags), "--choices", CHOICES]
     return plan_command.planned(parser.parse_args([*flags, "--jobs", str(jobs)] if jobs else flags))
 

@@ -39,8 +39,8 @@ def lanes_figure(simulated: Mapping[str, Simulated]) -> go.Figure:
         busy = union(np.concatenate([*phases.values(), np.empty((0, 2))]))
         sent = intervals(of_choice, "communication")
         parts = {**phases, "exposed": minus(sent, busy)}
-        for name, found in parts.items():
-            bars[name] += [(choice, *span) for span in bridge(found, longest * SMALLEST_PART)]
+        for name, moments in parts.items():
+            bars[name] += [(choice, *span) for span in bridge(moments, longest * SMALLEST_PART)]
         bars["communication"] += [(below, *span) for span in bridge(sent, longest * SMALLEST_PART)]
     figure = go.Figure()
     for name, found in bars.items():

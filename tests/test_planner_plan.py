@@ -413,6 +413,20 @@ def test_flags_and_columns_are_documented() -> None:
     assert documented == list(PLAN_COLUMNS)
 
 
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from scripts import plan; print([len(plan.build_parser(c).format_help()) for c in plan.COMMANDS]);"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules, 'pandas' in sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.stdout.endswith("False False\n"), answer.stderr
+
+
 def test_figures_of_a_cell() -> None:
     assert figures(Outcome("zero1", simulation(100, 20, 2))) == (100, 2 * GIB, 20)
     assert figures(Outcome("zero1", None, "why")) is None
