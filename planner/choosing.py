@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for name in names:
         console.print(f"{CASES[name].heading} ...")
         sections.append(section(CASES[name], planned(CASES[name], options.jobs)))
-    plan_command.write(options.output, "--output", guide(sections, datetime.datetime.now(datetime.UTC).date()))
+    plan_command.write(options.output, "--output", guide(sections, names, datetime.datetime.now(datetime.UTC).date()))
     console.print(f"guide: {options.output}")
 
 
@@ -99,14 +99,22 @@ def planned(usual: Usual, jobs: int | None = None) -> Plan:
     return plan_command.planned(parser.parse_args([*flags, "--jobs", str(jobs)] if jobs else flags))
 
 
-def guide(sections: Sequence[str], date: datetime.date) -> str:
-    """The whole document."""
+def guide(sections: Sequence[str], names: Sequence[str], date: datetime.date) -> str:
+    """The whole document.
+
+    Args:
+        names: Of the cases, of which `sections` speak.
+    """
+    cases = "" if list(names) == list(CASES) else f" --cases {','.join(names)}"
     head = f"""# Choosing a strategy
 
-Written by `python scripts/plan.py choosing --output docs/choosing.md` on {date}, not by hand: every figure is
-**predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)), and none was
-measured on these devices. The order of choices and what fits say more than milliseconds do. For your own model and
-machine, change the command of the nearest case.
+Written on {date}, not by hand, by
+
+    python scripts/plan.py choosing --output docs/choosing.md{cases}
+
+Every figure is **predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)), and
+none was measured on these devices. The order of choices, and what fits, are surer than milliseconds. For your own model
+and machine, change the command of the nearest case.
 """
     return "\n".join([head, *sections])
 
@@ -119,7 +127,7 @@ def section(usual: Usual, plan: Plan) -> str:
         f"    {usual.command}\n",
         "\n".join(f"- {sentence}" for sentence in sentences) + "\n",
         markdown(plan.frame),
-        "\n".join(certainty(plan.costs)) + "\n",
+        "\n".join(f"- {sentence}" for sentence in certainty(plan.costs)) + "\n",
     ]
     return "\n".join(parts)
 

@@ -81,7 +81,7 @@ def against_slower(best: Row, slower: Sequence[Row]) -> list[str]:
     last = max(slower, key=lambda row: row["step_time_ms"])
     difference = second["step_time_ms"] - best["step_time_ms"]
     exposed = second["exposed_ms"] - best["exposed_ms"]
-    why = f", of which {exposed:,.1f} ms is communication that it does not hide" if exposed > difference / 2 else ""
+    why = f", with {exposed:,.1f} ms more of exposed communication" if exposed > difference / 2 else ""
     sentence = f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}"
     if last is not second:
         sentence += (
