@@ -112,8 +112,8 @@ Written on {date}, not by hand, by
 
     python scripts/plan.py choosing --output docs/choosing.md{cases}
 
-Every figure is **predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)), and
-none was measured on these devices. The order of choices, and what fits, are surer than milliseconds. For your own model
+Every figure is **predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)).
+None was measured on these devices: the order of choices, and what fits, are surer than milliseconds. For your own model
 and machine, change the command of the nearest case.
 """
     return "\n".join([head, *sections])
