@@ -8,6 +8,8 @@ AS_FAST = 0.02
 """Choices that take no more than this share longer than the fastest are as fast: errors are mostly common to both."""
 AMPLE = 0.8
 """Of the usable memory: a peak below this share of it leaves room, so a smaller one is no reason for more parts."""
+TIGHT = 0.1
+"""Of the same: less than this to spare deserves a word."""
 Row = Mapping[str, Any]
 
 
@@ -52,7 +54,9 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     others = [row for row in known if row is not best]
     equal = as_fast(rows)
     slower = [row for row in others if row["fits"] == "yes" and row not in equal]
-    sentences += against_equal(best, equal) + against_slower(best, slower) + against_leaner(best, others)
+    sentences += (
+        tight(best, rows) + against_equal(best, equal) + against_slower(best, slower) + against_leaner(best, others)
+    )
     too_large = [row for row in others if row["fits"] == "no"]
     if too_large:
         nearest = min(too_large, key=lambda row: row["peak_bytes"])
@@ -61,6 +65,18 @@ def reasons(rows: Sequence[Row]) -> list[str]:
             f"nearest, short of {gib(-nearest['spare_bytes'])}."
         )
     return sentences
+
+
+def tight(best: Row, rows: Sequence[Row]) -> list[str]:
+    """A word of caution where little is left, and what leaves more."""
+    roomy = [row for row in rows if row["fits"] == "yes" and is_roomy(row)]
+    if best["spare_bytes"] >= TIGHT * (best["peak_bytes"] + best["spare_bytes"]):
+        return []
+    caution = "That is little, since what the allocator keeps unused is not in the peak"
+    if not roomy:
+        return [f"{caution}."]
+    safer = min(roomy, key=lambda row: row["step_time_ms"])
+    return [f"{caution}; with more room the fastest is {safer['choice']}, {safer['step_time_ms']:,.1f} ms a step."]
 
 
 def against_equal(best: Row, equal: Sequence[Row]) -> list[str]:

@@ -151,7 +151,11 @@ def test_of_equally_fast_ones_the_simplest_where_there_is_room() -> None:
 def test_of_equally_fast_ones_the_leanest_where_there_is_none() -> None:
     plan = made(simple_ddp=simulation(101.9, 0, 21), flat_ddp=simulation(100, 0, 20), zero3=simulation(102.1, 0, 19))
     assert recommended(plan.rows)["choice"] == "flat_ddp"  # type: ignore[index]
-    assert "simple_ddp; flat_ddp is taken since its peak is the smallest of them." in " ".join(reasons(plan.rows))
+    text = " ".join(reasons(plan.rows))
+    assert "simple_ddp; flat_ddp is taken since its peak is the smallest of them." in text
+    assert "allocator keeps unused is not in the peak." in text
+    roomier = made(flat_ddp=simulation(100, 0, 20), zero3=simulation(130, 0, 10))
+    assert "; with more room the fastest is zero3, 130.0 ms a step." in " ".join(reasons(roomier.rows))
 
 
 def test_where_nothing_fits_or_is_known() -> None:
