@@ -95,14 +95,15 @@ def changed(case: Case, values: Sequence[float]) -> Case:
     """`case` with these values of `AXES`."""
     ranks, factor, size, accumulation, bucket = values
     cluster = resized(case.cluster, int(ranks))
-    faster = {name: scaled(getattr(cluster, name), factor) for name in ("inside", "between") if getattr(cluster, name)}
+    between = cluster.between and scaled(cluster.between, factor)
+    faster = replace(cluster, inside=scaled(cluster.inside, factor), between=between)
     config = replace(
         case.config,
         global_batch_size=int(size * accumulation * ranks),
         grad_accum_steps=int(accumulation),
         bucket_cap_mb=case.config.bucket_cap_mb if bucket == (case.config.bucket_cap_mb or DEFAULT_BUCKET) else bucket,
     )
-    return replace(case, cluster=replace(cluster, **faster), config=config)
+    return replace(case, cluster=faster, config=config)
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:

@@ -19,7 +19,7 @@ from planner.recommendation import reasons
 from planner.sources import costs_of
 from planner.timeline import write_trace
 from planner.wording import certainty, headline, remarks
-from planner.workers import simulations
+from planner.workers import simulations, whole
 from training.cli import unknown_name
 from training.config import PRECISIONS, RunConfig
 from training.errors import UserError
@@ -61,7 +61,7 @@ def planned(options: argparse.Namespace) -> Plan:
     names = choices(options.choices.split(",") if options.choices else None)
     same_as = distinct(names)
     simulated = list(dict.fromkeys(same_as.values()))
-    answers = simulations([(case, name) for name in simulated], options.jobs)
+    answers = simulations([(case, name) for name in simulated], options.jobs, whole)
     by_name = dict(zip(simulated, followed(answers, len(simulated)), strict=True))
     return Plan(case, costs, [replace(by_name[same_as[name]], choice=name) for name in names])
 

@@ -2,7 +2,7 @@
 
 from planner import collective_costs, collective_fits, costs
 from planner.contention import load as load_contention
-from planner.contracts import Contention
+from planner.contracts import Contention, OperatorCosts
 from planner.plan import Case, Costs
 
 ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
@@ -21,9 +21,10 @@ def costs_of(case: Case) -> Costs:
     device, precision = cluster.device, case.config.precision
     sources: list[str] = []
     if known.record:
-        operators = costs.recorded(known.record, device, precision, known.rescale)
-        sources += [f"Operators: as recorded in {known.record}.", *(f"{remark}." for remark in operators.remarks)]
-        compute_error = RECORD_ERROR if not operators.remarks else ROOFLINE_ERROR
+        recorded = costs.recorded(known.record, device, precision, known.rescale)
+        sources += [f"Operators: as recorded in {known.record}.", *(f"{remark}." for remark in recorded.remarks)]
+        compute_error = RECORD_ERROR if not recorded.remarks else ROOFLINE_ERROR
+        operators: OperatorCosts = recorded
     else:
         operators = costs.roofline(device, known.efficiency, precision)
         assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
@@ -31,6 +32,7 @@ def costs_of(case: Case) -> Costs:
         compute_error = ROOFLINE_ERROR
     if known.collectives:
         collectives = collective_fits.from_fits(known.collectives, cluster, known.rescale)
+        assert isinstance(collectives, collective_fits.FittedCosts)
         sources += [f"Collectives: as measured in {known.collectives}.", *(f"{r}." for r in collectives.remarks)]
         link_error = FITS_ERROR if not collectives.remarks else LINK_TABLE_ERROR
     else:

@@ -19,14 +19,12 @@ def whole(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def simulations(
-    tasks: Iterable[Task], jobs: int | None = None, answer: Callable[[Outcome], Answer] = whole
-) -> Iterator[Answer]:
+def simulations(tasks: Iterable[Task], jobs: int | None, answer: Callable[[Outcome], Answer]) -> Iterator[Answer]:
     """What is asked of the outcome of each case and choice, in their order.
 
     Args:
         tasks: Asked for one by one, `jobs` ahead of what has been answered: what makes them may stop when it wants.
-        jobs: Processes; with one, all is done in this one. Default: one for each core.
+        jobs: Processes; with one, all is done in this one. None: one for each core.
         answer: What to make of an outcome, in the process that simulates it.
     """
     jobs = jobs or os.cpu_count() or 1
