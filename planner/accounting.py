@@ -1,0 +1,247 @@
+"""Memory term by term, by formulas that anybody can check by hand; nothing is run.
+
+Psi is the number of parameters, N the number of ranks. Model states follow ZeRO (Rajbhandari et al., ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, sections 3.1 and 5). Activations are those
+that autograd keeps for backward in transformers' Llama, Mistral and Qwen2 (SwiGLU, RMSNorm, grouped-query attention by
+`scaled_dot_product_attention`, with a mask where samples of several lengths are padded), found by following
+`torch.autograd.graph.saved_tensors_hooks` and held against them by tests. What a step holds beside these (buffers of
+collectives, temporaries) is in no formula: `scripts/plan.py` without `memory` counts it by running the strategy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from training.reviews import STARS
+
+STAGES = {
+    "replicated": (),
+    "zero1": ("optimizer_state",),
+    "zero2": ("optimizer_state", "gradients"),
+    "zero3": ("optimizer_state", "gradients", "parameters"),
+}
+"""What of the model states each rank holds only 1/N of."""
+COMPONENTS = ("parameters", "gradients", "optimizer_state")
+
+
+@dataclass(frozen=True)
+class StatesPrecision:
+    """Bytes that a parameter takes in each component of the model states, with Adam."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    meaning: str
+
+    def of(self, component: str) -> int:
+        return int(getattr(self, component))
+
+
+PRECISIONS = {
+    "fp32": StatesPrecision(4, 4, 8, "Everything in fp32; Adam keeps two values a parameter."),
+    "bf16": StatesPrecision(
+        4, 4, 8, "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."
+    ),
+    "mixed": StatesPrecision(
+        2, 2, 12, "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values."
+    ),
+}
+FP32, BF16 = 4, 2
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand.
+
+    Attributes:
+        formula: In the symbols that the caller explains.
+        amount: Elements of parameters, or bytes.
+    """
+
+    name: str
+    formula: str
+    amount: float
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer, as the formulas see it.
+
+    Attributes:
+        gated: SwiGLU with three matrices, or two matrices with something between.
+        biases: Where linear layers have one: `none`, `qkv` or `all`.
+        positions: Learned position embeddings; 0 where positions are rotated in.
+        norm_vectors: Of d_model elements each in one norm: 1 in RMSNorm, 2 in LayerNorm.
+    """
+
+    d_model: int
+    d_ff: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+    biases: str = "none"
+    positions: int = 0
+    norm_vectors: int = 1
+    labels: int = STARS
+
+    @property
+    def d_q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def d_kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @classmethod
+    def of(cls, configuration: Any) -> "Decoder | None":
+        """The shape of transformers' configuration; None if it is of a type that no formula here is for."""
+        c = configuration
+        if c.model_type == "gpt2":
+            d = c.n_embd
+            return cls(
+                **{"d_model": d, "d_ff": c.n_inner or 4 * d, "layers": c.n_layer, "heads": c.n_head},
+                **{"kv_heads": c.n_head, "head_dim": d // c.n_head, "vocab": c.vocab_size, "gated": False},
+                **{"biases": "all", "positions": c.n_positions, "norm_vectors": 2},
+            )
+        if c.model_type not in ("llama", "mistral", "qwen2"):
+            return None
+        return cls(
+            d_model=c.hidden_size,
+            d_ff=c.intermediate_size,
+            layers=c.num_hidden_layers,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            vocab=c.vocab_size,
+            biases="qkv" if c.model_type == "qwen2" else "none",
+        )
+
+    def parameter_terms(self) -> list[Term]:
+        """Elements of a classifier's parameters; the output layer of a language model is not among them."""
+        d, f, layers = self.d_model, self.d_ff, self.layers
+        terms = [Term("token embedding", "vocab d_model", self.vocab * d)]
+        if self.positions:
+            terms.append(Term("position embedding", "positions d_model", self.positions * d))
+        terms.append(
+            Term("attention", "layers 2 d_model (d_q + d_kv)", layers * 2 * d * (self.d_q + self.d_kv)),
+        )
+        matrices = 3 if self.gated else 2
+        terms.append(Term("feed-forward", f"layers {matrices} d_model d_ff", layers * matrices * d * f))
+        if self.biases == "qkv":
+            terms.append(Term("biases", "layers (d_q + 2 d_kv)", layers * (self.d_q + 2 * self.d_kv)))
+        elif self.biases == "all":
+            terms.append(
+                Term("biases", "layers (d_q + 2 d_kv + 2 d_model + d_ff)", layers * (3 * d + 2 * self.d_kv + f))
+            )
+        norms = (2 * layers + 1) * self.norm_vectors * d
+        terms.append(Term("norms", f"(2 layers + 1) {self.norm_vectors} d_model".replace(" 1 d", " d"), norms))
+        terms.append(Term("head", "labels d_model", self.labels * d))
+        return terms
+
+    def activation_terms(self, samples: int, tokens: int, precision: str) -> list[Term]:
+        """Bytes that autograd keeps for the backward pass of one micro-batch; empty where no formula is known (models
+        with dropout or LayerNorm: those of GPT-2).
+
+        Args:
+            samples: In the micro-batch (b).
+            tokens: Of each sample (s).
+            precision: `fp32`, or `bf16` for autocast: linear layers and attention then keep 16-bit copies of their own.
+        """
+        if not self.gated or self.norm_vectors != 1:
+            return []
+        bs, layers, low = samples * tokens, self.layers, BF16 if precision == "bf16" else FP32
+        d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv
+        inputs = {"attention": 3, "feed-forward": 2} if low == BF16 else {"attention": 1, "feed-forward": 1}
+        terms = [
+            Term("residual stream", "2 layers b s d_model 4", 2 * layers * bs * d * FP32),
+            Term("normalized", "2 layers b s (d_model + 1) 4", 2 * layers * bs * (d + 1) * FP32),
+        ]
+        for name, copies in inputs.items():
+            formula = f"{copies} layers b s d_model {low}".removeprefix("1 ")
+            terms.append(Term(f"input of {name}", formula, copies * layers * bs * d * low))
+        if samples > 1:  # of unequal lengths: with a mask, keys and values are repeated for every query head
+            terms.append(Term("queries, keys, values", f"layers b s 3 d_q {low}", layers * bs * 3 * q * low))
+            terms.append(Term("mask", f"layers b s s {low}", layers * bs * tokens * low))
+        else:
+            held = layers * bs * (q + 2 * kv) * low
+            terms.append(Term("queries, keys, values", f"layers b s (d_q + 2 d_kv) {low}", held))
+        terms += [
+            Term("attention output", f"layers b s d_q {low}", layers * bs * q * low),
+            Term("log-sum-exp", "layers b s heads 4", layers * bs * self.heads * FP32),
+            Term("gate, its SiLU, up, product", f"layers b s 4 d_ff {low}", layers * bs * 4 * f * low),
+            Term("last norm and token ids", "b s (4 (2 d_model + 1) + 8)", bs * (4 * (2 * d + 1) + 8)),
+            Term("input of the head", f"b s d_model {low}", bs * d * low),
+            Term("cosines and sines", "2 s d_head 4", 2 * tokens * self.head_dim * FP32),
+        ]
+        if low == BF16:
+            linear = layers * (2 * d * (q + kv) + 3 * d * f) + self.labels * d
+            terms.append(Term("weights that autocast casts", "2 for each of a linear layer", BF16 * linear))
+        return terms
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Only pairs of linear layers with nothing between, by which very large models are estimated: nearly all their
+    parameters and operations are there.
+    """
+
+    d_model: int
+    d_ff: int
+    layers: int
+
+    def parameter_terms(self) -> list[Term]:
+        return [Term("feed-forward", "layers 2 d_model d_ff", self.layers * 2 * self.d_model * self.d_ff)]
+
+    def activation_terms(self, samples: int, tokens: int, precision: str) -> list[Term]:
+        """Bytes of the inputs of both layers, all that their backward passes need."""
+        each = FP32 if precision == "fp32" else BF16
+        held = samples * tokens * self.layers * (self.d_model + self.d_ff) * each
+        return [Term("inputs of both layers", f"layers b s (d_model + d_ff) {each}", held)]
+
+
+def total(terms: Sequence[Term]) -> float:
+    return sum(term.amount for term in terms)
+
+
+def state_bytes(parameters: float, ranks: int, stage: str, precision: str) -> dict[str, float]:
+    """Bytes of model states on one rank between two steps, by component; padding is not in it."""
+    states = PRECISIONS[precision]
+    return {
+        component: parameters * states.of(component) / (ranks if component in STAGES[stage] else 1)
+        for component in COMPONENTS
+    }
+
+
+def formula(stage: str, precision: str) -> str:
+    """Bytes a parameter: `4 + 12/N`."""
+    states = PRECISIONS[precision]
+    shared = sum(states.of(component) for component in STAGES[stage])
+    whole = sum(states.of(component) for component in COMPONENTS) - shared
+    return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
+
+
+def least_ranks(
+    parameters: float,
+    stage: str,
+    precision: str,
+    memory_bytes: float,
+    activation_bytes: float = 0.0,
+    sharded_activations: float = 0.0,
+) -> int | None:
+    """The smallest number of ranks at which everything is less than `memory_bytes` on each; None if there is none.
+
+    Args:
+        activation_bytes: Of one rank, before any of them are sharded.
+        sharded_activations: The share of them of which a rank holds 1/N only.
+    """
+    states = PRECISIONS[precision]
+    shared = parameters * sum(states.of(component) for component in STAGES[stage])
+    whole = parameters * sum(states.of(component) for component in COMPONENTS) - shared
+    shared += activation_bytes * sharded_activations
+    left = memory_bytes - whole - activation_bytes * (1 - sharded_activations)
+    if left <= 0:
+        return None
+    return max(1, int(shared // left) + 1)

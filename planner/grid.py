@@ -1,0 +1,127 @@
+"""Other settings than the one that was asked for: a grid of them, simulated beforehand for the sliders of the page."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cluster import Cluster, Link
+from planner.plan import Case, Outcome
+
+AXES = ("ranks", "link", "micro_batch_size", "grad_accum_steps", "bucket_cap_mb")
+LINK_FACTORS = (0.25, 1.0, 4.0)
+BUCKETS = (1.0, 25.0, 100.0)
+DEFAULT_BUCKET = 25.0
+MOST_RANKS = 4096
+Figures = tuple[float, int, float] | None
+"""Of one choice: milliseconds a step, bytes at the peak, exposed milliseconds; None if it cannot be simulated."""
+Simulations = Callable[[Iterable[tuple[Case, str]]], Iterator[Figures]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What was simulated.
+
+    Attributes:
+        axes: Values of each axis, in order; `link` as factors on the rate that was asked for.
+        base: Place on each axis of the setting that was asked for.
+        cells: Figures of each choice, by places on the axes.
+        seconds: What it took.
+        wanted: Cells that a whole grid has.
+    """
+
+    axes: Mapping[str, Sequence[float]]
+    base: tuple[int, ...]
+    cells: Mapping[tuple[int, ...], Mapping[str, Figures]]
+    seconds: float
+    wanted: int
+
+
+def axes_of(case: Case) -> dict[str, list[float]]:
+    """Values around those of `case`, which is among them."""
+    ranks, size = case.cluster.world_size, case.micro_batch_size
+    accumulation, bucket = case.config.grad_accum_steps, float(case.config.bucket_cap_mb or DEFAULT_BUCKET)
+    return {
+        "ranks": sorted({max(1, ranks // 2), ranks, min(2 * ranks, MOST_RANKS)}),
+        "link": list(LINK_FACTORS),
+        "micro_batch_size": sorted({max(1, size // 2), size, 2 * size}),
+        "grad_accum_steps": sorted({1, accumulation, 2 * accumulation}),
+        "bucket_cap_mb": sorted({*BUCKETS, bucket}),
+    }
+
+
+def fill(case: Case, choices: Sequence[str], simulations: Simulations, budget_s: float) -> Grid:
+    """Simulate settings around `case`, those that differ from it in few respects first, until time is up.
+
+    Args:
+        simulations: Answers tasks with their `figures`, in their order.
+        budget_s: In seconds; what has begun is finished.
+    """
+    began, axes = time.perf_counter(), axes_of(case)
+    base = tuple(axes[axis].index(value) for axis, value in zip(AXES, values_of(case), strict=True))
+    places = list(itertools.product(*(range(len(axes[axis])) for axis in AXES)))
+    places.sort(key=lambda place: distance(place, base))
+
+    def tasks() -> Iterator[tuple[Case, str]]:
+        for place in places:
+            if place == base or time.perf_counter() - began < budget_s:
+                there = changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)])
+                yield from ((there, choice) for choice in choices)
+
+    found = simulations(tasks())
+    cells = {}
+    for place in places:
+        of_place = dict(zip(choices, itertools.islice(found, len(choices)), strict=False))
+        if of_place:
+            cells[place] = of_place
+    return Grid(axes, base, cells, time.perf_counter() - began, len(places))
+
+
+def values_of(case: Case) -> Iterator[float]:
+    yield case.cluster.world_size
+    yield 1.0
+    yield case.micro_batch_size
+    yield case.config.grad_accum_steps
+    yield float(case.config.bucket_cap_mb or DEFAULT_BUCKET)
+
+
+def distance(place: Sequence[int], base: Sequence[int]) -> tuple[int, int]:
+    """In how many respects two settings differ, and by how many steps."""
+    steps = [abs(mine - other) for mine, other in zip(place, base, strict=True)]
+    return sum(map(bool, steps)), sum(steps)
+
+
+def changed(case: Case, values: Sequence[float]) -> Case:
+    """`case` with these values of `AXES`."""
+    ranks, factor, size, accumulation, bucket = values
+    cluster = resized(case.cluster, int(ranks))
+    between = cluster.between and scaled(cluster.between, factor)
+    faster = replace(cluster, inside=scaled(cluster.inside, factor), between=between)
+    config = replace(
+        case.config,
+        global_batch_size=int(size * accumulation * ranks),
+        grad_accum_steps=int(accumulation),
+        bucket_cap_mb=case.config.bucket_cap_mb if bucket == (case.config.bucket_cap_mb or DEFAULT_BUCKET) else bucket,
+    )
+    return replace(case, cluster=faster, config=config)
+
+
+def resized(cluster: Cluster, ranks: int) -> Cluster:
+    """A cluster of so many ranks: nodes of the same size where there are several, one node otherwise."""
+    if cluster.nodes == 1:
+        return replace(cluster, ranks_per_node=ranks)
+    nodes = max(1, ranks // cluster.ranks_per_node)
+    return replace(cluster, nodes=nodes, ranks_per_node=ranks // nodes)
+
+
+def scaled(link: Link, factor: float) -> Link:
+    return (
+        link if factor == 1 else replace(link, name=f"{link.name} x {factor:g}", bytes_per_s=link.bytes_per_s * factor)
+    )
+
+
+def figures(outcome: Outcome) -> Figures:
+    simulated = outcome.simulated
+    if simulated is None:
+        return None
+    return simulated.step_time_s * 1e3, simulated.memory.peak_bytes, simulated.exposed_s * 1e3

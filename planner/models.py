@@ -1,0 +1,274 @@
+"""Models by name, from a local `config.json`, or from a few numbers: built without weights, with batches to match.
+
+What is planned is what the runner trains (`training.text`): a classifier with as many labels as reviews have stars, in
+fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.cli import unknown_name
+from training.errors import UserError
+from training.reviews import STARS
+from training.strategy import MicroBatch
+
+TABLE = Path(__file__).with_name("models.toml")
+SUFFIXES = ("-instruct", "-base", "-it")
+"""Of names of models that have been trained further: their shape is the same."""
+TOKENS = "tokens"
+IMAGES = "images"
+IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
+MOST_PARAMETERS = 10**13
+"""Larger models than this are taken for a mistake."""
+MOST_LAYERS, MOST_WIDTH = 10_000, 1_000_000
+DEFAULT_VOCABULARY = 49_152
+"""SmolLM2's, for models that are given by numbers."""
+HEAD_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be built where tensors hold no data.
+
+    Attributes:
+        type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
+        config: What differs from that configuration's defaults.
+        source: Where its numbers are from.
+        parameters: Of the published model, with the head that it was published with; None where nothing is published.
+    """
+
+    name: str
+    type: str
+    config: Mapping[str, Any]
+    source: str
+    parameters: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """`tokens` or `images`: what it takes."""
+        return IMAGES if self.type == "resnet" else TOKENS
+
+    def build(self) -> nn.Module:
+        """The module that the runner would train, in training mode, on the device and in the mode of the caller.
+
+        Raises:
+            UserError: it cannot be built.
+        """
+        from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+
+        makers = {TOKENS: AutoModelForSequenceClassification, IMAGES: AutoModelForImageClassification}
+        labels = {TOKENS: STARS, IMAGES: IMAGE_CLASSES}[self.kind]
+        config = self.configuration(num_labels=labels)
+        if self.kind == TOKENS:
+            config.pad_token_id, config.use_cache = 0, False
+        try:
+            return makers[self.kind].from_config(config, trust_remote_code=False, dtype=torch.float32).train()
+        except UserError:
+            raise
+        except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
+            raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
+
+    def configuration(self, **more: Any) -> Any:
+        """transformers' configuration of it."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.for_model(self.type, **{**self.config, **more})
+        except Exception as error:  # as above
+            raise UserError(
+                f"model {self.name}: transformers cannot make its configuration: {first_line(error)}"
+            ) from (error)
+
+    def elements(self) -> int:
+        """Parameters of the classifier; tied ones count once. Raises as `build`."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+    def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
+        """One rank's micro-batches of one optimizer step, on the device and in the mode of the caller.
+
+        Args:
+            count: Micro-batches.
+            samples: In each.
+            sequence_length: Tokens of a sample, padding included; without meaning for images.
+        """
+        return [self._batch(samples, sequence_length) for _ in range(count)]
+
+    def _batch(self, samples: int, sequence_length: int) -> dict[str, Tensor]:
+        """Of several samples, all but the first are one token short, as those of a batch of reviews rarely are of one
+        length: attention then needs a mask, which a batch of one sample does without.
+        """
+        labels = torch.zeros(samples, dtype=torch.long)
+        if self.kind == IMAGES:
+            return {"pixel_values": torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS), "labels": labels}
+        tokens = torch.ones(samples, sequence_length, dtype=torch.long)
+        tokens[1:, -1] = 0
+        return {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": labels}
+
+    def require_length(self, sequence_length: int) -> None:
+        """Refuse samples that are longer than the model's positions.
+
+        Raises:
+            UserError: they are.
+        """
+        if self.kind == IMAGES:
+            return
+        most = getattr(self.configuration(), "max_position_embeddings", None)
+        if most is not None and sequence_length > most:
+            raise UserError(f"--sequence-length {sequence_length}: {self.name} has {most} positions; give at most that")
+
+
+@cache
+def table() -> dict[str, Model]:
+    """The built-in models, by name on the hub."""
+    return {
+        name: Model(name, entry["type"], entry["config"], entry["source"], entry["parameters"])
+        for name, entry in tomllib.loads(TABLE.read_text()).items()
+    }
+
+
+def find(name: str) -> Model:
+    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not), or one that a local
+    `config.json` describes (the file, or a folder that holds it).
+
+    Raises:
+        UserError: there is none; names the nearest.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        return from_file(path)
+    wanted = plain(name)
+    for known, model in table().items():
+        if wanted in (plain(known), plain(known).partition("/")[2]):
+            return model
+    near = unknown_name("model", name, [*table(), *(known.partition("/")[2] for known in table())])
+    raise UserError(f"{near} Or give a local folder with a config.json, or --d-model, --d-ff and --layers")
+
+
+def plain(name: str) -> str:
+    """A name without case and without what says that a model was trained further."""
+    lower = name.lower()
+    return next((lower.removesuffix(suffix) for suffix in SUFFIXES if lower.endswith(suffix)), lower)
+
+
+def from_file(path: Path) -> Model:
+    """The model that a local `config.json` describes. Nothing is loaded but that file, and none of its code is run.
+
+    Raises:
+        UserError: it cannot be read, or is none of transformers' own types.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"--model {path}: no {'config.json in this folder' if path.is_dir() else 'such file'}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {file}: cannot be read: {first_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"--model {file}: has no model_type; give a config.json that save_pretrained has written")
+    if "auto_map" in content:
+        raise UserError(f"--model {file}: its model is code of its own (auto_map), which is never run here")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if content["model_type"] not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"--model {file}: {unknown_name('model_type', content['model_type'], CONFIG_MAPPING_NAMES)}")
+    config = {name: value for name, value in content.items() if name not in NOT_OF_THE_SHAPE}
+    return checked(Model(str(path), content["model_type"], config, f"{file.name} in {file.absolute().parent.name}/"))
+
+
+NOT_OF_THE_SHAPE = (
+    "model_type",
+    "architectures",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+)
+
+
+def from_numbers(
+    d_model: int, d_ff: int, layers: int, heads: int | None, vocab: int | None, kv_heads: int | None = None
+) -> Model:
+    """A Llama of these sizes.
+
+    Args:
+        heads: Default: heads of 64 features.
+        vocab: Default: SmolLM2's.
+        kv_heads: Default: as many as `heads`.
+
+    Raises:
+        UserError: they make no model.
+    """
+    for flag, value, most in (
+        ("--d-model", d_model, MOST_WIDTH),
+        ("--d-ff", d_ff, MOST_WIDTH),
+        ("--layers", layers, MOST_LAYERS),
+        ("--heads", heads, MOST_WIDTH),
+        ("--kv-heads", kv_heads, MOST_WIDTH),
+        ("--vocab", vocab, 100 * MOST_WIDTH),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"{flag} {value}: must be a whole number from 1 to {most}")
+    if heads is None:
+        if d_model % HEAD_WIDTH:
+            raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")
+        heads = d_model // HEAD_WIDTH
+    if d_model % heads or d_model // heads % 2:
+        raise UserError(f"--heads {heads}: --d-model {d_model} must divide into that many heads of an even width")
+    if heads % (kv_heads or heads):
+        raise UserError(f"--kv-heads {kv_heads}: must divide --heads {heads}")
+    config = {
+        "hidden_size": d_model,
+        "intermediate_size": d_ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "vocab_size": vocab or DEFAULT_VOCABULARY,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+    name = f"Llama of {layers} layers, d_model {d_model}, d_ff {d_ff}, {heads} heads, {config['vocab_size']} tokens"
+    return checked(Model(name, "llama", config, "the command line"))
+
+
+def checked(model: Model) -> Model:
+    """`model`, built once without memory.
+
+    Raises:
+        UserError: it cannot be built, or is beyond any sense.
+    """
+    require_sane(model)
+    elements = model.elements()
+    if elements > MOST_PARAMETERS:
+        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
+    return model
+
+
+def require_sane(model: Model) -> None:
+    """Refuse layers and widths that would take hours to build.
+
+    Raises:
+        UserError: names the number.
+    """
+    config = model.configuration()
+    for name, most in (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MOST_WIDTH)):
+        value = getattr(config, name, 1)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise UserError(f"model {model.name}: {name} {value} must be from 1 to {most}")
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,63 @@
+"""`scripts/plan.py record`: how long this device takes for the operators of a model's step, kept for later plans."""
+
+import argparse
+
+from rich.console import Console
+
+from planner.flags import chosen_model, require_between
+from training.cli import unknown_name
+from training.config import PRECISIONS
+from training.errors import UserError
+
+MOST_SIZES = 6
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Record, and write the file.
+
+    Raises:
+        UserError: the command line makes no sense, there is no such device, or the file cannot be written.
+    """
+    require_between(options, "sequence_length", 1, 1_000_000)
+    require_between(options, "repeats", 2, 1000)
+    for name, known in (("precision", PRECISIONS), ("device", ("auto", "cpu", "cuda"))):
+        if getattr(options, name) not in known:
+            raise UserError(f"--{name}: {unknown_name(name, getattr(options, name), known)}")
+    sizes = options.micro_batch_sizes.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > MOST_SIZES:
+        raise UserError(
+            f"--micro-batch-sizes {options.micro_batch_sizes}: up to {MOST_SIZES} whole numbers above 0, such as 1,2,4"
+        )
+    model = chosen_model(options)
+    model.require_length(options.sequence_length)
+    import torch
+
+    from planner.record import TrainingStep, record, write
+
+    device = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if options.device == "auto"
+        else torch.device(options.device)
+    )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here")
+    torch.manual_seed(0)
+    with device:
+        module = model.build()
+        steps = [
+            TrainingStep(
+                module,
+                model.micro_batches(1, int(size), options.sequence_length),
+                torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True),
+                options.precision,
+            )
+            for size in sizes
+        ]
+        about = f"{model.name}, {options.sequence_length} tokens, micro-batches of {options.micro_batch_sizes}"
+        content = record(steps, device, options.precision, options.repeats, about)
+    write(options.output, content)
+    console.print(
+        f"{content['hardware']}: {len(content['operators'])} operators of {model.name}; record: {options.output}"
+    )
+    for size, check in zip(sizes, content["steps"], strict=True):
+        console.print(f"micro-batch of {size}: " + ", ".join(f"{name} {value:.4g}" for name, value in check.items()))

@@ -1,0 +1,48 @@
+"""Where the costs of operators and collectives are taken from, and how far they may be off."""
+
+from planner import collective_costs, collective_fits, costs
+from planner.contention import load as load_contention
+from planner.contracts import Contention, OperatorCosts
+from planner.plan import Case, Costs
+
+ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
+LINK_TABLE_ERROR, FITS_ERROR = 0.3, 0.1
+"""What the times of operators and of collectives are taken to be off by at most, by where they are from. These are
+assumptions, from which intervals follow; `docs/planner.md` says what was measured."""
+
+
+def costs_of(case: Case) -> Costs:
+    """Records where the command line names some, tables otherwise.
+
+    Raises:
+        UserError: a record cannot be read, or is of another device, precision or cluster.
+    """
+    known, cluster = case.knowledge, case.cluster
+    device, precision = cluster.device, case.config.precision
+    sources: list[str] = []
+    if known.record:
+        recorded = costs.recorded(known.record, device, precision, known.rescale)
+        sources += [f"Operators: as recorded in {known.record}.", *(f"{remark}." for remark in recorded.remarks)]
+        compute_error = RECORD_ERROR if not recorded.remarks else ROOFLINE_ERROR
+        operators: OperatorCosts = recorded
+    else:
+        operators = costs.roofline(device, known.efficiency, precision)
+        assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
+        sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
+        compute_error = ROOFLINE_ERROR
+    if known.collectives:
+        collectives = collective_fits.from_fits(known.collectives, cluster, known.rescale)
+        assert isinstance(collectives, collective_fits.FittedCosts)
+        sources += [f"Collectives: as measured in {known.collectives}.", *(f"{r}." for r in collectives.remarks)]
+        link_error = FITS_ERROR if not collectives.remarks else LINK_TABLE_ERROR
+    else:
+        collectives = collective_costs.from_links(cluster)
+        sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
+        link_error = LINK_TABLE_ERROR
+    contention = load_contention(known.contention, cluster) if known.contention else Contention()
+    if known.contention:
+        sources.append(
+            f"Contention: compute takes {contention.compute:.2f} times as long beside collectives, and those "
+            f"{contention.communication:.2f} times, by {known.contention}."
+        )
+    return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources))
