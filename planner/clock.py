@@ -2,9 +2,9 @@
 
 Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
 issued) and then pass through two phases: a latency, at its own pace, and a transfer, which shares its link. Of k
-transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill a part of it
-share it without loss until the parts add up to more (fluid model: processor sharing). Between two events (something starts or ends) all paces are constant, so time advances from
-event to event and nothing is discretized.
+transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a part
+of it share it without loss until the parts add up to more (fluid model: processor sharing). Between two events
+(something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
 
 The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
 sooner than all compute before it is done; what it waits for blocks it.
