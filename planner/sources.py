@@ -2,7 +2,7 @@
 
 from planner import collective_costs, collective_fits, costs
 from planner.contention import load as load_contention
-from planner.contracts import Contention, OperatorCosts
+from planner.contracts import CollectiveCosts, Contention, OperatorCosts
 from planner.plan import Case, Costs
 
 ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
@@ -31,10 +31,10 @@ def costs_of(case: Case) -> Costs:
         sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
         compute_error = ROOFLINE_ERROR
     if known.collectives:
-        collectives = collective_fits.from_fits(known.collectives, cluster, known.rescale)
-        assert isinstance(collectives, collective_fits.FittedCosts)
-        sources += [f"Collectives: as measured in {known.collectives}.", *(f"{r}." for r in collectives.remarks)]
-        link_error = FITS_ERROR if not collectives.remarks else LINK_TABLE_ERROR
+        fitted = collective_fits.from_fits(known.collectives, cluster, known.rescale)
+        sources += [f"Collectives: as measured in {known.collectives}.", *(f"{remark}." for remark in fitted.remarks)]
+        link_error = FITS_ERROR if not fitted.remarks else LINK_TABLE_ERROR
+        collectives: CollectiveCosts = fitted
     else:
         collectives = collective_costs.from_links(cluster)
         sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]

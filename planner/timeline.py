@@ -7,6 +7,7 @@ its launch. Everything in the file says that it is predicted: its metadata, its 
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def write_trace(simulated: Simulated, path: Path, choice: str, cluster: Cluster,
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def communication(simulated: Simulated) -> list[Span]:
