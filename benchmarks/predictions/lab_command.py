@@ -1,0 +1,3 @@
+"""x"""
+import argparse
+def add_flags(parser: argparse.ArgumentParser) -> None: ...

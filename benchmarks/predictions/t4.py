@@ -1,0 +1,213 @@
+"""The published table of two T4s over NCCL, predicted from its own compute time and its own all-reduces.
+
+Of a naive step of 1406.7 ms, 498 were communication; the other 908.7 ms are taken as compute of every row. The runner's
+own strategies run on tensors without data, with a T4's roofline multiplied by the one factor that makes their compute
+908.7 ms, and all-reduces interpolated between the three published ones (10, 100, 1024 MB).
+
+Assumed, since the table does not say:
+- MB are 2^20 bytes.
+- Below 10 MB an all-reduce goes on along the line through 10 and 100 MB, down to its latency of 0.09 ms; small messages
+  may be faster (NCCL's LL protocol) or slower.
+- The model: `consistent_workloads` says which of the runner's have gradients that fit the figures. Only
+  `transformer-medium` (423 M parameters) does: 24 blocks of 1024/4096, 10,000 tokens. `mlp` of 40 x 4096 does not, as
+  671 M parameters alone take 671 ms on this link.
+- The batch: as many tokens as a T4's roofline needs for that compute time, in samples of 128.
+- The optimizer: AdamW, fused, as the runner's. A slower one would make forward and backward shorter.
+
+One thing cannot come from these figures: what matrix products and NCCL's kernels take from each other on a T4, where
+both want the same 40 multiprocessors. So there are two tables: one without any, and one with a factor on communication
+beside compute that the row `overlap` alone determines; that row counts in no figure then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from benchmarks.predictions.held import Held
+from planner import costs, hardware
+from planner.cluster import Cluster, Link
+from planner.contracts import CollectiveCost, Contention, OperatorCall, OperatorCosts, Setting, Simulated
+from planner.plan import adamw
+from planner.simulate import simulate
+from training.config import RunConfig, StrategyOptions
+from training.link_model import LinkModel, Piece
+from training.strategy import MicroBatch
+from training.workloads import TRANSFORMER_SHAPES
+
+MB = 2**20
+NAIVE_MS, NAIVE_COMMUNICATION_MS = 1406.7, 498.0
+COMPUTE_S = (NAIVE_MS - NAIVE_COMMUNICATION_MS) / 1e3
+ALL_REDUCE_MS = {10: 2.7, 100: 26.2, 1024: 268.5}
+"""By payload in MB."""
+WORKLOAD = "transformer-medium"
+CALIBRATES = "overlap"
+SETTING = "2 x T4"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published step. `cap_mb`: of buckets."""
+
+    name: str
+    choice: str
+    measured_ms: float
+    cap_mb: float | None = None
+
+
+ROWS = (
+    Row("naive", "simple_ddp", NAIVE_MS),
+    Row("flat", "flat_ddp", 1365.2),
+    Row("overlap", "simple_ddp_async", 1075.7),
+    Row("buckets of 1 MB", "bucket_ddp_async", 1093, 1),
+    Row("buckets of 10 MB", "bucket_ddp_async", 1120, 10),
+    Row("buckets of 100 MB", "bucket_ddp_async", 1213, 100),
+    Row("buckets of 1000 MB", "bucket_ddp_async", 1360, 1000),
+)
+
+
+def all_reduce_model() -> LinkModel:
+    """Lines through neighbouring published all-reduces; the first goes on below 10 MB."""
+    points = [(size * MB, ms / 1e3) for size, ms in ALL_REDUCE_MS.items()]
+    pieces = []
+    for index, ((low, early), (high, late)) in enumerate(zip(points, points[1:], strict=False)):
+        slope = (late - early) / (high - low)
+        latency = early - slope * low
+        pieces.append((low if index else 0.0, latency, slope))
+    # A line between large sizes meets 0 bytes below 0 s, where a latency cannot be: it starts from the point before.
+    return LinkModel(tuple(Piece(start, max(latency, 0.0), slope) for start, latency, slope in pieces))
+
+
+@dataclass(frozen=True)
+class Published:
+    """Collectives that take what the table says; only all-reduces of a step matter."""
+
+    model: LinkModel
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        latency = float(self.model.seconds(0))
+        return CollectiveCost(latency, float(self.model.seconds(payload_bytes)) - latency, SETTING)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """All operators take `factor` times as long."""
+
+    costs: OperatorCosts
+    factor: float
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        known = self.costs.seconds(call)
+        return None if known is None else known * self.factor
+
+
+def gradient_bytes(workload: str) -> int:
+    """Of one of the runner's synthetic workloads, fp32."""
+    if workload == "mlp":
+        config = RunConfig()
+        return 4 * config.depth * config.width**2
+    from training.synthetic import build
+
+    with torch.device("meta"):
+        model = build(RunConfig(workload=workload)).model
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def consistent_workloads() -> dict[str, tuple[int, float, bool]]:
+    """Each synthetic workload with its gradients' bytes, the milliseconds of one all-reduce of them, and whether that
+    fits: no longer than what `flat` takes beyond compute, and at least half of it."""
+    most_ms = ROWS[1].measured_ms - COMPUTE_S * 1e3
+    model, answer = all_reduce_model(), {}
+    for workload in ("mlp", *TRANSFORMER_SHAPES):
+        size = gradient_bytes(workload)
+        ms = 1e3 * float(model.seconds(size))
+        answer[workload] = (size, ms, most_ms / 2 <= ms <= most_ms)
+    return answer
+
+
+def build_published() -> nn.Module:
+    from training.synthetic import build
+
+    return build(RunConfig(workload=WORKLOAD)).model
+
+
+def token_batch(samples: int) -> list[MicroBatch]:
+    """One micro-batch of `samples` x 128 tokens."""
+    tokens = torch.zeros(samples, 128, dtype=torch.long)
+    return [{"input_ids": tokens, "labels": tokens}]
+
+
+@dataclass(frozen=True)
+class Reckoning:
+    """What all rows have in common.
+
+    Attributes:
+        make_module, make_micro_batches: As `planner.contracts.Setting` has them.
+        operators: Scaled to the published compute time.
+        factor: By which the roofline was multiplied.
+    """
+
+    cluster: Cluster
+    make_module: Callable[[], nn.Module]
+    make_micro_batches: Callable[[], Sequence[MicroBatch]]
+    operators: OperatorCosts
+    factor: float
+
+    def simulated(self, row: Row, contention: Contention) -> Simulated:
+        setting = self._setting(row)
+        return simulate(setting, self.cluster, self.operators, Published(all_reduce_model()), contention)
+
+    def _setting(self, row: Row) -> Setting:
+        options = StrategyOptions(bucket_cap_mb=row.cap_mb)
+        return Setting(row.choice, self.make_module, self.make_micro_batches, adamw, options)
+
+
+def reckoning(
+    make_module: Callable[[], nn.Module] = build_published,
+    make_micro_batches: Callable[[], Sequence[MicroBatch]] = lambda: token_batch(8),
+) -> Reckoning:
+    """With the one factor that makes the naive step's compute what was published."""
+    cluster = Cluster(hardware.device("T4"), 1, 2, Link(SETTING, 0.0, 4e9))
+    plain = Reckoning(cluster, make_module, make_micro_batches, costs.roofline(cluster.device), 1.0)
+    factor = COMPUTE_S / plain.simulated(ROWS[0], Contention()).compute_s
+    return replace(plain, operators=Scaled(plain.operators, factor), factor=factor)
+
+
+def held(reckoned: Reckoning, contention: Contention, calibrates: str = "", rows: Sequence[Row] = ROWS) -> list[Held]:
+    """Every row, predicted. `calibrates`: name of the one from which `contention` was taken."""
+    return [
+        Held(
+            SETTING,
+            row.name,
+            "step",
+            "ms",
+            1e3 * reckoned.simulated(row, contention).step_time_s,
+            row.measured_ms,
+            row.name == calibrates,
+        )
+        for row in rows
+    ]
+
+
+def fitted_contention(reckoned: Reckoning, steps: int = 6, close: float = 2e-3) -> Contention:
+    """The factor on communication beside compute with which the row `CALIBRATES` comes out as published.
+
+    Args:
+        steps: Of bisection by secants at most.
+        close: Relative error at which it is good enough.
+    """
+    row = next(row for row in ROWS if row.name == CALIBRATES)
+    low, high = 1.0, 4.0
+    times = [reckoned.simulated(row, Contention(communication=factor)).step_time_s * 1e3 for factor in (low, high)]
+    factor = low
+    for _ in range(steps):
+        factor = low + (high - low) * (row.measured_ms - times[0]) / (times[1] - times[0])
+        time = reckoned.simulated(row, Contention(communication=factor)).step_time_s * 1e3
+        if abs(time / row.measured_ms - 1) < close:
+            break
+        if time < row.measured_ms:
+            low, times[0] = factor, time
+        else:
+            high, times[1] = factor, time
+    return Contention(communication=factor)
