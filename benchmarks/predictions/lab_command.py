@@ -1,3 +1,6 @@
 """x"""
+
 import argparse
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None: ...

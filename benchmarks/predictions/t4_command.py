@@ -22,9 +22,7 @@ def run(options: argparse.Namespace) -> None:
         verdict = "fits" if fits else "does not fit"
         print(f"{workload}: gradients {size / t4.MB:,.0f} MB, one all-reduce {ms:,.0f} ms: {verdict}")
     reckoned = t4.reckoning()
-    print(
-        f"compute {t4.COMPUTE_S * 1e3:.1f} ms: the roofline of {t4.SETTING}, 8 x 128 tokens, times {reckoned.factor:.3f}"
-    )
+    print(f"compute {t4.COMPUTE_S * 1e3:.1f} ms: the roofline of a T4 for 1024 tokens, times {reckoned.factor:.3f}")
     plain = t4.held(reckoned, Contention())
     show(plain, "nothing taken from each other", 5, 3)
     contention = t4.fitted_contention(reckoned)
