@@ -21,6 +21,7 @@ TIMEOUT_S = 900
 MODELS: dict[str, dict[str, Any]] = {
     "sample": {"workload": "sample", "train_samples": 16, "eval_samples": 4},
     "mlp": {"workload": "mlp", "depth": 6, "width": 256, "train_samples": 16, "eval_samples": 4},
+    "mlp-wide": {"workload": "mlp", "depth": 8, "width": 1024, "train_samples": 16, "eval_samples": 4},
     "transformer-small": {"workload": "transformer-small", "train_samples": 16, "eval_samples": 4},
 }
 """What each name stands for; small enough for a machine of a few GB."""
