@@ -166,7 +166,11 @@ def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
     for (kind, _, size), each in shortest.items():
         if each > 0:
             by_kind[kind].append((size, each))
-    return {kind: LinkModel.fit(*zip(*points, strict=True), most_pieces=1) for kind, points in by_kind.items()}
+    models = {}
+    for kind, points in by_kind.items():
+        sizes, seconds = zip(*points, strict=True)
+        models[kind] = LinkModel.fit(sizes, seconds, most_pieces=1)
+    return models
 
 
 def shared_out(intervals: Intervals) -> np.ndarray:

@@ -1,5 +1,8 @@
 """Predictions held against measurement: the published T4 table, real ranks' memory, and what a table of errors says."""
 
+import argparse
+import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import planner as benchmark
 from benchmarks.predictions import t4
 from benchmarks.predictions.held import Held, frame, mean_error_pct, summary, write, wrong_orders
 from benchmarks.predictions.memory_command import compare
@@ -104,3 +108,21 @@ def test_memory_against_real_ranks(ranks: RankPool, choice: str) -> None:
     measured = ranks.run(2, measured_rows, replace(config, choice=choice))[0]
     at_rest, peak = compare("mlp", config, choice, measured)
     assert at_rest.predicted == at_rest.measured and abs(peak.error_pct) < 2
+
+
+# Documentation -------------------------------------------------------------------------------------------------------
+
+
+def test_flags_and_columns_are_documented() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
+    section = text.split("## `benchmarks/planner.py`")[1].split("\n## ")[0]
+    for command, module in benchmark.COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(module).add_flags(parser)
+        flags = [action.option_strings[-1] for action in parser._actions]
+        documented = re.findall(
+            r"^\| `(--[^`]+)` \|", section.split(f"### `{command}`")[1].split("\n### ")[0], re.MULTILINE
+        )
+        assert documented == [flag for flag in flags if flag != "--help"]
+    columns = re.findall(r"^\| `([a-z_]+)` \|", section.split("### columns")[1], re.MULTILINE)
+    assert columns == frame([row("a", 1, 1)]).columns.tolist()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from benchmarks.predictions.memory_command import MIB, MODELS
@@ -164,9 +163,10 @@ def batches_of(case: Case) -> "list[MicroBatch]":
 
     from benchmarks.runners import one_global_batch
     from planner.runs import data_of
+    from training.distributed import Ranks
 
-    rank: object = SimpleNamespace(rank=0, world_size=case.ranks, device=torch.device("cpu"))
-    return one_global_batch(case.config, data_of(case.config), rank)  # type: ignore[arg-type]
+    rank = Ranks(0, case.ranks, torch.device("cpu"), "gloo")
+    return one_global_batch(case.config, data_of(case.config), rank)
 
 
 def record_operators(case: Case) -> None:

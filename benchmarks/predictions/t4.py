@@ -11,7 +11,7 @@ Assumed, since the table does not say:
 - The model: `consistent_workloads` says which of the runner's have gradients that fit the figures. Only
   `transformer-medium` (423 M parameters) does: 24 blocks of 1024/4096, 10,000 tokens. `mlp` of 40 x 4096 does not, as
   671 M parameters alone take 671 ms on this link.
-- The batch: 1024 tokens, for which a T4's roofline comes within a quarter of that compute time.
+- The batch: 1024 tokens, for which a T4's roofline comes within 30 % of that compute time.
 - The optimizer: AdamW, fused, as the runner's. A slower one would make forward and backward shorter.
 
 One thing cannot come from these figures: what matrix products and NCCL's kernels take from each other on a T4, where
