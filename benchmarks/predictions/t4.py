@@ -19,6 +19,7 @@ both want the same 40 multiprocessors. So there are two tables: one without any,
 beside compute that the row `overlap` alone determines; that row counts in no figure then.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -212,38 +213,32 @@ def reckoning(
 
 def held(reckoned: Reckoning, contention: Contention, calibrates: str = "", rows: Sequence[Row] = ROWS) -> list[Held]:
     """Every row, predicted. `calibrates`: name of the one from which `contention` was taken."""
-    return [
-        Held(
-            SETTING,
-            row.name,
-            "step",
-            "ms",
-            1e3 * reckoned.simulated(row, contention).step_time_s,
-            row.measured_ms,
-            row.name == calibrates,
-        )
-        for row in rows
-    ]
+    answer = []
+    for row in rows:
+        predicted = 1e3 * reckoned.simulated(row, contention).step_time_s
+        answer.append(Held(SETTING, row.name, "step", "ms", predicted, row.measured_ms, row.name == calibrates))
+        print(f"{row.name}: {predicted:.1f} ms, published {row.measured_ms:.1f}", file=sys.stderr, flush=True)
+    return answer
 
 
 def fitted_contention(reckoned: Reckoning, steps: int = 6, close: float = 2e-3) -> Contention:
     """The factor on communication beside compute with which the row `CALIBRATES` comes out as published.
 
     Args:
-        steps: Of bisection by secants at most.
+        steps: Of the secant method at most.
         close: Relative error at which it is good enough.
     """
     row = next(row for row in ROWS if row.name == CALIBRATES)
-    low, high = 1.0, 4.0
-    times = [reckoned.simulated(row, Contention(communication=factor)).step_time_s * 1e3 for factor in (low, high)]
-    factor = low
+
+    def time_ms(factor: float) -> float:
+        return reckoned.simulated(row, Contention(communication=factor)).step_time_s * 1e3
+
+    before, factor = 1.0, 2.0
+    earlier, time = time_ms(before), time_ms(factor)
     for _ in range(steps):
-        factor = low + (high - low) * (row.measured_ms - times[0]) / (times[1] - times[0])
-        time = reckoned.simulated(row, Contention(communication=factor)).step_time_s * 1e3
-        if abs(time / row.measured_ms - 1) < close:
+        if abs(time / row.measured_ms - 1) < close or time == earlier:
             break
-        if time < row.measured_ms:
-            low, times[0] = factor, time
-        else:
-            high, times[1] = factor, time
+        step = (row.measured_ms - time) * (factor - before) / (time - earlier)
+        before, earlier, factor = factor, time, max(1.0, factor + step)
+        time = time_ms(factor)
     return Contention(communication=factor)
