@@ -35,6 +35,7 @@ from planner.contracts import CollectiveCost, CollectiveCosts, Contention, Opera
 from planner.costs import roofline
 from planner.runs import first_micro_batches, setting
 from planner.simulate import simulate
+from planner.volumes import KINDS, volume
 from training.config import RunConfig
 from training.errors import UserError
 from training.link_model import LinkModel
@@ -154,7 +155,8 @@ def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
     """Seconds by payload of each kind of collective that moved something."""
     shortest: dict[tuple[str, int, float], float] = {}
     for timeline in timelines:
-        calls = timeline.collectives[timeline.collectives["bytes"] > 0].sort_values("issued", kind="stable")
+        of_tensors = timeline.collectives["kind"].isin(KINDS) & (timeline.collectives["bytes"] > 0)
+        calls = timeline.collectives[of_tensors].sort_values("issued", kind="stable")
         seconds = shared_out(calls[["start", "end"]].to_numpy(dtype=np.float64)) * US
         numbers: dict[tuple[str, float], int] = defaultdict(int)
         for kind, size, each in zip(calls["kind"], calls["bytes"], seconds, strict=True):
@@ -245,21 +247,19 @@ class Faster:
 
 
 def recorded_rate(run: Recorded) -> float:
-    """Bytes a second of the recorded link: as the link lab shaped it, or what all-reduces reached of it (the kind with
-    the most bytes otherwise)."""
+    """Bytes a second of the recorded link: as the link lab shaped it, or what all-reduces (else another kind) reached.
+
+    Raises:
+        UserError: the collectives do not show it.
+    """
     bits = run.record.get("link_bits_per_s")
     if bits:
         return float(bits) / 8
-    from planner.volumes import volume
-
     kind = "all_reduce" if "all_reduce" in run.collectives else next(iter(run.collectives))
     per_byte = run.collectives[kind].pieces[-1].seconds_per_byte
-    busiest = volume(known_kind(kind), str(run.record["backend"]), run.world_size).busiest
-    return busiest / per_byte if per_byte else float("inf")
-
-
-def known_kind(kind: str) -> str:
-    return "all_reduce" if kind == "other" else kind
+    if not per_byte:
+        raise UserError("the recorded collectives are too small to show the link's rate; --rate needs larger ones")
+    return volume(kind, str(run.record["backend"]), run.world_size).busiest / per_byte
 
 
 # Answering ------------------------------------------------------------------------------------------------------------
@@ -307,11 +307,10 @@ class WhatIf:
             changes["choice"] = asked.choice
         config = replace(run.config, **changes)
         backend = str(run.record["backend"])
-        before = recorded_rate(run)
-        rate = before if asked.rate is None or asked.rate.bits_per_s is None else asked.rate.bits_per_s / 8
-        cluster = Cluster(self._device, 1, ranks, Link("link", 0.0, rate), backend=backend)
-        fitted = FittedCosts(run.collectives, backend, run.world_size, "link", {})
-        collectives = Faster(fitted, rate / before) if rate != before else fitted
+        cluster = Cluster(self._device, 1, ranks, Link("as recorded", 0.0, 1.0), backend=backend)
+        collectives: CollectiveCosts = FittedCosts(run.collectives, backend, run.world_size, "as recorded", {})
+        if asked.rate is not None and asked.rate.bits_per_s:
+            collectives = Faster(collectives, asked.rate.bits_per_s / 8 / recorded_rate(run))
         found = simulate(
             setting(config, ranks, self._batches), cluster, self._operators, collectives, Contention(), rank=0
         )
