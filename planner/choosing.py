@@ -5,20 +5,21 @@ import datetime
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
 from planner import plan_command
 from planner.columns import PLAN_COLUMNS
+from planner.flags import add_plan_flags
 from planner.plan import Plan
 from planner.recommendation import reasons
 from planner.wording import certainty, remarks
 from training.cli import OneLineParser, unknown_name
 from training.errors import UserError
 
-CHOICES = "simple_ddp_ga,bucket_ddp_async,pytorch_ddp,zero1,zero2,zero3,pytorch_zero1,pytorch_zero2,pytorch_zero3"
+CHOICES = "bucket_ddp_async,pytorch_ddp,zero1,zero2,zero3,pytorch_zero3"
+"""One of each kind: with buckets of its own, PyTorch's, each stage of ZeRO, FSDP2."""
 COLUMNS = (
     "choice",
     "fits",
@@ -51,7 +52,7 @@ class Usual:
 CASES = {
     "fine-tuning": Usual(
         "Fine-tuning 360 M parameters on 2 small GPUs",
-        "--model SmolLM2-360M --gpus 2xL4 --link pcie4 --global-batch-size 8",
+        "--model SmolLM2-360M --gpus 2xL4 --link pcie4 --global-batch-size 8 --grad-accum-steps 1",
     ),
     "resnet": Usual(
         "A network of ResNet-50's size on 8 GPUs",
@@ -59,28 +60,18 @@ CASES = {
     ),
     "1.5b": Usual(
         "1.5 B parameters on 4 GPUs of 24 GB",
-        "--model Qwen2.5-1.5B --gpus 4xL4 --link pcie4 --global-batch-size 8 --precision bf16",
+        "--model Qwen2.5-1.5B --gpus 4xL4 --link pcie4 --global-batch-size 4 --grad-accum-steps 1",
     ),
     "7b": Usual(
         "7 B parameters on 8 GPUs of 80 GB",
-        "--model Qwen2.5-7B --gpus 8xH100 --link nvlink4 --global-batch-size 16 --precision bf16",
+        "--model Qwen2.5-7B --gpus 8xH100 --link nvlink4 --global-batch-size 8 --grad-accum-steps 1 --precision bf16",
     ),
     "70b": Usual(
         "70 B parameters on 64 GPUs of 80 GB",
         "--model Llama-3.1-70B --gpus 8x8xH100 --link nvlink4 --between 8xndr --global-batch-size 64 "
-        "--grad-accum-steps 1 --precision bf16",
+        "--grad-accum-steps 1",
     ),
 }
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write: docs/choosing.md")
-    parser.add_argument(
-        "--cases", metavar="NAMES", help=f"with commas between, of {', '.join(CASES)} (default: all, which takes long)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
-    )
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -97,25 +88,33 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for name in names:
         console.print(f"{CASES[name].heading} ...")
         sections.append(section(CASES[name], planned(CASES[name], options.jobs)))
-    plan_command.write(options.output, "--output", guide(sections, datetime.datetime.now(datetime.UTC).date()))
+    plan_command.write(options.output, "--output", guide(sections, names, datetime.datetime.now(datetime.UTC).date()))
     console.print(f"guide: {options.output}")
 
 
 def planned(usual: Usual, jobs: int | None = None) -> Plan:
     parser = OneLineParser()
-    plan_command.add_flags(parser)
+    add_plan_flags(parser)
     flags = [*shlex.split(usual.flags), "--choices", CHOICES]
     return plan_command.planned(parser.parse_args([*flags, "--jobs", str(jobs)] if jobs else flags))
 
 
-def guide(sections: Sequence[str], date: datetime.date) -> str:
-    """The whole document."""
+def guide(sections: Sequence[str], names: Sequence[str], date: datetime.date) -> str:
+    """The whole document.
+
+    Args:
+        names: Of the cases, of which `sections` speak.
+    """
+    cases = "" if list(names) == list(CASES) else f" --cases {','.join(names)}"
     head = f"""# Choosing a strategy
 
-Written by `python scripts/plan.py choosing --output docs/choosing.md` on {date}, not by hand: every figure is
-**predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)), and none was
-measured on these devices. The order of choices and what fits say more than milliseconds do. For your own model and
-machine, change the command of the nearest case.
+Written on {date}, not by hand, by
+
+    python scripts/plan.py choosing --output docs/choosing.md{cases}
+
+Every figure is **predicted** by running the strategies' own code on tensors without data ([planner.md](planner.md)).
+None was measured on these devices: the order of choices, and what fits, are surer than milliseconds. For your own model
+and machine, change the command of the nearest case.
 """
     return "\n".join([head, *sections])
 
@@ -128,7 +127,7 @@ def section(usual: Usual, plan: Plan) -> str:
         f"    {usual.command}\n",
         "\n".join(f"- {sentence}" for sentence in sentences) + "\n",
         markdown(plan.frame),
-        "\n".join(certainty(plan.costs)) + "\n",
+        "\n".join(f"- {sentence}" for sentence in certainty(plan.costs)) + "\n",
     ]
     return "\n".join(parts)
 

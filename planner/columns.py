@@ -21,14 +21,6 @@ PLAN_COLUMNS = {
     "choice": Column("choice", "", "strategy"),
     "entrypoint": Column("entrypoint", "", "script that trains with it"),
     "fits": Column("fits", "", "yes, no, or unknown where the choice cannot be simulated"),
-    "spare_bytes": gib("to spare", "memory of a device, less what CUDA itself takes, less the peak; below 0: missing"),
-    "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
-    **{
-        f"peak_{component}_bytes": gib(label, f"of these, {label}{more}")
-        for component, label in COMPONENTS.items()
-        for more in (" buffers" if component == "communication" else "",)
-    },
-    "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
     "step_time_ms": Column("step", "ms", "duration of an optimizer step"),
     "step_time_low_ms": Column("from", "ms", "lower end of the interval in which it should lie"),
     "step_time_high_ms": Column("to", "ms", "upper end of the same"),
@@ -41,6 +33,14 @@ PLAN_COLUMNS = {
     "cost_per_million_samples": Column(
         "cost", "a million samples", "of all devices, at --price; none without it", 1, 2
     ),
+    "spare_bytes": gib("to spare", "memory of a device, less what CUDA itself takes, less the peak; below 0: missing"),
+    "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
+    **{
+        f"peak_{component}_bytes": gib(label, f"of these, {label}{more}")
+        for component, label in COMPONENTS.items()
+        for more in (" buffers" if component == "communication" else "",)
+    },
+    "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
     "simulation_s": Column("simulated in", "s", "wall time of the simulation itself"),
     "remark": Column("remark", "", "why a choice cannot be simulated, or what no cost is known of"),
 }

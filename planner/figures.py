@@ -1,5 +1,6 @@
 """Figures of a plan: memory over the step, and lanes of every choice."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -38,8 +39,8 @@ def lanes_figure(simulated: Mapping[str, Simulated]) -> go.Figure:
         busy = union(np.concatenate([*phases.values(), np.empty((0, 2))]))
         sent = intervals(of_choice, "communication")
         parts = {**phases, "exposed": minus(sent, busy)}
-        for name, found in parts.items():
-            bars[name] += [(choice, *span) for span in bridge(found, longest * SMALLEST_PART)]
+        for name, moments in parts.items():
+            bars[name] += [(choice, *span) for span in bridge(moments, longest * SMALLEST_PART)]
         bars["communication"] += [(below, *span) for span in bridge(sent, longest * SMALLEST_PART)]
     figure = go.Figure()
     for name, found in bars.items():
@@ -69,12 +70,16 @@ def intervals(simulated: Simulated, lane: str) -> Intervals:
 
 
 def compute_by_phase(simulated: Simulated) -> dict[str, Intervals]:
+    """When it computed in each part of the step, by the part in which an operator begins."""
+    parts = sorted((s.start_s, s.end_s, s.name) for s in simulated.spans if s.lane == "phase" and s.name in COLOURS)
+    begins = [start for start, _, _ in parts]
     found: dict[str, list[tuple[float, float]]] = {}
     for span in simulated.spans:
-        if span.lane.startswith("compute"):
-            phase = str(span.details.get("phase", ""))
-            found.setdefault(phase if phase in COLOURS else "other compute", []).append((span.start_s, span.end_s))
-    return {phase: union(np.array(spans, dtype=float)) for phase, spans in found.items()}
+        if span.lane == "compute":
+            at = bisect_right(begins, span.start_s) - 1
+            inside = at >= 0 and span.start_s < parts[at][1]
+            found.setdefault(parts[at][2] if inside else "other compute", []).append((span.start_s, span.end_s))
+    return {part: union(np.array(spans, dtype=float)) for part, spans in found.items()}
 
 
 def memory_figure(simulated: Mapping[str, Simulated], usable_bytes: int) -> go.Figure:

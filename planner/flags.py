@@ -1,8 +1,10 @@
-"""Flags that several commands of `scripts/plan.py` share, and what they stand for. Imports nothing heavy."""
+"""The flags of `scripts/plan.py`, and what those that name a model stand for. Imports nothing heavy."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from training.config import bucket_cap
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,6 +26,114 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, help="with --d-model: attention heads (default: of 64 features each)")
     parser.add_argument("--kv-heads", type=int, help="with --d-model: heads of keys and values (default: --heads)")
     parser.add_argument("--vocab", type=int, help="with --d-model: tokens in the vocabulary (default: 49152)")
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.add_argument(
+        "--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine"
+    )
+    parser.add_argument("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
+    parser.add_argument("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
+    parser.add_argument("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
+    parser.add_argument(
+        "--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)"
+    )
+    parser.add_argument(
+        "--precision", default="fp32", help="fp32, or bf16 for autocast over fp32 states (default: fp32)"
+    )
+    parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
+    parser.add_argument("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: 25)")
+    parser.add_argument("--price", type=float, help="of one device for an hour, in any currency")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them, not by tables"
+    )
+    parser.add_argument(
+        "--collectives", type=Path, metavar="FILE", help="collectives as bench_collectives.py timed them (its .json)"
+    )
+    parser.add_argument(
+        "--contention", type=Path, metavar="FILE", help="what both take from each other, by benchmarks/contention.py"
+    )
+    parser.add_argument(
+        "--rescale", action="store_true", help="take records of another device, precision or number of ranks, rescaled"
+    )
+    parser.add_argument(
+        "--efficiency", type=float, help="part of peak rates that operators reach, above 0 to 1 (default: by the table)"
+    )
+    parser.add_argument("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
+    parser.add_argument(
+        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table, pictures and sliders there")
+    parser.add_argument(
+        "--grid-seconds",
+        type=float,
+        default=60.0,
+        help="of --html: time for simulating what sliders show (default: 60)",
+    )
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="write each choice's step there as a trace, in <choice>/rank_0/"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+
+
+def add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.add_argument(
+        "--ffn-only",
+        action="store_true",
+        help="with --d-model: nothing but pairs of linear layers, d_model to d_ff and back",
+    )
+    parser.add_argument("--parameters", type=float, help="instead of a model: its number of parameters, such as 7.5e9")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that share the states (default: 1)")
+    parser.add_argument(
+        "--precision",
+        default="fp32",
+        help="fp32; bf16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)",
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples in a micro-batch (default: 1)")
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
+    parser.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device, in GiB (default: 80)")
+    parser.add_argument(
+        "--sharded-activations",
+        type=float,
+        default=0.0,
+        help="share of the activations of which each rank holds 1/N, too: 0 to 1 (default: 0)",
+    )
+
+
+def add_record_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
+    parser.add_argument(
+        "--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)"
+    )
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
+    parser.add_argument("--precision", default="fp32", help="fp32, or bf16 for autocast (default: fp32)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda; auto takes CUDA where there is a GPU")
+    parser.add_argument("--repeats", type=int, default=7, help="how often each step is timed (default: 7)")
+
+
+def add_choosing_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write: docs/choosing.md")
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        help="of fine-tuning, resnet, 1.5b, 7b, 70b, with commas between (default: all)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
+    )
+
+
+COMMANDS = {
+    "plan": (add_plan_flags, "planner.plan_command"),
+    "memory": (add_memory_flags, "planner.memory_command"),
+    "record": (add_record_flags, "planner.record_command"),
+    "choosing": (add_choosing_flags, "planner.choosing"),
+}
+"""What makes the flags of each command, and the module whose `run` carries it out, imported only then."""
 
 
 def chosen_model(options: argparse.Namespace) -> "Model":

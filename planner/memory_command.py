@@ -17,7 +17,7 @@ from planner.accounting import (
     state_bytes,
     total,
 )
-from planner.flags import add_model_flags, chosen_model, chosen_sizes, require_between
+from planner.flags import chosen_model, chosen_sizes, require_between
 from training.cli import unknown_name
 from training.errors import UserError
 
@@ -33,31 +33,6 @@ BOUNDS = {
     "d_ff": (1, 100_000_000),
     "layers": (1, 100_000),
 }
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    parser.add_argument(
-        "--ffn-only",
-        action="store_true",
-        help="with --d-model: nothing but pairs of linear layers, d_model to d_ff and back",
-    )
-    parser.add_argument("--parameters", type=float, help="instead of a model: its number of parameters, such as 7.5e9")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks that share the states (default: 1)")
-    parser.add_argument(
-        "--precision",
-        default="fp32",
-        help="fp32; bf16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)",
-    )
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples in a micro-batch (default: 1)")
-    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
-    parser.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device, in GiB (default: 80)")
-    parser.add_argument(
-        "--sharded-activations",
-        type=float,
-        default=0.0,
-        help="share of the activations of which each rank holds 1/N, too: 0 to 1 (default: 0)",
-    )
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
-from planner.flags import add_model_flags, chosen_model, require_between
+from planner.flags import chosen_model, require_between
 from planner.grid import Grid, figures, fill
 from planner.page import plan_page
 from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
@@ -21,62 +21,10 @@ from planner.timeline import write_trace
 from planner.wording import certainty, headline, remarks
 from planner.workers import simulations
 from training.cli import unknown_name
-from training.config import PRECISIONS, RunConfig, bucket_cap
+from training.config import PRECISIONS, RunConfig
 from training.errors import UserError
 
 LONGEST = 1_000_000
-DEFAULT_LENGTH = 512
-"""At which the runner cuts reviews (`training.text`)."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    parser.add_argument(
-        "--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine"
-    )
-    parser.add_argument("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
-    parser.add_argument("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
-    parser.add_argument("--sequence-length", type=int, default=DEFAULT_LENGTH, help="tokens of a sample (default: 512)")
-    parser.add_argument("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
-    parser.add_argument(
-        "--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)"
-    )
-    parser.add_argument(
-        "--precision", default="fp32", help="fp32, or bf16 for autocast over fp32 states (default: fp32)"
-    )
-    parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
-    parser.add_argument("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: 25)")
-    parser.add_argument("--price", type=float, help="of one device for an hour, in any currency")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them, not by tables"
-    )
-    parser.add_argument(
-        "--collectives", type=Path, metavar="FILE", help="collectives as bench_collectives.py timed them (its .json)"
-    )
-    parser.add_argument(
-        "--contention", type=Path, metavar="FILE", help="what both take from each other, by benchmarks/contention.py"
-    )
-    parser.add_argument(
-        "--rescale", action="store_true", help="take records of another device, precision or number of ranks, rescaled"
-    )
-    parser.add_argument(
-        "--efficiency", type=float, help="part of peak rates that operators reach, above 0 to 1 (default: by the table)"
-    )
-    parser.add_argument("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
-    parser.add_argument(
-        "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table, pictures and sliders there")
-    parser.add_argument(
-        "--grid-seconds",
-        type=float,
-        default=60.0,
-        help="of --html: time for simulating what sliders show (default: 60)",
-    )
-    parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="write each choice's step there as a trace, in <choice>/rank_0/"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -6,12 +6,22 @@ from typing import Any
 GIB = 2**30
 AS_FAST = 0.02
 """Choices that take no more than this share longer than the fastest are as fast: errors are mostly common to both."""
+AMPLE = 0.8
+"""Of the usable memory: a peak below this share of it leaves room, so a smaller one is no reason for more parts."""
 Row = Mapping[str, Any]
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """Of the choices that fit, the fastest; of several as fast, that with the smallest peak. None if none fits."""
-    return min(as_fast(rows), key=lambda row: (row["peak_bytes"], row["step_time_ms"]), default=None)
+    """Of the choices that fit, the fastest. Of several as fast, the simplest of those that leave ample room, which is
+    the first in the order of the registries; where none does, that with the smallest peak. None if none fits.
+    """
+    equal = as_fast(rows)
+    roomy = [row for row in equal if is_roomy(row)]
+    return roomy[0] if roomy else min(equal, key=lambda row: row["peak_bytes"], default=None)
+
+
+def is_roomy(row: Row) -> bool:
+    return bool(row["peak_bytes"] <= AMPLE * (row["peak_bytes"] + row["spare_bytes"]))
 
 
 def as_fast(rows: Sequence[Row]) -> list[Row]:
@@ -55,7 +65,12 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 def against_equal(best: Row, equal: Sequence[Row]) -> list[str]:
     others = [row["choice"] for row in equal if row is not best]
-    return [f"As fast within {AS_FAST:.0%}, with no smaller peak: {listed(others)}."] if others else []
+    if not others:
+        return []
+    why = (
+        "there is ample room, and it is the simplest of them" if is_roomy(best) else "its peak is the smallest of them"
+    )
+    return [f"As fast within {AS_FAST:.0%}: {listed(others)}; {best['choice']} is taken since {why}."]
 
 
 def against_slower(best: Row, slower: Sequence[Row]) -> list[str]:
@@ -66,7 +81,7 @@ def against_slower(best: Row, slower: Sequence[Row]) -> list[str]:
     last = max(slower, key=lambda row: row["step_time_ms"])
     difference = second["step_time_ms"] - best["step_time_ms"]
     exposed = second["exposed_ms"] - best["exposed_ms"]
-    why = f", of which {exposed:,.1f} ms is communication that it does not hide" if exposed > difference / 2 else ""
+    why = f", with {exposed:,.1f} ms more of exposed communication" if exposed > difference / 2 else ""
     sentence = f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}"
     if last is not second:
         sentence += (

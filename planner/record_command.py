@@ -1,28 +1,15 @@
 """`scripts/plan.py record`: how long this device takes for the operators of a model's step, kept for later plans."""
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
-from planner.flags import add_model_flags, chosen_model, require_between
+from planner.flags import chosen_model, require_between
 from training.cli import unknown_name
 from training.config import PRECISIONS
 from training.errors import UserError
 
 MOST_SIZES = 6
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
-    parser.add_argument(
-        "--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)"
-    )
-    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
-    parser.add_argument("--precision", default="fp32", help="fp32, or bf16 for autocast (default: fp32)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda; auto takes CUDA where there is a GPU")
-    parser.add_argument("--repeats", type=int, default=7, help="how often each step is timed (default: 7)")
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from planner.simulate import simulate
 from planner.volumes import KINDS, volume
 from training.config import RunConfig
 from training.errors import UserError
-from training.link_model import LinkModel
+from training.link_model import LinkModel, Piece
 from training.rates import Rate
 
 MOST_RANKS_READ = 8
@@ -152,7 +153,7 @@ def inside(intervals: Intervals, places: Intervals) -> float:
 
 
 def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
-    """Seconds by payload of each kind of collective that moved something."""
+    """Seconds by payload of each kind of collective that moved something; in proportion to it if all are of one size."""
     shortest: dict[tuple[str, int, float], float] = {}
     for timeline in timelines:
         of_tensors = timeline.collectives["kind"].isin(KINDS) & (timeline.collectives["bytes"] > 0)
@@ -171,7 +172,10 @@ def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
     models = {}
     for kind, points in by_kind.items():
         sizes, seconds = zip(*points, strict=True)
-        models[kind] = LinkModel.fit(sizes, seconds, most_pieces=1)
+        if min(sizes) == max(sizes):  # which part is latency, one size does not say
+            models[kind] = LinkModel((Piece(0.0, 0.0, median(seconds) / sizes[0]),))
+        else:
+            models[kind] = LinkModel.fit(sizes, seconds, most_pieces=1)
     return models
 
 

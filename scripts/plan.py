@@ -17,16 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from planner.flags import COMMANDS
 from training.cli import ENVIRONMENT, OneLineParser, unknown_name
 from training.errors import UserError
 
-COMMANDS = {
-    "plan": "planner.plan_command",
-    "memory": "planner.memory_command",
-    "record": "planner.record_command",
-    "what-if": "planner.what_if_command",
-    "choosing": "planner.choosing",
-}
 DEFAULT = "plan"
 WIDTH = 240
 """Characters of the widest table: a file or a pipe has no width of its own."""
@@ -36,7 +30,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    importlib.import_module(COMMANDS[command]).add_flags(parser)
+    COMMANDS[command][0](parser)
     return parser
 
 
@@ -55,7 +49,7 @@ def main() -> int:
     from rich.console import Console
 
     try:
-        importlib.import_module(COMMANDS[command]).run(options, Console(highlight=False, width=WIDTH))
+        importlib.import_module(COMMANDS[command][1]).run(options, Console(highlight=False, width=WIDTH))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
