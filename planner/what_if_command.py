@@ -1,13 +1,11 @@
 """`scripts/plan.py what-if RUN`: what another setting of a recorded run would give, and how far to trust that."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from planner.flags import require_between
-from training.config import bucket_cap
 from training.errors import UserError
 from training.rates import Rate
 
@@ -15,23 +13,6 @@ if TYPE_CHECKING:
     from planner.what_if import Answer, Asked, Recorded
 
 MOST_RANKS = 2**20
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
-    parser.add_argument("--ranks", type=int, help="each with the batch that a rank has now (default: as recorded)")
-    parser.add_argument("--rate", type=rate, help="of every link, such as 10gbit (default: as recorded)")
-    parser.add_argument(
-        "--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: as recorded)"
-    )
-    parser.add_argument("--choice", help="another strategy (default: the recorded one)")
-
-
-def rate(text: str) -> Rate:
-    try:
-        return Rate.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
