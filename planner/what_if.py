@@ -153,7 +153,7 @@ def inside(intervals: Intervals, places: Intervals) -> float:
 
 
 def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
-    """Seconds by payload of each kind of collective that moved something; in proportion to it where all had one size."""
+    """Seconds by payload of each kind of collective that moved something, in proportion where all had one size."""
     shortest: dict[tuple[str, int, float], float] = {}
     for timeline in timelines:
         of_tensors = timeline.collectives["kind"].isin(KINDS) & (timeline.collectives["bytes"] > 0)
