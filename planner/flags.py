@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from training.config import bucket_cap
 from training.errors import UserError
+from training.rates import Rate
 
 if TYPE_CHECKING:
     from planner.models import Model
@@ -115,6 +116,28 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7, help="how often each step is timed (default: 7)")
 
 
+def add_what_if_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
+    parser.add_argument("--ranks", type=int, help="each with the batch that a rank has now (default: as recorded)")
+    parser.add_argument("--rate", type=rate, help="of every link, such as 10gbit (default: as recorded)")
+    parser.add_argument(
+        "--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: as recorded)"
+    )
+    parser.add_argument("--choice", help="another strategy (default: the recorded one)")
+
+
+def rate(text: str) -> Rate:
+    """A rate of a link.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        return Rate.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_choosing_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="Markdown file to write: docs/choosing.md")
     parser.add_argument(
@@ -131,6 +154,7 @@ COMMANDS = {
     "plan": (add_plan_flags, "planner.plan_command"),
     "memory": (add_memory_flags, "planner.memory_command"),
     "record": (add_record_flags, "planner.record_command"),
+    "what-if": (add_what_if_flags, "planner.what_if_command"),
     "choosing": (add_choosing_flags, "planner.choosing"),
 }
 """What makes the flags of each command, and the module whose `run` carries it out, imported only then."""

@@ -1,0 +1,96 @@
+"""The runner's own workloads for the simulator: the same model, and the same micro-batches that a rank would get."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner import models
+from planner.contracts import Setting
+from planner.plan import adamw
+from training.config import RunConfig
+from training.data import epoch_windows, rank_micro_batches
+from training.strategy import MicroBatch
+from training.workloads import Workload, build_workload
+
+PAD_TOKEN = 0
+"""The first token of the tokenizer that workload `sample` trains."""
+YELP_TOKENS = 512
+"""At which reviews of workload yelp are cut; those of a plan are as long as that."""
+
+
+def setting(config: RunConfig, world_size: int, micro_batches: Sequence[MicroBatch]) -> Setting:
+    """What `simulate` is asked for to run `config` as the runner would.
+
+    Args:
+        micro_batches: One rank's of an optimizer step, as `first_micro_batches` makes them.
+    """
+    config.micro_batch_size(world_size)
+    return Setting(
+        config.choice,
+        make_module=module_maker(config),
+        make_micro_batches=lambda: [dict(batch) for batch in micro_batches],
+        make_optimizer=adamw,
+        options=config.strategy_options(),
+        clip_grad_norm=config.clip_grad_norm,
+    )
+
+
+def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
+    """Makes the model of a workload.
+
+    Raises:
+        UserError: workload yelp, and its model is not one that can be built without the hub.
+    """
+    if config.workload == "yelp":
+        from training import hub
+
+        return models.find(config.model or hub.MODEL).build
+    if config.workload in ("sample", "smollm2-360m"):
+        from training.text import random_llama_classifier
+
+        return lambda: random_llama_classifier(config.workload, PAD_TOKEN)
+    from training import synthetic
+
+    return lambda: synthetic.build(config).model
+
+
+def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> list[MicroBatch]:
+    """What a rank gets in the first optimizer step of a run, on the CPU.
+
+    Of workload yelp, whose data may not be here, as many samples of `YELP_TOKENS` tokens.
+
+    Raises:
+        UserError: the global batch does not divide.
+    """
+    size = config.micro_batch_size(world_size)
+    if config.workload == "yelp":
+        from training import hub
+
+        model = models.find(config.model or hub.MODEL)
+        return list(model.micro_batches(config.grad_accum_steps, size, YELP_TOKENS))
+    workload = data_of(config)
+    window = epoch_windows(len(workload.train), config.global_batch_size, config.seed, 0)[0]
+    indices = rank_micro_batches(window, rank, world_size, size)
+    return [workload.collate([workload.train[index] for index in mine]) for mine in indices]
+
+
+def data_of(config: RunConfig) -> Workload:
+    """The workload with its data; its model has no memory."""
+    with torch.device("meta"), alone():
+        return build_workload(config)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within this context there is a process group, of this process alone where there was none."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
