@@ -171,11 +171,11 @@ def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
             by_kind[kind].append((size, each))
     models = {}
     for kind, points in by_kind.items():
-        sizes, seconds = zip(*points, strict=True)
+        sizes, times = zip(*points, strict=True)
         if min(sizes) == max(sizes):  # which part is latency, one size does not say
-            models[kind] = LinkModel((Piece(0.0, 0.0, median(seconds) / sizes[0]),))
+            models[kind] = LinkModel((Piece(0.0, 0.0, median(times) / sizes[0]),))
         else:
-            models[kind] = LinkModel.fit(sizes, seconds, most_pieces=1)
+            models[kind] = LinkModel.fit(sizes, times, most_pieces=1)
     return models
 
 
