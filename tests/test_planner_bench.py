@@ -79,6 +79,7 @@ def test_the_stand_in_has_the_parameters_of_the_workload() -> None:
     assert [p.shape for p in real.parameters()] == [p.shape for p in ours.parameters()]
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_overlap_come_out_as_published() -> None:
     rows = t4.held(t4.reckoning(), Contention(), rows=t4.ROWS[:2])
     assert mean_error_pct(rows) < 3
