@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from training.errors import SequenceError, UserError
 from training.gradient_watch import GradientWatch
 from training.sequence import (
     agree_on_sequence,
+    deadlock,
     difference,
     digest,
     follow_gradients,
@@ -243,6 +245,26 @@ def test_of_those_that_do_not_come_the_one_that_is_behind_is_named() -> None:
     }
     ending = first_cause(seen)
     assert (ending.how, ending.rank) == ("hung", 2) and str(ending.message).startswith("rank 2 hangs")
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
+    """Nothing differs within a group, and no timeout has passed, but nobody will ever go on."""
+    second = entry(5, group="ranks 0,1 (2)")
+    seen = {
+        0: Seen(place(0, entry(1), entry(4, group="ranks 0,1 (2)"), second, waits=True), said("mismatch")),
+        1: Seen(place(1, entry(4, group="ranks 0,1 (2)"), entry(1), entry(2), waits=True), said("noticed")),
+    }
+    ending = first_cause(seen)
+    assert ending.how == "mismatched" and ending.step == 7
+    assert "rank 0 waits in all_reduce #5 of 10 float32 (ranks 0,1 (2)), which rank 1 has not issued" in str(
+        ending.message
+    )
+    places = {rank: one.place for rank, one in seen.items() if one.place is not None}
+    assert deadlock(places) is not None
+    busy = {**places, 1: replace(places[1], waits_for=None)}
+    assert deadlock(busy) is None, "rank 1 may yet issue it"
+    issued = {**places, 1: replace(places[1], entries=(*places[1].entries, second))}
+    assert deadlock(issued) is None, "rank 0 goes on in a moment"
 
 
 def test_ranks_whose_torchrun_has_gone() -> None:

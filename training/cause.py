@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from training.board import Place
-from training.sequence import ADVICE, difference, first_difference
+from training.sequence import ADVICE, deadlock, difference, first_difference
 
 COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
@@ -88,7 +88,9 @@ def first_cause(seen: Mapping[int, Seen], out_of_memory: bool = False) -> Ending
     said = {rank: one.statement for rank, one in seen.items() if one.statement is not None}
     gone = [rank for rank, one in seen.items() if one.is_gone and rank not in said]
     failed = sorted((one.time_s, rank) for rank, one in said.items() if one.kind in ("failed", "error", "agreed"))
-    parting = difference({rank: one.place.entries for rank, one in seen.items() if one.place is not None})
+    places = {rank: one.place for rank, one in seen.items() if one.place is not None}
+    parting = difference({rank: place.entries for rank, place in places.items()})
+    parting = parting or deadlock({rank: place for rank, place in places.items() if not seen[rank].is_gone})
     if failed and not gone:
         return _failed(seen, failed[0][1])
     if parting and (gone or not any(one.kind == "signal" for one in said.values())):
@@ -143,9 +145,11 @@ def _killed(seen: Mapping[int, Seen], gone: Sequence[int], out_of_memory: bool) 
 
 
 def _mismatched(seen: Mapping[int, Seen], parting: str) -> Ending:
+    """Ranks that differ may be in different steps: the one that is behind has them both before it."""
     places = {rank: one.place for rank, one in seen.items() if one.place is not None}
-    found = first_difference({rank: place.entries for rank, place in places.items()}) or {}
-    rank = next(iter(found))
+    found = first_difference({rank: place.entries for rank, place in places.items()})
+    found = found or {rank: place.waits_for for rank, place in places.items() if place.waits_for}
+    rank = min(found, key=lambda rank: places[rank].step)
     message = f"{parting}; {ADVICE}; {places[rank].when}"
     ending = _ending(MISMATCHED, seen, rank, message)
     return Ending(**{**ending.as_dict(), "collective": str(found[rank])})

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from training.board import Board, Entry
+from training.board import Board, Entry, Place
 from training.errors import SequenceError
 from training.gradient_watch import GradientWatch
 from training.phases import current_step
@@ -259,6 +259,34 @@ def difference(entries: Mapping[int, Sequence[Entry]]) -> str | None:
         parts[detail(entry)].append(rank)
     said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in parts.items())
     return f"collective #{seq} differs between ranks: {said}"
+
+
+def deadlock(places: Mapping[int, Place]) -> str | None:
+    """Where ranks wait for each other for ever, in collectives of different groups; None if they do not.
+
+    That is so if each of them waits for a collective that another of them has not issued: none will issue anything
+    more. Ranks that issue the same collectives in the same order are never in that state.
+    """
+    issued = {rank: latest_of_groups(place.entries) for rank, place in places.items()}
+    parts = []
+    for rank, place in places.items():
+        awaited = place.waits_for
+        if awaited is None:
+            return None
+        missing = [other for other, latest in issued.items() if latest.get(awaited.group, awaited.seq) < awaited.seq]
+        if not missing:
+            return None
+        others = ", ".join(map(str, missing))
+        parts.append(f"rank {rank} waits in {awaited} ({awaited.group}), which rank {others} has not issued")
+    return f"collective differs between ranks: {'; '.join(parts)}" if len(parts) > 1 else None
+
+
+def latest_of_groups(entries: Sequence[Entry]) -> dict[str, int]:
+    """By group, the number of the collective that was issued last."""
+    latest: dict[str, int] = {}
+    for entry in entries:
+        latest[entry.group] = max(entry.seq, latest.get(entry.group, 0))
+    return latest
 
 
 def detail(entry: Entry) -> str:

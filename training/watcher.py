@@ -30,7 +30,7 @@ from training.board import Board, Place
 from training.cause import Ending, Seen, Statement, first_cause
 from training.errors import AgreedError, OneRankError, SequenceError
 from training.phases import show_phases_on
-from training.sequence import difference, recorded_collectives
+from training.sequence import deadlock, difference, recorded_collectives
 
 LOOK_EVERY_S = 0.25
 ASK_STORE_EVERY_S = 1.0
@@ -173,7 +173,8 @@ class Watcher:
         return {self._rank: self.board} | {rank: board for rank, (board, _) in self._peers.items()}
 
     def _parting(self) -> str | None:
-        return difference({rank: board.place(COMPARED).entries for rank, board in self._boards().items()})
+        places = {rank: board.place(COMPARED) for rank, board in self._boards().items()}
+        return difference({rank: place.entries for rank, place in places.items()}) or deadlock(places)
 
     # The end ------------------------------------------------------------------------------------------------------
 
