@@ -28,7 +28,7 @@ from training.errors import UserError
 from training.rates import Rate
 
 ROOT = Path(__file__).parent.parent
-SECTION = (ROOT / "docs" / "command-line.md").read_text().partition("## `scripts/link_lab.py`")[2]
+SECTION = (ROOT / "docs" / "command-line.md").read_text().partition("## `scripts/link_lab.py`")[2].split("\n## ")[0]
 TIMEOUT_S = 120
 TBF = Rate(200_000_000)
 
