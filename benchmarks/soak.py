@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import ddp
 import sharding
 from training.cli import OneLineParser, unknown_name
+from training.errors import UserError
 
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
 MARK = "DDP_LAB_SOAK"
@@ -44,7 +45,7 @@ class Job:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         flags = ["--ddp-choice", options.choice, "--workload", "sample", "--max-steps", str(options.steps), *BATCH]
         flags += ["--epochs", str(options.steps), "--no-profile", "--output-dir", str(folder)]
-        flags += ["--checkpoint-every", str(options.every), "--keep-last", "2", "--timeout-minutes", "0.1"]
+        flags += ["--checkpoint-every", str(options.every), "--keep-last", "2", "--timeout-minutes", "0.25"]
         self._mark = f"{os.getpid()}-{folder.name}"
         self._log = (folder / "output").open("w")
         self.process = psutil.Popen(
@@ -84,14 +85,19 @@ class Job:
         """That of the last life.
 
         Raises:
-            RuntimeError: the run has left none that is complete; carries the end of what it said.
+            UserError: the run has left none that is complete; carries what its ranks said.
         """
         self._log.close()
         records = [json.loads(path.read_text()) for path in (self.folder / "profile" / self.choice).glob("*.run.json")]
         whole = [record for record in records if record["ended"]["how"] == "completed"]
         if len(whole) != 1:
-            raise RuntimeError((self.folder / "output").read_text()[-2000:])
+            raise UserError(f"{self.folder.name}: the run did not come to its end: {'; '.join(self.errors())}")
         return whole[0]
+
+    def errors(self) -> list[str]:
+        """What the ranks said of each life that ended early."""
+        lines = (self.folder / "output").read_text().splitlines()
+        return [line.split("; record: ")[0] for line in lines if line.startswith("error: ")]
 
     def left(self) -> list[int]:
         """Processes that outlived torchrun."""
@@ -126,8 +132,15 @@ def main() -> int:
         disturbed.mkdir()
         calm, _ = follow(Job(options, quiet, restarts=0), {})
         struck, said = follow(Job(options, disturbed, restarts=options.faults), faults(options))
-        problems = [*differences(calm, struck), *growth(calm, "rank"), *growth(struck, "torchrun")]
+        try:
+            problems = differences(calm, struck)
+        except UserError as error:
+            problems = [str(error)]
+        problems += [*growth(calm, "rank"), *growth(struck, "torchrun")]
         problems += [f"processes left: {job.left()}" for job in (calm, struck) if job.left()]
+        said += struck.errors()
+        if len(struck.errors()) != options.faults:
+            problems.append(f"{len(struck.errors())} lives ended early, of {options.faults} signals")
     print("\n".join(said))
     print("\n".join(f"FAILED: {problem}" for problem in problems) or "equal losses, nothing grew, nothing left")
     return 1 if problems else 0
@@ -153,7 +166,9 @@ def follow(job: Job, plan: dict[int, tuple[int, signal.Signals]]) -> tuple[Job, 
             sent = time.monotonic()
             while job.process.poll() is None and [process.pid for process in job.ranks()] in (pids, pids[:1], pids[1:]):
                 time.sleep(0.1)
-            said.append(f"after step {step}: {number.name} to rank {rank}; ended after {time.monotonic() - sent:.1f} s")
+            said.append(
+                f"after step {step}: {number.name} to rank {rank}; ranks gone after {time.monotonic() - sent:.1f} s"
+            )
             print(said[-1], file=sys.stderr, flush=True)
             wait_for_progress(job, step)
         time.sleep(1.0)
