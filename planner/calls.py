@@ -37,6 +37,15 @@ kernel runs over its elements."""
 READS_PART = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward})
 """Operators that read no more of their first tensor than they write."""
 
+FLOPS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Formulas of torch's counter, and attention's on CPU, which it lacks."""
+
 NOT_COMPUTE = frozenset({"prim", "profiler", "c10d", "_c10d_functional"})
 """Namespaces of operators that only ask (fake tensors ask for their device), mark, or communicate."""
 
@@ -63,7 +72,7 @@ def operator_call(
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     flops = 0
-    if formula := flop_registry.get(function.overloadpacket):
+    if formula := FLOPS.get(function.overloadpacket):
         flops = int(formula(*args, **kwargs, out_val=result))
     return OperatorCall(
         name=str(function),

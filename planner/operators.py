@@ -6,6 +6,7 @@ something, and all that is computed from these alone: so ranks really agree on c
 padding. Whatever meets a parameter has none.
 """
 
+import dataclasses
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
 
+from planner.calls import operator_call, touches_data
 from planner.clock import Clock, Flight
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.memory import MemoryTracker
@@ -38,18 +39,6 @@ MOST_REAL = 2**22
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 COUNTING = frozenset((aten.empty, aten.zeros, aten.ones, aten.full, aten.arange))
 """Operators that make tensors of nothing; if these are integers, they hold data."""
-NO_KERNEL = frozenset(
-    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_local_scalar_dense")
-    + ("set_", "resize_", "_unsafe_view")
-)
-"""Operators, besides views, for which no device does anything."""
-FLOPS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 ON_CUDA = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": (
         "aten._scaled_dot_product_flash_attention.default",
@@ -94,7 +83,6 @@ class PretendedDevice(TorchDispatchMode):
         self._clock, self._costs, self._memory = clock, costs, memory
         self._is_cuda, self._on_compute, self._on_phase = is_cuda, on_compute, on_phase
         self._known: dict[OperatorCall, float | None] = {}
-        self._has_kernel: dict[Any, bool] = {}
         self.without_costs: Counter[str] = Counter()
         self.phases: list[str] = []
         self.is_building = False
@@ -121,8 +109,8 @@ class PretendedDevice(TorchDispatchMode):
         on_host = bool(outputs or inputs) and all(map(holds_data, outputs or inputs))
         if on_host and self._is_cuda:
             return answer
-        if self._needs_time(func):
-            self._charge(func, inputs, outputs, args, kwargs, answer)
+        if touches_data(func):
+            self._charge(func, args, kwargs, answer)
         self._memory.note(outputs, "activations" if self.phase in ("forward", "backward") else "other")
         return answer
 
@@ -187,26 +175,10 @@ class PretendedDevice(TorchDispatchMode):
 
     # Charging it ------------------------------------------------------------------------------------------------------
 
-    def _needs_time(self, func: Any) -> bool:
-        found = self._has_kernel.get(func)
-        if found is None:
-            returns = func._schema.returns
-            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-            name = func._schema.name.partition("::")[2]
-            found = self._has_kernel[func] = not is_view and name not in NO_KERNEL
-        return found
-
-    def _charge(self, func: Any, inputs: Any, outputs: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        count = FLOPS.get(func.overloadpacket)
-        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
-        distinct = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
-        call = OperatorCall(
-            name=self._name(func, dtypes, kwargs),
-            shapes=tuple(tuple(tensor.shape) for tensor in inputs),
-            dtypes=dtypes,
-            flops=int(count(*args, **kwargs, out_val=answer)) if count else 0,
-            bytes_moved=sum(map(bytes_of, distinct)),
-        )
+    def _charge(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        call = operator_call(func, args, kwargs, answer)
+        if self._is_cuda and call.name in ON_CUDA:
+            call = dataclasses.replace(call, name=name_on_cuda(call, kwargs))
         if call not in self._known:
             self._known[call] = self._costs.seconds(call)
         seconds = self._known[call]
@@ -217,12 +189,10 @@ class PretendedDevice(TorchDispatchMode):
             self._clock.compute(seconds)
             self._on_compute(call, start, self.phase)
 
-    def _name(self, func: Any, dtypes: Sequence[str], kwargs: Any) -> str:
-        name = str(func)
-        if not self._is_cuda or name not in ON_CUDA:
-            return name
-        flash, efficient = ON_CUDA[name]
-        return flash if dtypes[0] in HALF and kwargs.get("attn_mask") is None else efficient
+
+def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:
+    flash, efficient = ON_CUDA[call.name]
+    return flash if call.dtypes[0] in HALF and kwargs.get("attn_mask") is None else efficient
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -234,11 +204,6 @@ def tensors_in(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += tensors_in(value)
     return found
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Bytes that a pass over a tensor touches: an expanded one repeats those of its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def place_of_call() -> str:
