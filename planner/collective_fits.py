@@ -1,11 +1,17 @@
-"""Costs of collectives from what `scripts/bench_collectives.py` measured and fitted (docs/csv-columns.md)."""
+"""Costs of collectives from what `scripts/bench_collectives.py` measured and fitted (docs/csv-columns.md).
+
+Between two measured sizes the time is on the straight line from one to the other: a link that is shaped, or whose
+library changes algorithm, follows no single pair of latency and rate. Beyond them, the fit says how it goes on.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost
@@ -30,19 +36,50 @@ SAME_RATE = 0.15
 """How far a link's rate may be from that of the measurement, headers and what a transfer gets of it included."""
 
 
+class Model(Protocol):
+    """Seconds of a collective by the bytes of its payload; more bytes never take less."""
+
+    def seconds(self, payload_bytes: float) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Straight lines through measured times, from the fit's latency at 0 bytes; beyond them, at the fit's last rate.
+
+    Attributes:
+        sizes: Bytes, each larger than the one before.
+        times: Seconds, none less than the one before.
+    """
+
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+    fit: LinkModel
+
+    @classmethod
+    def of(cls, medians: Mapping[float, float], fit: LinkModel) -> "Measured":
+        """`medians`: seconds by bytes. A larger payload that took less counts as taking as long."""
+        sizes, seconds = zip(*sorted(medians.items()), strict=True)
+        return cls(sizes, tuple(np.maximum.accumulate(seconds).tolist()), fit)
+
+    def seconds(self, payload_bytes: float) -> float:
+        latency = min(float(self.fit.seconds(0)), self.times[0])
+        inside = float(np.interp(payload_bytes, (0.0, *self.sizes), (latency, *self.times)))
+        return inside + max(0.0, payload_bytes - self.sizes[-1]) * self.fit.pieces[-1].seconds_per_byte
+
+
 @dataclass(frozen=True)
 class FittedCosts:
-    """Costs by fits for one number of ranks; groups of another size, and kinds that were not measured, are reckoned
+    """Costs by models for one number of ranks; groups of another size, and kinds that were not measured, are reckoned
     from them by the hops and bytes of `planner/volumes.py`.
 
     Attributes:
-        models: Seconds by payload bytes, for each kind.
+        models: For each kind that was measured.
         world_size: Ranks that the measurement had.
         shares: Part of the link that a collective keeps busy, where that was measured.
         remarks: What a user should know of where these costs come from.
     """
 
-    models: Mapping[str, LinkModel]
+    models: Mapping[str, Model]
     backend: str
     world_size: int
     link: str
@@ -97,8 +134,12 @@ def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> Fitted
             "and bytes of their algorithms"
         )
     models = {kind: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"])) for kind, fit in fits.items()}
-    own = {kind: model for kind, model in models.items() if not kind.startswith("sharding.")}
     shares = measured_shares(models, measured_ranks)
+    own: dict[str, Model] = {}
+    for kind, model in models.items():
+        if not kind.startswith("sharding."):
+            medians = median_seconds(content["rows"], fits[kind])
+            own[kind] = Measured.of(medians, model) if medians else model
     return FittedCosts(own, cluster.backend, measured_ranks, link.name, shares, tuple(remarks))
 
 
@@ -108,10 +149,20 @@ def read(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"cannot read measured collectives from {path}: {reason}") from None
-    needed = {"fits", "world_size", "backend"}
+    needed = {"fits", "rows", "world_size", "backend"}
     if not isinstance(content, dict) or not needed <= content.keys() or content.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: not a file of scripts/bench_collectives.py of this version")
     return content
+
+
+def median_seconds(rows: Sequence[Mapping[str, Any]], fit: Mapping[str, Any]) -> dict[float, float]:
+    """By payload bytes, of the rows that `fit` is of, those between single pairs of ranks left out."""
+    return {
+        row["size_bytes"]: row["p50_us"] * 1e-6
+        for row in rows
+        if (row["collective"], row["type"], row["from_rank"]) == (fit["collective"], fit["type"], None)
+        and row["size_bytes"]
+    }
 
 
 def is_usable(fit: Mapping[str, Any], content: Mapping[str, Any]) -> bool:

@@ -159,6 +159,7 @@ def write(path: Path, **changes: object) -> Path:
             {**fit, "collective": "broadcast", "pieces": [{**line, "latency_s": 2e-3}]},
             {**fit, "collective": "sharding.all_gather", "pieces": [{**line, "seconds_per_byte": 8e-9}]},
         ],
+        "rows": [],
     }
     path.write_text(json.dumps(content | changes))
     return path
@@ -170,6 +171,27 @@ TWO, FOUR = hardware.cluster("2xcpu", "loopback"), hardware.cluster("4xcpu", "lo
 def test_measured_costs_are_taken_as_they_are(tmp_path: Path) -> None:
     cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("all_reduce", P, (0, 1))
     assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
+
+
+def row(size: int, p50_us: float, **changes: object) -> dict[str, object]:
+    plain = {"collective": "all_reduce", "type": "fp32", "from_rank": None, "size_bytes": size, "p50_us": p50_us}
+    return plain | changes
+
+
+def test_between_measured_sizes_a_line_joins_them(tmp_path: Path) -> None:
+    """1 ms of latency by the fit; 3 ms at 1 MB, 9 ms at 2 MB, of which the fit knows nothing; then 10 ns a byte."""
+    others = [row(1_500_000, 99e3, type="bf16"), row(1_500_000, 99e3, from_rank=0), row(0, 99e3)]
+    path = write(tmp_path / "a.json", rows=[row(2_000_000, 9000), row(1_000_000, 3000), *others])
+    costs = collective_costs.from_fits(path, TWO)
+    for payload, milliseconds in ((500_000, 2), (1_000_000, 3), (1_500_000, 6), (2_000_000, 9), (2_100_000, 10)):
+        cost = costs.cost("all_reduce", payload, (0, 1))
+        assert (cost.latency_s, cost.latency_s + cost.transfer_s) == pytest.approx((1e-3, milliseconds * 1e-3))
+
+
+def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", rows=[row(1_000_000, 500), row(2_000_000, 400)])
+    cost = collective_costs.from_fits(path, TWO).cost("all_reduce", 2_000_000, (0, 1))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((500e-6, 0.0))
 
 
 def test_shares_are_measured_where_they_can_be(tmp_path: Path) -> None:

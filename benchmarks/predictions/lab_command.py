@@ -1,10 +1,11 @@
 """Step times and peaks over shaped links, against predictions from what the same machine was calibrated with."""
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +65,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ranks", default="2", help="numbers of nodes of one rank, with commas between (default: %(default)s)")
     add("--rounds", type=int, default=5, help="of benchmarks/strategies.py (default: %(default)s)")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: %(default)s)")
-    add("--sizes", default="16K,256K,1M,4M,16M,64M", help="of measured collectives (default: %(default)s)")
-    add("--seconds", type=float, default=1.0, help="for a size of a collective, and a part of contention (default: 1)")
+    add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M,32M", help="of measured collectives")
+    add("--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)")
     add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
     add("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
@@ -147,14 +148,18 @@ def in_lab(case: Case, script: str, *flags: str) -> None:
     """
     lab = [sys.executable, str(ROOT / "scripts" / "link_lab.py"), "--nodes", str(case.ranks), "--rate", case.rate]
     command = [*lab, "--", str(ROOT / "benchmarks" / script), *flags]
-    print(f"measuring: {script} at {case.rate}, {case.ranks} ranks", file=sys.stderr, flush=True)
+    finished(f"{script} at {case.rate}, {case.ranks} ranks", command)
+
+
+def finished(what: str, command: Sequence[str]) -> None:
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{script} at {case.rate}: not done after {TIMEOUT_S} s") from None
+        raise UserError(f"{what}: not done after {TIMEOUT_S} s") from None
     if answer.returncode:
         said = next((line for line in answer.stderr.splitlines() if line.startswith("error: ")), answer.stderr[-300:])
-        raise UserError(f"{script} at {case.rate}, {case.ranks} ranks: {said.removeprefix('error: ')}")
+        raise UserError(f"{what}: {said.removeprefix('error: ')}")
 
 
 def batches_of(case: Case) -> "list[MicroBatch]":
@@ -170,17 +175,11 @@ def batches_of(case: Case) -> "list[MicroBatch]":
 
 
 def record_operators(case: Case) -> None:
-    """The operators of one rank's step, by itself."""
-    import torch
-
-    from planner.plan import adamw
-    from planner.record import TrainingStep, record, write
-    from planner.runs import module_maker
-
-    torch.manual_seed(0)
-    module = module_maker(case.config)()
-    step = TrainingStep(module, batches_of(case), adamw(module.parameters()))
-    write(case.operators, record([step], torch.device("cpu"), about=f"{case.model}, {case.ranks} ranks"))
+    """The operators of one rank's step, while as many ranks as the case has run it on this machine."""
+    script = ROOT / "benchmarks" / "predictions" / "record_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+    about, settings = f"{case.model}, {case.ranks} ranks", json.dumps(asdict(case.config))
+    finished("record", [*command, str(script), str(case.operators.resolve()), about, settings])
 
 
 # Predicting -----------------------------------------------------------------------------------------------------------
