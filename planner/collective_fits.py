@@ -56,9 +56,9 @@ class Measured:
     fit: LinkModel
 
     @classmethod
-    def of(cls, medians: Mapping[float, float], fit: LinkModel) -> "Measured":
-        """`medians`: seconds by bytes. A larger payload that took less counts as taking as long."""
-        sizes, seconds = zip(*sorted(medians.items()), strict=True)
+    def of(cls, means: Mapping[float, float], fit: LinkModel) -> "Measured":
+        """`means`: seconds by bytes. A larger payload that took less counts as taking as long."""
+        sizes, seconds = zip(*sorted(means.items()), strict=True)
         return cls(sizes, tuple(np.maximum.accumulate(seconds).tolist()), fit)
 
     def seconds(self, payload_bytes: float) -> float:
@@ -75,7 +75,6 @@ class FittedCosts:
     Attributes:
         models: For each kind that was measured.
         world_size: Ranks that the measurement had.
-        shares: Part of the link that a collective keeps busy, where that was measured.
         remarks: What a user should know of where these costs come from.
     """
 
@@ -83,7 +82,6 @@ class FittedCosts:
     backend: str
     world_size: int
     link: str
-    shares: Mapping[str, float]
     remarks: tuple[str, ...] = ()
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
@@ -97,8 +95,18 @@ class FittedCosts:
         payload = payload_bytes * asked.busiest / measured.busiest
         latency = float(model.seconds(0))
         transfer = float(model.seconds(payload)) - latency
-        share = self.shares.get(kind, asked.share)
-        return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, share)
+        share = asked.share * (self._crowding(payload) if base == "broadcast" else 1.0)
+        return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, min(1.0, share))
+
+    def _crowding(self, payload: float) -> float:
+        """How much longer broadcasts from all ranks at once (`sharding.all_gather`) take than their shares of the link
+        say; a scatter's messages from a root to all others crowd each other as a broadcast's do."""
+        together = self.models.get("sharding.all_gather")
+        if together is None:
+            return 1.0
+        shares = self.world_size * volume("broadcast", self.backend, self.world_size).share
+        alone = float(self.models["broadcast"].seconds(payload)) * max(1.0, shares)
+        return max(1.0, float(together.seconds(self.world_size * payload)) / alone) if alone else 1.0
 
 
 def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> FittedCosts:
@@ -134,13 +142,9 @@ def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> Fitted
             "and bytes of their algorithms"
         )
     models = {kind: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"])) for kind, fit in fits.items()}
-    shares = measured_shares(models, measured_ranks)
-    own: dict[str, Model] = {}
-    for kind, model in models.items():
-        if not kind.startswith("sharding."):
-            medians = median_seconds(content["rows"], fits[kind])
-            own[kind] = Measured.of(medians, model) if medians else model
-    return FittedCosts(own, cluster.backend, measured_ranks, link.name, shares, tuple(remarks))
+    times = {kind: mean_seconds(content["rows"], fit) for kind, fit in fits.items()}
+    all_models = {kind: Measured.of(times[kind], model) if times[kind] else model for kind, model in models.items()}
+    return FittedCosts(all_models, cluster.backend, measured_ranks, link.name, tuple(remarks))
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -155,10 +159,11 @@ def read(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def median_seconds(rows: Sequence[Mapping[str, Any]], fit: Mapping[str, Any]) -> dict[float, float]:
-    """By payload bytes, of the rows that `fit` is of, those between single pairs of ranks left out."""
+def mean_seconds(rows: Sequence[Mapping[str, Any]], fit: Mapping[str, Any]) -> dict[float, float]:
+    """By payload bytes, of the rows that `fit` is of, those between single pairs of ranks left out. What many calls of
+    a step take is their mean times their number, however the calls vary."""
     return {
-        row["size_bytes"]: row["p50_us"] * 1e-6
+        row["size_bytes"]: row["time_us"] * 1e-6
         for row in rows
         if (row["collective"], row["type"], row["from_rank"]) == (fit["collective"], fit["type"], None)
         and row["size_bytes"]
@@ -177,16 +182,3 @@ def require_rate(path: str | Path, bits_per_s: int | None, link: Link) -> None:
             f"{path}: measured on a link of {bits_per_s / 1e9:g} Gbit/s, but {link.name} carries "
             f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s; measure at that rate"
         )
-
-
-def measured_shares(models: Mapping[str, LinkModel], ranks: int) -> dict[str, float]:
-    """Of a broadcast: one from each rank at once (`sharding.all_gather`), against as many one after the other.
-
-    At the largest payload of which the model still says something new: the start of its last piece, at least 1 MB.
-    """
-    together, alone = models.get("sharding.all_gather"), models.get("broadcast")
-    if together is None or alone is None:
-        return {}
-    payload = max(1e6, *(model.pieces[-1].from_bytes for model in (together, alone)))
-    one_by_one = ranks * float(alone.seconds(payload))
-    return {"broadcast": min(1.0, max(1 / ranks, float(together.seconds(ranks * payload)) / one_by_one))}

@@ -312,7 +312,7 @@ class WhatIf:
         config = replace(run.config, **changes)
         backend = str(run.record["backend"])
         cluster = Cluster(self._device, 1, ranks, Link("as recorded", 0.0, 1.0), backend=backend)
-        collectives: CollectiveCosts = FittedCosts(run.collectives, backend, run.world_size, "as recorded", {})
+        collectives: CollectiveCosts = FittedCosts(run.collectives, backend, run.world_size, "as recorded")
         if asked.rate is not None and asked.rate.bits_per_s:
             collectives = Faster(collectives, asked.rate.bits_per_s / 8 / recorded_rate(run))
         found = simulate(

@@ -173,8 +173,8 @@ def test_measured_costs_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
 
 
-def row(size: int, p50_us: float, **changes: object) -> dict[str, object]:
-    plain = {"collective": "all_reduce", "type": "fp32", "from_rank": None, "size_bytes": size, "p50_us": p50_us}
+def row(size: int, time_us: float, **changes: object) -> dict[str, object]:
+    plain = {"collective": "all_reduce", "type": "fp32", "from_rank": None, "size_bytes": size, "time_us": time_us}
     return plain | changes
 
 
@@ -194,10 +194,13 @@ def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
     assert (cost.latency_s, cost.transfer_s) == pytest.approx((500e-6, 0.0))
 
 
-def test_shares_are_measured_where_they_can_be(tmp_path: Path) -> None:
-    """Two broadcasts of P/2 at once take 0.8 of what they take one after the other, not half."""
-    cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("broadcast", P, (0, 1))
-    assert 0.5 < cost.share < 0.8
+def test_broadcasts_and_scatters_crowd_each_other_as_measured(tmp_path: Path) -> None:
+    """Of two ranks, each sends one way: half the link. At once they took (1 ms + 2P * 8 ns) / (2 ms + P * 10 ns)."""
+    costs = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
+    crowding = (1e-3 + 2 * P * 8e-9) / (2e-3 + P * 1e-8)
+    assert costs.cost("broadcast", P, (0, 1)).share == pytest.approx(0.5 * crowding)
+    assert costs.cost("scatter", 2 * P, (0, 1)).share == pytest.approx(0.5 * crowding)  # half of 2P goes to the other
+    assert costs.cost("all_reduce", P, (0, 1)).share == 1
 
 
 def test_kinds_that_were_not_measured_are_reckoned_from_others(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Case:
     @property
     def operators(self) -> Path:
         """Record of one rank's step."""
-        return self.folder.parent / "records" / f"{self.model}_{self.ranks}_ranks.json"
+        return self.folder / f"{self.model}_record.json"
 
     @property
     def collectives(self) -> Path:
@@ -66,7 +66,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, help="of benchmarks/strategies.py (default: %(default)s)")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: %(default)s)")
     add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M,32M", help="of measured collectives")
-    add("--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)")
+    add(
+        "--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)"
+    )
     add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
     add("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
