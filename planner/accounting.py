@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.columns import MODEL_STATES
 from training.reviews import STARS
 
 STAGES = {
@@ -21,7 +22,6 @@ STAGES = {
     "zero3": ("optimizer_state", "gradients", "parameters"),
 }
 """What of the model states each rank holds only 1/N of."""
-COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def state_bytes(parameters: float, ranks: int, stage: str, precision: str) -> di
     states = PRECISIONS[precision]
     return {
         component: parameters * states.of(component) / (ranks if component in STAGES[stage] else 1)
-        for component in COMPONENTS
+        for component in MODEL_STATES
     }
 
 
@@ -219,7 +219,7 @@ def formula(stage: str, precision: str) -> str:
     """Bytes a parameter: `4 + 12/N`."""
     states = PRECISIONS[precision]
     shared = sum(states.of(component) for component in STAGES[stage])
-    whole = sum(states.of(component) for component in COMPONENTS) - shared
+    whole = sum(states.of(component) for component in MODEL_STATES) - shared
     return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
 
 
@@ -239,7 +239,7 @@ def least_ranks(
     """
     states = PRECISIONS[precision]
     shared = parameters * sum(states.of(component) for component in STAGES[stage])
-    whole = parameters * sum(states.of(component) for component in COMPONENTS) - shared
+    whole = parameters * sum(states.of(component) for component in MODEL_STATES) - shared
     shared += activation_bytes * sharded_activations
     left = memory_bytes - whole - activation_bytes * (1 - sharded_activations)
     if left <= 0:

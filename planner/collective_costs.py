@@ -2,7 +2,6 @@
 
     from_links(cluster)                                 any number of ranks, any link; nothing measured
     from_fits("reports/collectives/nccl_cuda_8_ranks.json", cluster)    what scripts/bench_collectives.py wrote
-    with_floor(from_links(cluster), from_fits(...))     the slower of two: a link, and processors that feed it
 
 Ranks that are all on one node use the link inside it. Otherwise each node's link to the others counts too: a ring
 passes it once in each direction, and groups that run side by side on the same nodes (SPMD) share it.
@@ -17,10 +16,10 @@ from planner.collective_fits import FittedCosts, from_fits
 from planner.contracts import CollectiveCost, CollectiveCosts
 from planner.volumes import volume
 
-__all__ = ["FittedCosts", "from_fits", "from_links", "with_floor"]
+__all__ = ["FittedCosts", "from_fits", "from_links"]
 
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
-"""Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); handing over to Gloo's thread and back (measured)."""
+"""Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); to Gloo's thread and back (an estimate)."""
 LOW_LATENCY = (0.2, 4.0)
 """NCCL's protocol LL against Simple: a hop takes 0.14 to 0.28 of the time, a byte four times of it (tuning.cc)."""
 TREE_SLOWER = 1 / 0.9
@@ -73,21 +72,3 @@ def from_links(cluster: Cluster) -> CollectiveCosts:
     Of a kind that is unknown, asking for the cost raises `UserError`.
     """
     return LinkCosts(cluster)
-
-
-@dataclass(frozen=True)
-class Slower:
-    """See `with_floor`."""
-
-    costs: CollectiveCosts
-    floor: CollectiveCosts
-
-    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
-        one, other = (costs.cost(kind, payload_bytes, ranks) for costs in (self.costs, self.floor))
-        latency = max(one.latency_s, other.latency_s)
-        return CollectiveCost(latency, max(one.transfer_s, other.transfer_s), one.link, one.share)
-
-
-def with_floor(costs: CollectiveCosts, floor: CollectiveCosts) -> CollectiveCosts:
-    """`costs`, but never less than `floor`: such as a shaped link, and what the same ranks take in memory."""
-    return Slower(costs, floor)

@@ -3,6 +3,7 @@
 from analysis.columns import Column
 
 GIB = 1 / 2**30
+MODEL_STATES = ("parameters", "gradients", "optimizer_state")
 COMPONENTS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -11,6 +12,7 @@ COMPONENTS = {
     "communication": "communication",
     "other": "other",
 }
+"""Of memory, with labels; every byte of a rank counts as one of them."""
 
 
 def gib(label: str, meaning: str) -> Column:

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from planner.columns import COMPONENTS
 from planner.contracts import MemoryCurve
 
-COMPONENTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "other")
-MODEL_STATES = COMPONENTS[:3]
 CUDA_BLOCK = 512
 """Bytes; the CUDA caching allocator rounds every request up to a multiple (`kMinBlockSize`)."""
 

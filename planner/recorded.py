@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from planner.cluster import Device
 from planner.contracts import OperatorCall
 from planner.hardware import Efficiency
-from planner.interpolation import Point, held_out_error, interpolation
+from planner.interpolation import Point, interpolation
 from planner.roofline import Roofline
 from training.errors import UserError
 
@@ -50,7 +50,6 @@ class RecordedCosts:
         self._overhead_of = {name: mean_overhead(group) for name, group in by_name.items()}
         self._by_key: dict[Key, tuple[float, float]] = {}
         self._points: dict[tuple[str, str], list[Point]] = {}
-        self._step_s: dict[Point, float] = {}
         for key, group in grouped(entries, lambda entry: key_of(entry.call)).items():
             counted = [entry for entry in group if entry.count]
             seconds = fmean(entry.seconds for entry in counted or group)
@@ -60,7 +59,6 @@ class RecordedCosts:
             if work_s and seconds:
                 point = Point(call.flops, call.bytes_moved, work_s, seconds)
                 self._points.setdefault((call.name, main_dtype(call)), []).append(point)
-                self._step_s[point] = self._step_s.get(point, 0.0) + seconds * sum(entry.count for entry in counted)
         self._interpolations = {kind: interpolation(points) for kind, points in self._points.items()}
 
     def seconds(self, call: OperatorCall) -> float | None:
@@ -83,16 +81,6 @@ class RecordedCosts:
             return "unknown"
         return "interpolated" if (call.name, main_dtype(call)) in self._interpolations else "roofline"
 
-    def held_out_error(self) -> float:
-        """Mean relative error, as a fraction, at each shape of the recorded steps from all other shapes of the record,
-        weighted by the time that it takes in them; nan where each is alone."""
-        total = weight = 0.0
-        for points in self._points.values():
-            for index, point in enumerate(points):
-                if len(points) > 1 and (step_s := self._step_s[point]):
-                    total, weight = total + step_s * held_out_error(points, index), weight + step_s
-        return total / weight if weight else float("nan")
-
 
 def load(path: str | Path) -> dict[str, Any]:
     """A record as it was written.
@@ -113,6 +101,11 @@ def load(path: str | Path) -> dict[str, Any]:
             "make it again with scripts/plan.py record"
         )
     return content
+
+
+def stated_error(content: Mapping[str, Any]) -> float:
+    """How far the operators' sum misses recorded steps that it was not made from, as a fraction: the worst of them."""
+    return max((abs(step["error_pct"]) for step in content["steps"]), default=0.0) / 100
 
 
 def entries_of(content: Mapping[str, Any]) -> list[Entry]:

@@ -17,6 +17,7 @@ import sharding
 from ddp.link_fit import WATCHED_STEPS
 from planner.clock import Clock
 from planner.cluster import Cluster
+from planner.columns import MODEL_STATES
 from planner.contracts import (
     CollectiveCosts,
     Contention,
@@ -24,7 +25,7 @@ from planner.contracts import (
     Setting,
     Simulated,
 )
-from planner.memory import CUDA_BLOCK, MODEL_STATES, MemoryTracker
+from planner.memory import CUDA_BLOCK, MemoryTracker
 from planner.network import CannotSimulate, Issued, Network, holds_data
 from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_data
 from planner.process_group import pretended_world

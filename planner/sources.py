@@ -4,11 +4,14 @@ from planner import collective_costs, collective_fits, costs
 from planner.contention import load as load_contention
 from planner.contracts import CollectiveCosts, Contention, OperatorCosts
 from planner.plan import Case, Costs
+from planner.recorded import load as load_record
+from planner.recorded import stated_error
 
 ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
 LINK_TABLE_ERROR, FITS_ERROR = 0.3, 0.1
-"""What the times of operators and of collectives are taken to be off by at most, by where they are from. These are
-assumptions, from which intervals follow; `docs/planner.md` says what was measured."""
+"""What the times of operators and of collectives are taken to be off by at most, by where they are from; a record that
+says itself that it is further off counts as that. These are assumptions, from which intervals follow; `docs/planner.md`
+says what was measured."""
 
 
 def costs_of(case: Case) -> Costs:
@@ -22,8 +25,12 @@ def costs_of(case: Case) -> Costs:
     sources: list[str] = []
     if known.record:
         recorded = costs.recorded(known.record, device, precision, known.rescale)
-        sources += [f"Operators: as recorded in {known.record}.", *(f"{remark}." for remark in recorded.remarks)]
-        compute_error = RECORD_ERROR if not recorded.remarks else ROOFLINE_ERROR
+        stated = stated_error(load_record(known.record))
+        sources += [
+            f"Operators: as recorded in {known.record}, which is {stated:.0%} off in steps that it was not made from.",
+            *(f"{remark}." for remark in recorded.remarks),
+        ]
+        compute_error = ROOFLINE_ERROR if recorded.remarks else max(RECORD_ERROR, stated)
         operators: OperatorCosts = recorded
     else:
         operators = costs.roofline(device, known.efficiency, precision)

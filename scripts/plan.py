@@ -6,7 +6,8 @@
     python scripts/plan.py what-if profile/bucket_ddp_async --ranks 64 --rate 100gbit   # of a recorded run
 
 `python scripts/plan.py COMMAND --help` lists the flags of a command.
-Exit code 0: done. 1: it cannot be; one line on standard error says why. 2: the command line makes no sense.
+Exit code 0: done. 2: the command line makes no sense, or what it names cannot be used; one line on standard error says
+why. 130: stopped by Ctrl-C.
 """
 
 import argparse

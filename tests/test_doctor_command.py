@@ -1,8 +1,6 @@
 """`scripts/doctor.py` as a user runs it: what it says first, exit codes, JSON, and inputs of every kind."""
 
-import contextlib
 import gzip
-import io
 import json
 import os
 import re
@@ -10,31 +8,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from scripts import doctor as script
+from tests.in_process import run_in_process
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "doctor"
 
 
 def doctor(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
-    """`python scripts/doctor.py` in this process."""
-    out, error = io.StringIO(), io.StringIO()
-    source = io.TextIOWrapper(io.BytesIO(stdin))
-    with (
-        mock.patch.object(sys, "argv", ["doctor.py", *arguments]),
-        mock.patch.object(sys, "stdin", source),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(error),
-    ):
-        try:
-            code = script.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
+    return run_in_process(script, *arguments, stdin=stdin)
 
 
 def test_verdict_first_then_everything_to_act_on() -> None:

@@ -240,11 +240,3 @@ def test_files_that_hold_no_measurement(tmp_path: Path, text: str | None) -> Non
         path.write_text(text)
     with pytest.raises(UserError, match=str(path)):
         collective_costs.from_fits(path, TWO)
-
-
-def test_a_floor_counts_where_it_is_higher(tmp_path: Path) -> None:
-    measured = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
-    links = collective_costs.from_links(hardware.cluster("2xcpu", "100gbit"))
-    slower = collective_costs.with_floor(links, measured).cost("all_reduce", P, (0, 1))
-    assert slower.transfer_s == pytest.approx(P * 1e-8)
-    assert slower.link == links.cost("all_reduce", P, (0, 1)).link

@@ -1,8 +1,6 @@
 """Plans: rows, intervals, recommendation, page and sliders of known simulations; the command as a user runs it."""
 
-import contextlib
 import datetime
-import io
 import itertools
 import json
 import re
@@ -27,6 +25,7 @@ from planner.page import plan_page
 from planner.plan import Case, Costs, Outcome, Plan, choices, distinct, interval
 from planner.recommendation import reasons, recommended
 from scripts import plan as script
+from tests.in_process import run_in_process
 from training.config import RunConfig
 from training.errors import UserError
 
@@ -38,18 +37,7 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python scripts/plan.py` in this process."""
-    out, error = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["plan.py", *arguments]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(error),
-    ):
-        try:
-            code = script.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
+    return run_in_process(script, *arguments)
 
 
 def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:

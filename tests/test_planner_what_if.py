@@ -1,19 +1,16 @@
 """What-if: a run of hand-made traces, whose figures can be worked out in one's head, under other settings."""
 
-import contextlib
-import io
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from planner.what_if import Asked, WhatIf, busy_seconds, fits, read_run, shared_out
 from scripts import plan as script
+from tests.in_process import run_in_process
 from tests.traces import cpu_trace, record_of_eight_steps, timeline_of, write_run
 from training.errors import UserError
 from training.rates import Rate
@@ -39,18 +36,8 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def plan(*arguments: str) -> tuple[int, str, str]:
-    """`python scripts/plan.py what-if ...` in this process."""
-    out, error = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["plan.py", "what-if", *arguments]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(error),
-    ):
-        try:
-            code = script.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return code, out.getvalue(), error.getvalue()
+    answer = run_in_process(script, "what-if", *arguments)
+    return answer.returncode, answer.stdout, answer.stderr
 
 
 def test_time_shared_out() -> None:
