@@ -146,17 +146,19 @@ class Bench:
         wrong = torch.tensor(call.count_wrong())
         dist.all_reduce(wrong, group=self._control)
         call.clear()
-        calls = self._options.iterations or min(max(int(budget / estimate), FEWEST_CALLS), MOST_CALLS)
+        affordable = int(budget / estimate / self._options.in_a_row)
+        calls = self._options.iterations or min(max(affordable, FEWEST_CALLS), MOST_CALLS)
         return self._slowest([self._timed(call) for _ in range(calls)]), int(wrong)
 
     def _timed(self, call: Call) -> float:
-        """Seconds from a start that all ranks share to the end of the call on this rank."""
+        """Seconds of a call on this rank, from a start that all ranks share; the mean of those in a row, if several."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
-        call.run()
+        for _ in range(self._options.in_a_row):
+            call.run()
         self._synchronize()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / self._options.in_a_row
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":

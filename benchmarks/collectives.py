@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtypes", default="fp32", help=f"with commas between, of {', '.join(DTYPES)} (default: %(default)s)")
     add("--warmup", type=int, default=5, help="most calls before the check; there are two at least (default: 5)")
     add("--iterations", type=int, help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
+    add("--in-a-row", type=int, default=1, help="calls from one barrier to the next; their mean counts (default: 1)")
     add("--seconds-per-size", type=float, default=1.0, help="time for the timed calls of a size (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help="auto, gloo or nccl (default: %(default)s)")
@@ -77,7 +78,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             if name not in known:
                 exit_with_error(f"--{kind}s: {unknown_name(kind, name, known)}")
     options.sizes = sizes_of(options)
-    for flag, value, least in (("--warmup", options.warmup, 0), ("--iterations", options.iterations, 1)):
+    least_of = {"--warmup": (options.warmup, 0), "--iterations": (options.iterations, 1)}
+    for flag, (value, least) in {**least_of, "--in-a-row": (options.in_a_row, 1)}.items():
         if value is not None and value < least:
             exit_with_error(f"{flag} {value}: must be a whole number of at least {least}")
     if not 0 < options.seconds_per_size < float("inf"):

@@ -40,8 +40,8 @@ class Case:
 
     @property
     def steps(self) -> Path:
-        """Table of `benchmarks/strategies.py`."""
-        return self.folder / f"{self.model}.csv"
+        """What `step_ranks.py` measured."""
+        return self.folder / f"{self.model}_steps.json"
 
     @property
     def operators(self) -> Path:
@@ -63,9 +63,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--choices", default=HAND_WRITTEN, help="with commas between (default: %(default)s)")
     add("--rates", default="1gbit", help="of each link, with commas between (default: %(default)s)")
     add("--ranks", default="2", help="numbers of nodes of one rank, with commas between (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="of benchmarks/strategies.py (default: %(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        default=5,
+        help="of three steps of a choice, whose median counts (default: %(default)s)",
+    )
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: %(default)s)")
-    add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M,32M", help="of measured collectives")
+    add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M", help="of measured collectives")
     add(
         "--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)"
     )
@@ -129,17 +134,15 @@ def measure(case: Case, choices: Sequence[str], options: argparse.Namespace) -> 
     if not case.collectives.exists():
         kinds = "all_reduce,all_gather,broadcast,reduce_scatter,all_to_all,sharding.all_gather"
         flags = ["--collectives", kinds, "--sizes", options.sizes, "--seconds-per-size", seconds]
+        flags += ["--in-a-row", "5"]  # as in training: a link has no time to rest between two calls
         in_lab(case, "collectives.py", *flags, "--output-dir", str(case.folder))
     if not case.contention.exists():
         in_lab(case, "contention.py", "--seconds", seconds, "--output-dir", str(case.folder))
     if not case.operators.exists():
         record_operators(case)
     if not case.steps.exists():
-        config = case.config
-        flags = ["--choices", ",".join(choices), "--against", choices[0], "--rounds", str(options.rounds)]
-        flags += ["--workload", config.workload, "--depth", str(config.depth), "--width", str(config.width)]
-        flags += ["--global-batch-size", str(config.global_batch_size), "--csv", str(case.steps.resolve())]
-        in_lab(case, "strategies.py", *flags)
+        arguments = [str(case.steps.resolve()), ",".join(choices), str(options.rounds), settings_of(case)]
+        in_lab(case, "predictions/step_ranks.py", *arguments)
 
 
 def in_lab(case: Case, script: str, *flags: str) -> None:
@@ -180,8 +183,12 @@ def record_operators(case: Case) -> None:
     """The operators of one rank's step, while as many ranks as the case has run it on this machine."""
     script = ROOT / "benchmarks" / "predictions" / "record_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
-    about, settings = f"{case.model}, {case.ranks} ranks", json.dumps(asdict(case.config))
-    finished("record", [*command, str(script), str(case.operators.resolve()), about, settings])
+    about = f"{case.model}, {case.ranks} ranks"
+    finished("record", [*command, str(script), str(case.operators.resolve()), about, settings_of(case)])
+
+
+def settings_of(case: Case) -> str:
+    return json.dumps(asdict(case.config))
 
 
 # Predicting -----------------------------------------------------------------------------------------------------------
@@ -189,8 +196,6 @@ def record_operators(case: Case) -> None:
 
 def compare(case: Case, choices: Sequence[str]) -> "list[Held]":
     """Step time and peak of every choice, beside what was measured."""
-    import pandas as pd
-
     from benchmarks.predictions.held import Held
     from planner import costs, hardware
     from planner.collective_fits import from_fits
@@ -198,8 +203,8 @@ def compare(case: Case, choices: Sequence[str]) -> "list[Held]":
     from planner.runs import setting
     from planner.simulate import simulate
 
-    table = pd.read_csv(case.steps).set_index("choice")
-    missing = [choice for choice in choices if choice not in table.index]
+    table = json.loads(case.steps.read_text())
+    missing = [choice for choice in choices if choice not in table]
     if missing:
         raise UserError(f"{case.steps}: holds no {missing[0]}; remove the file to measure it")
     link = case.rate if Rate.parse(case.rate).bits_per_s else "loopback"
@@ -212,9 +217,9 @@ def compare(case: Case, choices: Sequence[str]) -> "list[Held]":
     for choice in choices:
         asked = setting(replace(case.config, choice=choice), case.ranks, batches)
         found = simulate(asked, cluster, operators, collectives, contention)
-        row, peak = table.loc[choice], found.memory.peak_bytes - batch_bytes
+        row, peak = table[choice], found.memory.peak_bytes - batch_bytes
         rows += [
-            Held(where, choice, "step", "ms", found.step_time_s * 1e3, float(row.step_ms_median)),
-            Held(where, choice, "peak", "MiB", peak / MIB, float(row.peak_bytes) / MIB),
+            Held(where, choice, "step", "ms", found.step_time_s * 1e3, row["step_ms"]),
+            Held(where, choice, "peak", "MiB", peak / MIB, row["peak_bytes"] / MIB),
         ]
     return rows

@@ -1,0 +1,50 @@
+"""Under torchrun: the operators of one rank's step, timed while all other ranks run the same step.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/predictions/record_ranks.py FILE ABOUT SETTINGS
+
+FILE is written by rank 0. SETTINGS is a JSON object of fields of `RunConfig`. Ranks on one machine share its cores and
+its memory's rate: what an operator takes there is not what it takes one process that has them alone.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.runners import one_global_batch
+from planner.record import OnPhase, TrainingStep, record, write
+from training.config import RunConfig
+from training.distributed import joined_ranks
+from training.run import seed_everything, silence_libraries
+from training.workloads import build_workload
+
+
+def main() -> None:
+    path, about, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    silence_libraries()
+    config = RunConfig(**settings)
+    with joined_ranks(config) as ranks:
+        seed_everything(0, rank=0)
+        workload = build_workload(config)
+        optimizer = torch.optim.AdamW(workload.model.parameters(), lr=workload.learning_rate, fused=True)
+        step = TrainingStep(workload.model, one_global_batch(config, workload, ranks), optimizer)
+
+        def together(on_phase: OnPhase) -> None:
+            dist.barrier()
+            step(on_phase)
+
+        content = record([together], ranks.device, about=about)
+        if ranks.is_main:
+            write(path, content)
+
+
+if __name__ == "__main__":
+    main()
