@@ -97,6 +97,18 @@ class Rescaled:
         return known * here / there
 
 
+@dataclass(frozen=True)
+class Slowed:
+    """Costs of a rank on which each operator takes `factor` times as long."""
+
+    costs: OperatorCosts
+    factor: float
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        known = self.costs.seconds(call)
+        return None if known is None else known * self.factor
+
+
 def threads_of_a_rank() -> int:
     """What torch takes in a process of `torchrun`, from the same environment."""
     text = os.environ.get("OMP_NUM_THREADS", "1")

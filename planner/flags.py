@@ -62,6 +62,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--efficiency", type=float, help="part of peak rates that operators reach, above 0 to 1 (default: by the table)"
     )
+    parser.add_argument(
+        "--straggler",
+        type=float,
+        default=1.0,
+        help="one rank computes this many times as long as the others, and is the one that is shown (default: 1)",
+    )
     parser.add_argument("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
     parser.add_argument(
         "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"

@@ -54,6 +54,7 @@ class Knowledge:
         contention: File of `benchmarks/contention.py`.
         rescale: Whether the first two may be from another device, precision or number of ranks.
         efficiency: Part of peak rates that operators reach where there is no record; None: what the table assumes.
+        straggler: How many times as long as the others one rank computes. All wait for it, so it is the simulated one.
     """
 
     record: Path | None = None
@@ -61,6 +62,7 @@ class Knowledge:
     contention: Path | None = None
     rescale: bool = False
     efficiency: float | None = None
+    straggler: float = 1.0
 
 
 @dataclass(frozen=True)

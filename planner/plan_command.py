@@ -99,6 +99,7 @@ def case_of(options: argparse.Namespace) -> Case:
 
     require_between(options, "price", 0, 1e9)
     require_between(options, "jobs", 1, 1024)
+    require_between(options, "straggler", 1, 1000)
     require_between(options, "grid_seconds", 0, 86_400)
     require_between(options, "sequence_length", 1, LONGEST)
     if options.precision not in PRECISIONS:
@@ -109,7 +110,8 @@ def case_of(options: argparse.Namespace) -> Case:
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
-    knowledge = Knowledge(options.record, options.collectives, options.contention, options.rescale, options.efficiency)
+    files = (options.record, options.collectives, options.contention)
+    knowledge = Knowledge(*files, options.rescale, options.efficiency, options.straggler)
     return Case(model, cluster, config, options.sequence_length, options.price, knowledge)
 
 

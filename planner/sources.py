@@ -37,6 +37,9 @@ def costs_of(case: Case) -> Costs:
         assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
         sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
         compute_error = ROOFLINE_ERROR
+    if known.straggler > 1:
+        operators = costs.Slowed(operators, known.straggler)
+        sources.append(f"One rank computes {known.straggler:g} times as long as the others, and all wait for it.")
     if known.collectives:
         fitted = collective_fits.from_fits(known.collectives, cluster, known.rescale)
         sources += [f"Collectives: as measured in {known.collectives}.", *(f"{remark}." for remark in fitted.remarks)]

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 GIB = 2**30
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
+WHERE = ["--gpus", "2xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
@@ -264,6 +265,19 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert len(list((tmp_path / "traces").glob("*/rank_0/*.pt.trace.json.gz"))) == 3
 
 
+def test_a_straggler_computes_longer_and_waits_less(tmp_path: Path) -> None:
+    tables = {}
+    for factor in ("1", "3"):
+        path = tmp_path / f"{factor}.csv"
+        flags = ["--choices", "simple_ddp,bucket_ddp_async", "--straggler", factor, "--csv", str(path), "--jobs", "1"]
+        answer = plan(*TINY, *WHERE, *flags)
+        assert answer.returncode == 0 and ("computes 3 times as long" in answer.stdout) == (factor == "3")
+        tables[factor] = pd.read_csv(path)
+    compute = {factor: table.step_time_ms - table.exposed_ms for factor, table in tables.items()}
+    assert (compute["3"] / compute["1"]).tolist() == pytest.approx([3, 3], rel=1e-6)
+    assert (tables["3"].exposed_ms <= tables["1"].exposed_ms * (1 + 1e-9)).all()
+
+
 def test_memory_prints_terms_and_ranks() -> None:
     answer = plan(
         "memory", "--d-model", "16384", "--d-ff", "53248", "--layers", "126", "--ffn-only", "--precision", "bf16"
@@ -287,7 +301,6 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
-WHERE = ["--gpus", "2xL4", "--link", "pcie4"]
 SMOL = ["--model", "SmolLM2-360M"]
 
 
@@ -320,6 +333,7 @@ SMOL = ["--model", "SmolLM2-360M"]
         ([*SMOL, *WHERE, "--sequence-length", "0"], "--sequence-length 0: must be from 1 to"),
         ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),
         ([*SMOL, *WHERE, "--efficiency", "1.5"], "efficiency 1.5 of compute: give a part above 0 and at most 1"),
+        ([*SMOL, *WHERE, "--straggler", "0.5"], "--straggler 0.5: must be from 1"),
         ([*SMOL, *WHERE, "--record", "nowhere.json"], "nowhere.json"),
         ([*SMOL, *WHERE, "--price", "-1"], "--price -1: must be from 0"),
         (["memory", "--parameters", "7e9", "--model", "gpt2"], "--parameters: stands instead of a model"),
