@@ -91,11 +91,16 @@ class Network:
 
 
 class PretendedWork(dist._Work):
-    """The handle of one or several collectives."""
+    """The handle of one or several collectives.
+
+    Attributes:
+        scratch: Tensors of the backend's own, which live as long as this.
+    """
 
     def __init__(self, network: Network, flights: Sequence[Flight], outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._network, self.flights, self._outputs = network, flights, list(outputs)
+        self.scratch: Sequence[Tensor] = ()
 
     def wait(self, timeout: timedelta = TIMEOUT) -> bool:
         for flight in self.flights:

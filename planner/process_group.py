@@ -89,6 +89,13 @@ class PretendedGroup(dist.ProcessGroup):
             self._coalesced.append(flight)
         return PretendedWork(self._network, [flight], outputs)
 
+    def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """A flat tensor as large as `parts` together, where Gloo makes one (torch 2.15): for what a scatter's root
+        sends, given back at once, and for a reduce-scatter, which is an all-reduce of a copy."""
+        if not parts or self.backend_of(parts) != "gloo" or holds_data(parts[0]):
+            return []
+        return [torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)]
+
     def _reduce_here(self, tensor: Tensor, op: Any) -> None:
         """The sum over ranks that all hold the same."""
         if holds_data(tensor) and op == dist.ReduceOp.SUM:
@@ -154,7 +161,8 @@ class PretendedGroup(dist.ProcessGroup):
             if holds_data(output) and parts:
                 output.copy_(parts[self._rank])
         sent = [part for parts in inputs for part in parts]
-        return self._issue("scatter", nbytes(outputs) * len(self.ranks), [*outputs, *sent], outputs)
+        tensors = [*outputs, *sent, *self._scratch(sent)]
+        return self._issue("scatter", nbytes(outputs) * len(self.ranks), tensors, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
         for output, parts in zip(outputs, inputs, strict=True):
@@ -162,7 +170,7 @@ class PretendedGroup(dist.ProcessGroup):
                 output.copy_(parts[self._rank])
                 self._reduce_here(output, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         flat = [part for parts in inputs for part in parts]
-        return self._issue("reduce_scatter", nbytes(flat), [*flat, *outputs], outputs)
+        return self._reduce_scattered(flat, outputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> PretendedWork:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -174,7 +182,13 @@ class PretendedGroup(dist.ProcessGroup):
             if holds_data(output) and holds_data(whole):
                 output.view(-1).copy_(whole.view(len(self.ranks), -1)[self._rank])
                 self._reduce_here(output, opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        return self._issue("reduce_scatter", nbytes(inputs), [*inputs, *outputs], outputs)
+        return self._reduce_scattered(inputs, outputs)
+
+    def _reduce_scattered(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
+        scratch = self._scratch(inputs)
+        work = self._issue("reduce_scatter", nbytes(inputs), [*inputs, *outputs, *scratch], outputs)
+        work.scratch = scratch
+        return work
 
     def all_to_all_single(self, output: Tensor, own: Tensor, *splits_and_opts: Any) -> PretendedWork:
         if holds_data(output) and output.shape == own.shape:

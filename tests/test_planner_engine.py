@@ -12,13 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
 
 from ddp.link_fit import measure_all_reduce
 from planner.cluster import Cluster, Device, Link
+from planner.columns import MODEL_STATES
 from planner.contracts import CollectiveCost, Contention, OperatorCall, Setting, Simulated
-from planner.memory import CUDA_BLOCK, MODEL_STATES
+from planner.memory import CUDA_BLOCK
 from planner.simulate import CannotSimulate, Simulation, simulate
-from tests.models import FEATURES, build, make_batch
+from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import OPTIMIZERS, REFUSALS, all_choices, load
 from tests.ranks import RankPool
 from training.config import StrategyOptions
@@ -26,6 +28,7 @@ from training.errors import UserError
 from training.memory import ModelSize, storage_bytes
 from training.memory_timeline import record_step_memory
 from training.strategy import Strategy
+from training.synthetic import MLP
 
 CHOICES = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
 SECONDS = 1e-3
@@ -211,12 +214,28 @@ def exchange_seconds(tensors: int) -> float:
     return 2 * LATENCY + 2 * (24 + 32 + 8 * tensors) / RATE
 
 
-def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
+def layers() -> MLP:
+    return MLP(depth=4, width=64)
+
+
+def one_batch_of_layers() -> list[dict[str, Tensor]]:
+    return [{"inputs": torch.ones(3, 64), "targets": torch.ones(3, 64)}]
+
+
+def two_batches_of_tokens() -> list[dict[str, Tensor]]:
+    return [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
+
+
+def peak_of_real_ranks(
+    choice: tuple[str, str],
+    make_module: Callable[[], nn.Module] = llama_classifier,
+    make_batches: Callable[[], list[dict[str, Tensor]]] = two_batches_of_tokens,
+) -> tuple[int, int]:
     """Most bytes allocated in a step, and those of the batch, which were there before."""
-    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], StrategyOptions())
-    batches = [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
-    record_step_memory(strategy, 6, batches, None)  # in whose second step DDP fills its buckets anew
-    recorded = record_step_memory(strategy, 6, batches, None)
+    strategy, batches = load(choice)(make_module(), OPTIMIZERS["adam"], StrategyOptions()), make_batches()
+    samples = 3 * len(batches)
+    record_step_memory(strategy, samples, batches, None)  # in whose second step DDP fills its buckets anew
+    recorded = record_step_memory(strategy, samples, batches, None)
     assert recorded is not None
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
@@ -229,6 +248,14 @@ def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str
     (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice)
     predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
     assert predicted - batch == pytest.approx(reached, rel=0.01)
+
+
+@pytest.mark.parametrize("choice", ["zero1", "zero2"])
+def test_what_gloo_allocates_is_in_the_peak(ranks: RankPool, choice: str) -> None:
+    """A scatter's root makes a tensor of all that it sends, here one of four layers."""
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, ("sharding", choice), layers, one_batch_of_layers)
+    one = replace(setting(choice), make_module=layers, make_micro_batches=one_batch_of_layers)
+    assert simulated(one).memory.peak_bytes - batch == pytest.approx(reached, rel=0.005)
 
 
 @pytest.mark.exhaustive
