@@ -34,6 +34,9 @@ MARK = "DDP_LAB_SOAK"
 MEASURED = ("files", "threads", "memory_mib")
 MOST_GROWTH = {"files": 0.0, "threads": 0.0, "memory_mib": 8.0}
 """More than so much at the end than early on is a leak. Memory differs by what the allocator keeps."""
+SETTLED_STEPS = 1000
+"""Shorter runs' memory is not judged: it grows until batches of all lengths have been there (sample: 375 MiB from step
+30 to 120, none from 200 to 2,000)."""
 
 
 class Job:
@@ -56,6 +59,8 @@ class Job:
             stderr=subprocess.STDOUT,
         )
         self.samples: dict[tuple[str, int], list[dict[str, float]]] = {}
+        self._steps_at_start: dict[int, int] = {}
+        self._settling = 2 * options.every
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, by rank; empty while they are being started."""
@@ -73,8 +78,11 @@ class Job:
         return max((int(path.name.split("_")[1]) for path in folders), default=0)
 
     def look(self) -> None:
-        """Note what each process holds now."""
+        """Note what each process holds now; a rank after two checkpoints, when its trace is written, too."""
+        step = self.step()
         for kind, process in [("torchrun", self.process), *(("rank", rank) for rank in self.ranks())]:
+            if kind == "rank" and step < self._steps_at_start.setdefault(process.pid, step) + self._settling:
+                continue
             try:
                 held = (process.num_fds(), process.num_threads(), process.memory_info().rss / 2**20)
             except psutil.Error:
@@ -209,7 +217,8 @@ def growth(job: Job, kind: str) -> list[str]:
             early = statistics.median(sample[what] for sample in samples[tenth : 2 * tenth] or samples)
             late = statistics.median(sample[what] for sample in samples[-1 - tenth : -1] or samples)
             print(f"{kind} {pid}: {what} {early:.0f} early on, {late:.0f} at the end")
-            if late - early > MOST_GROWTH[what]:
+            is_judged = what != "memory_mib" or job.step() >= SETTLED_STEPS
+            if is_judged and late - early > MOST_GROWTH[what]:
                 found.append(f"{kind} {pid}: {what} grew from {early:.0f} to {late:.0f}")
     return found
 
