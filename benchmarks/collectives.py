@@ -78,8 +78,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             if name not in known:
                 exit_with_error(f"--{kind}s: {unknown_name(kind, name, known)}")
     options.sizes = sizes_of(options)
-    least_of = {"--warmup": (options.warmup, 0), "--iterations": (options.iterations, 1)}
-    for flag, (value, least) in {**least_of, "--in-a-row": (options.in_a_row, 1)}.items():
+    for flag, value, least in (
+        ("--warmup", options.warmup, 0),
+        ("--iterations", options.iterations, 1),
+        ("--in-a-row", options.in_a_row, 1),
+    ):
         if value is not None and value < least:
             exit_with_error(f"{flag} {value}: must be a whole number of at least {least}")
     if not 0 < options.seconds_per_size < float("inf"):

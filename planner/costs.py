@@ -98,8 +98,8 @@ class Rescaled:
 
 
 @dataclass(frozen=True)
-class Slowed:
-    """Costs of a rank on which each operator takes `factor` times as long."""
+class Scaled:
+    """Each operator takes `factor` times as long."""
 
     costs: OperatorCosts
     factor: float

@@ -38,7 +38,7 @@ def costs_of(case: Case) -> Costs:
         sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
         compute_error = ROOFLINE_ERROR
     if known.straggler > 1:
-        operators = costs.Slowed(operators, known.straggler)
+        operators = costs.Scaled(operators, known.straggler)
         sources.append(f"One rank computes {known.straggler:g} times as long as the others, and all wait for it.")
     if known.collectives:
         fitted = collective_fits.from_fits(known.collectives, cluster, known.rescale)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
 from analysis.report.collectives_page import pairs_figure, sizes_figure
 from benchmarks import collectives, operations
+from benchmarks.collective_loop import Bench
 from benchmarks.collective_report import CURVE_POINTS, PUBLISHED_MS, beside_published, curves, report
 from benchmarks.collective_rows import fit_models, make_row, model_text
 from benchmarks.measured import Measured
@@ -124,6 +126,15 @@ def test_what_cannot_be_is_skipped(
     assert "barrier" in rows_of(tmp_path / "gloo_cpu_2_ranks.json")["collective"].tolist()
 
 
+def test_calls_in_a_row_count_by_their_mean() -> None:
+    bench = object.__new__(Bench)
+    bench._options, bench._control = Namespace(in_a_row=4), mock.Mock()
+    bench._ranks, call = Ranks(0, 1, CPU, "gloo"), mock.Mock()
+    with mock.patch("torch.distributed.barrier") as barrier, mock.patch("time.perf_counter", side_effect=[1.0, 3.0]):
+        assert bench._timed(call) == 0.5
+    assert (call.run.call_count, barrier.call_count) == (4, 1)
+
+
 def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
     said = ranks.run(2, bench, tmp_path, ["--collectives", "all_reduce,reduce", "--sizes", "1K,4K"], connection_lost)
     for rank, (message,) in enumerate(said):
@@ -163,6 +174,7 @@ def test_ranges() -> None:
         (["--min-bytes", "1M", "--max-bytes", "1K"], "--max-bytes 1K: must not be below --min-bytes 1M"),
         (["--factor", "1"], "--factor 1.0: must be at least 1.01"),
         (["--iterations", "0"], "--iterations 0: must be a whole number of at least 1"),
+        (["--in-a-row", "0"], "--in-a-row 0: must be a whole number of at least 1"),
         (["--seconds-per-size", "0"], "must be a number above 0"),
         (["--ranks", "2,x"], "--ranks 2,x: must be whole numbers above 0"),
         (["--ranks", "0"], "--ranks 0: must be whole numbers above 0"),

@@ -22,8 +22,9 @@ from planner.contracts import Contention, MemoryCurve, Simulated, Span
 from planner.figures import MOST_POINTS, compute_by_phase, thinned
 from planner.grid import AXES, axes_of, changed, figures, fill
 from planner.page import plan_page
-from planner.plan import Case, Costs, Outcome, Plan, choices, distinct, interval
+from planner.plan import Case, Costs, Knowledge, Outcome, Plan, choices, distinct, interval
 from planner.recommendation import reasons, recommended
+from planner.sources import RECORD_ERROR, costs_of
 from scripts import plan as script
 from tests.in_process import run_in_process
 from training.config import RunConfig
@@ -297,6 +298,14 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
         answer = plan("record", *TINY, *flags)
     assert answer.returncode == 0 and "micro-batch of 1: step_s" in answer.stdout, answer.stderr
     assert json.loads(record.read_text())["precision"] == "fp32"
+    content = json.loads(record.read_text())
+    for error_pct, stated, half_width in ((-12.0, "12% off", 0.12), (1.0, "1% off", RECORD_ERROR)):
+        content["steps"][0]["error_pct"] = error_pct
+        record.write_text(json.dumps(content))
+        model = models.from_numbers(64, 96, 1, None, 50)
+        case = Case(model, hardware.cluster("2xcpu", "loopback"), RunConfig(), 16, knowledge=Knowledge(record))
+        costs = costs_of(case)
+        assert stated in costs.sources[0] and costs.compute_error == pytest.approx(half_width)
     wrong = plan(*TINY, "--gpus", "2xL4", "--link", "pcie4", "--record", str(record))
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
 

@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of three steps of a choice, whose median counts (default: %(default)s)",
     )
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: %(default)s)")
-    add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M", help="of measured collectives")
+    add("--sizes", default="4K,16K,64K,256K,1M,2M,4M,8M,16M", help="of measured collectives (default: %(default)s)")
     add(
         "--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)"
     )
@@ -146,17 +146,18 @@ def measure(case: Case, choices: Sequence[str], options: argparse.Namespace) -> 
 
 
 def in_lab(case: Case, script: str, *flags: str) -> None:
-    """Run a benchmark on the case's nodes.
-
-    Raises:
-        UserError: it failed.
-    """
+    """Run a benchmark on the case's nodes."""
     lab = [sys.executable, str(ROOT / "scripts" / "link_lab.py"), "--nodes", str(case.ranks), "--rate", case.rate]
     command = [*lab, "--", str(ROOT / "benchmarks" / script), *flags]
     finished(f"{script} at {case.rate}, {case.ranks} ranks", command)
 
 
 def finished(what: str, command: Sequence[str]) -> None:
+    """Run a measurement to its end.
+
+    Raises:
+        UserError: it failed, or took too long.
+    """
     print(f"measuring: {what}", file=sys.stderr, flush=True)
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

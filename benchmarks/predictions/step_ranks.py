@@ -4,8 +4,8 @@
 
 FILE is written by rank 0: `step_ms` (the median over rounds of three steps, of the slowest rank) and `peak_bytes` by
 choice. SETTINGS is a JSON object of fields of `RunConfig`. `benchmarks/strategies.py` has all choices take turns, since
-it compares them; but what ran just before leaves caches and the allocator in another state than a run by itself finds,
-5 to 10 % of a step on a 2-core Intel Xeon. What a user runs, and what is predicted, is one choice by itself.
+it compares them; but what ran just before leaves caches and the allocator in another state than a run by itself finds.
+What a user runs, and what is predicted, is one choice by itself.
 """
 
 import gc

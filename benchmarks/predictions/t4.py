@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.predictions.held import Held
 from planner import costs, hardware
 from planner.cluster import Cluster, Link
-from planner.contracts import CollectiveCost, Contention, OperatorCall, OperatorCosts, Setting, Simulated
+from planner.contracts import CollectiveCost, Contention, OperatorCosts, Setting, Simulated
 from planner.plan import adamw
 from planner.simulate import simulate
 from training.config import RunConfig, StrategyOptions
@@ -92,18 +92,6 @@ class Published:
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
         latency = float(self.model.seconds(0))
         return CollectiveCost(latency, float(self.model.seconds(payload_bytes)) - latency, SETTING)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """All operators take `factor` times as long."""
-
-    costs: OperatorCosts
-    factor: float
-
-    def seconds(self, call: OperatorCall) -> float | None:
-        known = self.costs.seconds(call)
-        return None if known is None else known * self.factor
 
 
 def gradient_bytes(workload: str) -> int:
@@ -208,7 +196,7 @@ def reckoning(
     cluster = Cluster(hardware.device("T4"), 1, 2, Link(SETTING, 0.0, 4e9))
     plain = Reckoning(cluster, make_module, make_micro_batches, costs.roofline(cluster.device), 1.0)
     factor = COMPUTE_S / plain.simulated(ROWS[0], Contention()).compute_s
-    return replace(plain, operators=Scaled(plain.operators, factor), factor=factor)
+    return replace(plain, operators=costs.Scaled(plain.operators, factor), factor=factor)
 
 
 def held(reckoned: Reckoning, contention: Contention, calibrates: str = "", rows: Sequence[Row] = ROWS) -> list[Held]:
