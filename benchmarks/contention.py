@@ -12,6 +12,7 @@ import datetime
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,31 +72,35 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
         UserError: there is one rank only, or the file cannot be written.
     """
     from benchmarks.collective_rows import link_rate
-    from planner.contention import Measured, keep, measure_rounds, summary
+    from planner.contention import PAYLOADS, Measured, keep, measure_rounds, summary
     from training.distributed import from_rank0
 
     if ranks.world_size < 2:
         raise UserError("one rank has nobody to communicate with; run with --nproc_per_node=2 or more")
-    rounds = measure_rounds(ranks.device, options.seconds, options.rounds)
-    measured = Measured(
-        world_size=ranks.world_size,
-        backend=ranks.backend,
-        device=ranks.device.type,
-        link_bits_per_s=link_rate(),
-        **summary(rounds),
-        host=socket.gethostname(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
     path = options.output_dir / "reports" / "collectives" / "contention.json"
-    from_rank0(lambda: keep(path, measured))
-    if ranks.is_main:
-        print(
-            f"alone: a step {measured.step_s * 1e3:.1f} ms, an all-reduce of 16 MiB "
-            f"{measured.all_reduce_s * 1e3:.1f} ms ({measured.bytes_per_s * 8 / 1e9:.3g} Gbit/s)\n"
-            f"both at once: a step takes {measured.compute:.2f} times as long, an all-reduce "
-            f"{measured.communication:.2f} times (half the range over {measured.rounds} rounds: "
-            f"{measured.spread_pct:.0f} %)\nkept in {path}"
+    for payload in PAYLOADS:
+        measured = Measured(
+            world_size=ranks.world_size,
+            backend=ranks.backend,
+            device=ranks.device.type,
+            link_bits_per_s=link_rate(),
+            payload_bytes=payload,
+            **summary(measure_rounds(ranks.device, payload, options.seconds, options.rounds)),
+            host=socket.gethostname(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
+        from_rank0(partial(keep, path, measured))
+        if ranks.is_main:
+            print(
+                f"alone: a step {measured.step_s * 1e3:.1f} ms, an all-reduce of {payload / 2**10:,.0f} KiB "
+                f"{measured.all_reduce_s * 1e3:.2f} ms ({measured.bytes_per_s * 8 / 1e9:.3g} Gbit/s), "
+                f"{measured.hand_over_s * 1e6:.0f} us to hand it over\n"
+                f"both at once: a step takes {measured.compute:.2f} times as long, an all-reduce "
+                f"{measured.communication:.2f} times (half the range over {measured.rounds} rounds: "
+                f"{measured.spread_pct:.0f} %)"
+            )
+    if ranks.is_main:
+        print(f"kept in {path}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ def measure(config: RunConfig, ranks: Ranks, rounds: int) -> None:
             show_phases_on(watcher.board if watches else None)
             noting: AbstractContextManager[Any] = recorded_collectives(watcher.board) if watches else nullcontext()
             with noting:
-                made[0].watch.keeps_addresses = False
                 follow_gradients(made[0].watch)
                 taken[watches] = largest(seconds_of(runner), ranks.device)
         if number >= 0:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.contracts import CollectiveCost, Contention
+from planner.contracts import CollectiveCost, Contention, ContentionBySize
 
 
 @dataclass(eq=False)
@@ -23,11 +23,13 @@ class Flight:
 
     Attributes:
         cost: What it would take alone.
+        beside: What it and compute take from each other.
         began_s: When its turn came in its queue.
         latency_left_s, transfer_left_s: Alone on its link.
     """
 
     cost: CollectiveCost
+    beside: Contention
     issued_s: float
     on_done: "Callable[[Flight], None] | None" = None
     began_s: float | None = None
@@ -60,8 +62,8 @@ class Clock:
         exposed_s: Time so far in which the rank only waited.
     """
 
-    def __init__(self, contention: Contention | None = None) -> None:
-        self.contention = contention or Contention()
+    def __init__(self, contention: ContentionBySize | None = None) -> None:
+        self._contention = contention or Contention()
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
 
@@ -69,23 +71,37 @@ class Clock:
         """Compute what takes `seconds` where nothing else goes on."""
         begin, left = self.now_s, seconds
         while left > 0:
-            pace = 1 / self.contention.compute if self._active else 1.0
-            step = self._step(left / pace, self.contention.communication)
+            pace = 1 / max((flight.beside.compute for flight in self._active), default=1.0)
+            step = self._step(left / pace, computes=True)
             left = left - step * pace if step < left / pace else 0.0
         self.compute_s += self.now_s - begin
 
-    def issue(self, cost: CollectiveCost, queue: Queue, on_done: "Callable[[Flight], None] | None" = None) -> Flight:
-        """Let a collective go, as soon as its queue lets it."""
-        flight = Flight(cost, self.now_s, on_done)
+    def issue(
+        self,
+        cost: CollectiveCost,
+        queue: Queue,
+        on_done: "Callable[[Flight], None] | None" = None,
+        payload_bytes: float = 0.0,
+    ) -> Flight:
+        """Hand a collective over, which goes as soon as its queue lets it."""
+        flight = Flight(cost, self._contention.beside(payload_bytes), self.now_s, on_done)
         queue.waiting.append(flight)
         self._begin_next(queue)
+        self._hand_over(flight.beside.hand_over_s)
         return flight
+
+    def _hand_over(self, seconds: float) -> None:
+        """The rank is busy, for as long as was measured, others in flight or not."""
+        begin, end = self.now_s, self.now_s + seconds
+        while self.now_s < end:
+            self._step(end - self.now_s, computes=True)
+        self.compute_s += self.now_s - begin
 
     def wait(self, flight: Flight) -> None:
         """Do nothing until `flight` is done."""
         begin = self.now_s
         while not flight.is_done:
-            self._step(float("inf"), 1.0)
+            self._step(float("inf"), computes=False)
         self.exposed_s += self.now_s - begin
 
     def drain(self) -> None:
@@ -110,17 +126,17 @@ class Clock:
             flight.on_done(flight)
         self._begin_next(queue)
 
-    def _step(self, most_s: float, contention: float) -> float:
-        """Advance to the next event, at most by `most_s`; answers with the seconds. `contention` slows transfers."""
+    def _step(self, most_s: float, computes: bool) -> float:
+        """Advance to the next event, at most by `most_s`; answers with the seconds. Compute slows transfers."""
         shares: dict[str, float] = {}
         for flight in self._active:
             if not flight.latency_left_s:
                 shares[flight.cost.link] = shares.get(flight.cost.link, 0.0) + flight.cost.share
-        slowness = {link: max(1.0, share) * contention for link, share in shares.items()}
-        rest = {
-            flight: flight.latency_left_s or flight.transfer_left_s * slowness[flight.cost.link]
+        slowness = {
+            flight: max(1.0, shares.get(flight.cost.link, 0.0)) * (flight.beside.communication if computes else 1.0)
             for flight in self._active
         }
+        rest = {flight: flight.latency_left_s or flight.transfer_left_s * slowness[flight] for flight in self._active}
         step = min([most_s, *rest.values()])
         self.now_s += step
         if self._active:
@@ -131,7 +147,7 @@ class Clock:
                 flight.latency_left_s = 0.0 if is_over else flight.latency_left_s - step
                 is_over = is_over and not flight.transfer_left_s
             else:
-                flight.transfer_left_s = 0.0 if is_over else flight.transfer_left_s - step / slowness[flight.cost.link]
+                flight.transfer_left_s = 0.0 if is_over else flight.transfer_left_s - step / slowness[flight]
             if is_over:
                 self._end(flight)
         return step

@@ -1,10 +1,10 @@
 """What compute and collectives take from each other while both are under way: measured, kept in a file, looked up.
 
 Every rank trains a small network for a while, then has all-reduces under way, then both at once. On CPU, Gloo's
-threads and the ranks share the cores, so both get slower, and the less so the slower the link is, since threads that
-wait for a link leave the cores alone. On CUDA, NCCL's kernels take a few of the multiprocessors and part of the
-memory's rate. So a file holds one measurement for each rate of the link and number of ranks; between two rates it is
-interpolated.
+threads and the ranks share the cores, so both get slower: the less so the slower the link is, since threads that wait
+for a link leave the cores alone, and the more so the smaller the messages are, since each has work of its own. On CUDA,
+NCCL's kernels take a few of the multiprocessors and part of the memory's rate. So a file holds one measurement for each
+number of ranks, rate of the link and payload; between two rates, and two payloads, it is interpolated.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/contention.py
     python scripts/link_lab.py --rate 1gbit -- benchmarks/contention.py
@@ -13,8 +13,10 @@ interpolated.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from math import log
 from pathlib import Path
 from statistics import median
@@ -31,8 +33,9 @@ from training.record import write_json
 from training.stopwatch import Stopwatch
 from training.synthetic import MLP
 
-SCHEMA_VERSION = 1
-PAYLOAD_BYTES = 16 * 2**20
+SCHEMA_VERSION = 2
+PAYLOADS = (64 * 2**10, 2**20, 16 * 2**20)
+"""Bytes of an all-reduce."""
 DEPTH, WIDTH, SAMPLES = 4, 512, 64
 """Of the network: 1 M parameters; steps of a few milliseconds, and no processor's nearest caches hold them."""
 FEWEST = 3
@@ -45,9 +48,11 @@ class Measured:
 
     Attributes:
         link_bits_per_s: Of a shaped link; None where nothing limits it.
+        payload_bytes: Of each all-reduce.
         compute: Duration of a step with all-reduces under way, over that of one alone.
         communication: Duration of an all-reduce while all ranks compute, over that of one alone.
         step_s, all_reduce_s: Alone.
+        hand_over_s: Until an asynchronous all-reduce has been handed over, others under way and no compute beside.
         rounds: Measurements of all this; the factors are their medians.
         spread_pct: Half the range of the factors over rounds, in percent of them, the larger of the two.
     """
@@ -56,27 +61,35 @@ class Measured:
     backend: str
     device: str
     link_bits_per_s: float | None
+    payload_bytes: int
     compute: float
     communication: float
     step_s: float
     all_reduce_s: float
+    hand_over_s: float
     rounds: int
     spread_pct: float
     host: str
     date: str
 
     @property
+    def where(self) -> tuple[object, ...]:
+        """What a file holds one measurement for."""
+        return self.world_size, self.backend, self.device, self.link_bits_per_s, self.payload_bytes
+
+    @property
     def bytes_per_s(self) -> float:
         """What each rank sent while it did not compute: a ring's part of the payload."""
-        return 2 * (self.world_size - 1) / self.world_size * PAYLOAD_BYTES / self.all_reduce_s
+        return 2 * (self.world_size - 1) / self.world_size * self.payload_bytes / self.all_reduce_s
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a step and of an all-reduce, alone and while the other goes on."""
+    """Seconds of a step and of an all-reduce, alone and while the other goes on, and of handing one over."""
 
     step_s: float
     all_reduce_s: float
+    hand_over_s: float
     step_beside_s: float
     all_reduce_beside_s: float
 
@@ -85,26 +98,31 @@ class Round:
         return self.step_beside_s / self.step_s, self.all_reduce_beside_s / self.all_reduce_s
 
 
-def measure_rounds(device: torch.device, seconds: float = 1.0, rounds: int = 5) -> list[Round]:
+def measure_rounds(
+    device: torch.device, payload_bytes: int = PAYLOADS[-1], seconds: float = 1.0, rounds: int = 5
+) -> list[Round]:
     """Measure on all ranks of the default group; the mean over ranks. Collective.
 
     Args:
+        payload_bytes: Of each all-reduce.
         seconds: How long each of the three parts of a round takes, about.
     """
     step = training_step(device)
-    tensor = torch.ones(PAYLOAD_BYTES // 4, device=device)
+    tensor = torch.ones(payload_bytes // 4, device=device)
     for _ in range(FEWEST):
         step()
         dist.all_reduce(tensor)
-    counts = torch.tensor([seconds / timed(step, 1, device), seconds / timed_all_reduces(tensor, FEWEST, device)])
+    counts = torch.tensor([seconds / timed(step, 1, device), seconds / timed_all_reduces(tensor, FEWEST, device)[0]])
     dist.all_reduce(counts, dist.ReduceOp.MIN)
     steps, calls = (max(FEWEST, int(count)) for count in counts)
     answer = []
     for _ in range(rounds):
         step_s = timed(step, steps, device)
-        all_reduce_s = timed_all_reduces(tensor, calls, device)
+        all_reduce_s, hand_over_s = timed_all_reduces(tensor, calls, device)
         step_beside_s, all_reduce_beside_s = timed_together(step, tensor, calls, device)
-        mine = torch.tensor([step_s, all_reduce_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64)
+        mine = torch.tensor(
+            [step_s, all_reduce_s, hand_over_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64
+        )
         dist.all_reduce(mine)
         answer.append(Round(*(mine / dist.get_world_size()).tolist()))
     return answer
@@ -134,16 +152,18 @@ def timed(step: Callable[[], None], count: int, device: torch.device) -> float:
     return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
 
 
-def timed_all_reduces(tensor: torch.Tensor, count: int, device: torch.device) -> float:
-    """Seconds of one of `count` all-reduces that are all under way."""
+def timed_all_reduces(tensor: torch.Tensor, count: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one of `count` all-reduces that are all under way, and of handing it over."""
     dist.barrier()
     stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    for work in [dist.all_reduce(tensor, async_op=True) for _ in range(count)]:
+    begin, began_s = stopwatch.mark(), time.perf_counter()
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(count)]
+    handed_over_s = time.perf_counter() - began_s
+    for work in works:
         assert work is not None
         work.wait()
     tensor.fill_(1.0)
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
+    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count, handed_over_s / count
 
 
 def timed_together(
@@ -175,21 +195,21 @@ def summary(rounds: Sequence[Round]) -> dict[str, float]:
         "communication": max(1.0, median(communication)),
         "step_s": median(each.step_s for each in rounds),
         "all_reduce_s": median(each.all_reduce_s for each in rounds),
+        "hand_over_s": median(each.hand_over_s for each in rounds),
         "rounds": len(rounds),
         "spread_pct": max(spreads),
     }
 
 
 def keep(path: str | Path, measured: Measured) -> None:
-    """Add a measurement to the file, in the place of an earlier one of the same ranks, device and link.
+    """Add a measurement to the file, in the place of an earlier one of the same ranks, device, link and payload.
 
     Raises:
         UserError: the file holds something else, or cannot be written.
     """
     path = Path(path)
     earlier = read(path) if path.exists() else []
-    same = (measured.world_size, measured.backend, measured.device, measured.link_bits_per_s)
-    others = [each for each in earlier if (each.world_size, each.backend, each.device, each.link_bits_per_s) != same]
+    others = [each for each in earlier if each.where != measured.where]
     content = {"schema_version": SCHEMA_VERSION, "what": "contention"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,9 +235,21 @@ def read(path: str | Path) -> list[Measured]:
         raise UserError(f"{path}: not a file of benchmarks/contention.py of this version") from None
 
 
-def load(path: str | Path, cluster: Cluster) -> Contention:
-    """The factors measured with as many ranks and the same backend: between two rates that all-reduces reached,
-    interpolated by the logarithm of the rate of the cluster's link, beyond them those of the nearest.
+@dataclass(frozen=True)
+class ByPayload:
+    """Contention beside collectives of some payloads, by the logarithm of their bytes; beyond them the nearest's."""
+
+    payloads: tuple[int, ...]
+    contention: tuple[Contention, ...]
+
+    def beside(self, payload_bytes: float) -> Contention:
+        return interpolated(payload_bytes, dict(zip(self.payloads, self.contention, strict=True)))
+
+
+def load(path: str | Path, cluster: Cluster) -> ByPayload:
+    """What was measured with as many ranks and the same backend: between two rates that all-reduces reached,
+    interpolated by the logarithm of the rate of the cluster's link, beyond them that of the nearest. On CUDA the host
+    hands over while the device computes, which takes nothing from it.
 
     Raises:
         UserError: there is no such measurement, or the file is none.
@@ -229,7 +261,27 @@ def load(path: str | Path, cluster: Cluster) -> Contention:
             f"torchrun --standalone --nproc_per_node={cluster.world_size} benchmarks/contention.py"
         )
     link = cluster.inside if cluster.between is None else cluster.between
-    mine.sort(key=lambda each: each.bytes_per_s)
-    asked, rates = log(link.bytes_per_s), [log(each.bytes_per_s) for each in mine]
-    compute, communication = ([getattr(each, name) for each in mine] for name in ("compute", "communication"))
-    return Contention(float(np.interp(asked, rates, compute)), float(np.interp(asked, rates, communication)))
+    is_cuda = cluster.device.kind == "cuda"
+    reached = {rate: max(each.bytes_per_s for each in mine if each.link_bits_per_s == rate) for rate in rates_of(mine)}
+    found = {}
+    for payload, same in groupby(sorted(mine, key=lambda each: each.payload_bytes), lambda each: each.payload_bytes):
+        by_rate = {
+            reached[each.link_bits_per_s]: Contention(
+                each.compute, each.communication, 0.0 if is_cuda else each.hand_over_s
+            )
+            for each in same
+        }
+        found[payload] = interpolated(link.bytes_per_s, by_rate)
+    return ByPayload(tuple(found), tuple(found.values()))
+
+
+def rates_of(measured: Sequence[Measured]) -> set[float | None]:
+    return {each.link_bits_per_s for each in measured}
+
+
+def interpolated(at: float, known: Mapping[float, Contention]) -> Contention:
+    """Each field by the logarithm of what it is known for."""
+    points = sorted(known)
+    where = np.interp(log(max(at, points[0])), [log(point) for point in points], range(len(points)))
+    columns = ([getattr(known[point], field.name) for point in points] for field in fields(Contention))
+    return Contention(*(float(np.interp(where, range(len(points)), column)) for column in columns))

@@ -77,12 +77,24 @@ class Contention:
     """What compute and communication take from each other while both are under way; 1 is nothing.
 
     Attributes:
-        compute: Factor on the duration of compute while any collective is in flight.
-        communication: Factor on the duration of a transfer while the rank computes.
+        compute: Factor on the duration of compute while a collective is in flight.
+        communication: Factor on the duration of its transfer while the rank computes.
+        hand_over_s: How long the rank's own thread is busy with handing a collective over.
     """
 
     compute: float = 1.0
     communication: float = 1.0
+    hand_over_s: float = 0.0
+
+    def beside(self, payload_bytes: float) -> "Contention":
+        """Itself: the same beside collectives of any payload."""
+        return self
+
+
+class ContentionBySize(Protocol):
+    """What compute and collectives of any payload take from each other."""
+
+    def beside(self, payload_bytes: float) -> Contention: ...
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Network:
             alone = CollectiveCost(0.0, 0.0, "")
             cost = self._known[key] = self._costs.cost(*key) if len(group.ranks) > 1 else alone
         backend = group.backend_of(tensors)
-        flight = self.clock.issue(cost, group.queue(backend))
+        flight = self.clock.issue(cost, group.queue(backend), payload_bytes=payload_bytes)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         name = group.group_name
         self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)

@@ -12,7 +12,7 @@ import ddp
 import sharding
 from planner.cluster import Cluster
 from planner.columns import PLAN_COLUMNS
-from planner.contracts import CollectiveCosts, Contention, OperatorCosts, Setting, Simulated
+from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts, Setting, Simulated
 from planner.models import Model
 from training.cli import unknown_name
 from training.config import RunConfig
@@ -38,7 +38,7 @@ class Costs:
 
     operators: OperatorCosts
     collectives: CollectiveCosts
-    contention: Contention
+    contention: ContentionBySize
     compute_error: float
     link_error: float
     sources: Sequence[str] = ()

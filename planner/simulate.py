@@ -21,6 +21,7 @@ from planner.columns import MODEL_STATES
 from planner.contracts import (
     CollectiveCosts,
     Contention,
+    ContentionBySize,
     OperatorCosts,
     Setting,
     Simulated,
@@ -56,7 +57,7 @@ def simulate(
     cluster: Cluster,
     operator_costs: OperatorCosts,
     collective_costs: CollectiveCosts,
-    contention: Contention = NO_CONTENTION,
+    contention: ContentionBySize = NO_CONTENTION,
     rank: int = 0,
 ) -> Simulated:
     """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
@@ -87,7 +88,7 @@ class Simulation:
         cluster: Cluster,
         operator_costs: OperatorCosts,
         collective_costs: CollectiveCosts,
-        contention: Contention,
+        contention: ContentionBySize,
         rank: int,
     ) -> None:
         self.setting, self.cluster, self.rank = setting, cluster, rank

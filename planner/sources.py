@@ -2,7 +2,7 @@
 
 from planner import collective_costs, collective_fits, costs
 from planner.contention import load as load_contention
-from planner.contracts import CollectiveCosts, Contention, OperatorCosts
+from planner.contracts import CollectiveCosts, Contention, ContentionBySize, OperatorCosts
 from planner.plan import Case, Costs
 from planner.recorded import load as load_record
 from planner.recorded import stated_error
@@ -49,10 +49,12 @@ def costs_of(case: Case) -> Costs:
         collectives = collective_costs.from_links(cluster)
         sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
         link_error = LINK_TABLE_ERROR
-    contention = load_contention(known.contention, cluster) if known.contention else Contention()
+    contention: ContentionBySize = load_contention(known.contention, cluster) if known.contention else Contention()
     if known.contention:
+        least, most = contention.beside(0.0), contention.beside(float("inf"))
         sources.append(
-            f"Contention: compute takes {contention.compute:.2f} times as long beside collectives, and those "
-            f"{contention.communication:.2f} times, by {known.contention}."
+            f"Contention: compute takes {least.compute:.2f} times as long beside the smallest collectives and "
+            f"{most.compute:.2f} beside the largest, and those {least.communication:.2f} and {most.communication:.2f} "
+            f"times, by {known.contention}."
         )
     return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources))

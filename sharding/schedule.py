@@ -28,15 +28,17 @@ class Schedule:
     """The script of a pass, and how far this rank has followed it.
 
     Attributes:
-        units: In the order of their first use; all but the root.
+        tables: Lookups. Backward does not need them, unless `reads_tables_again`.
+        units: In the order of their first use; all but the root and the tables.
         order_is_agreed: Whether that order is the one in which modules run, and not yet that of registration.
         keeps_root: Whether another micro-batch follows, for which the root stays whole.
         in_flight: The gradients that are being reduced.
     """
 
-    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
-        self.root, self.units = root, list(units)
+    def __init__(self, root: Unit, tables: Unit, units: Sequence[Unit]) -> None:
+        self.root, self.tables, self.units = root, tables, list(units)
         self.order_is_agreed = False
+        self.reads_tables_again = False
         self.keeps_root = False
         self._sequence = list(units)
         self._early: tuple[FreedGradientBucket, ...] = ()
@@ -49,7 +51,7 @@ class Schedule:
 
     def begin_forward(self) -> None:
         self.in_flight: list[FreedGradientBucket] = []
-        self._begin([Act(self.root), *map(Act, self.units)])
+        self._begin([Act(self.tables), Act(self.root), *map(Act, self.units)])
 
     def begin_backward(self) -> None:
         """Units in the reverse of the order in which they ran: each is gathered before the one that runs before it in
@@ -63,6 +65,8 @@ class Schedule:
                 script.append(Act(following))
             if unit not in uses[index + 1 :]:
                 script.append(Act(unit, False, tuple(unit.buckets)))
+        if self.tables.buckets:
+            script.append(Act(self.tables, False, tuple(self.tables.buckets)))
         self._begin([*script, Act(self.root, False, late)] if late else script)
 
     def _begin(self, script: list[Act]) -> None:
@@ -76,6 +80,12 @@ class Schedule:
         """The act still to come that reduces `bucket`."""
         return next((act for act in self._script[self._next :] if bucket in act.buckets), None)
 
+    @property
+    def _root_is_through(self) -> bool:
+        """Whether nothing that is still to come in this step reads the root."""
+        comes_again = any(act.unit is self.root for act in self._script[self._next :])
+        return not (self.keeps_root or comes_again) and all(flat.trainable for flat in self.root.flats)
+
     # Following ---------------------------------------------------------------------------------------------------
 
     def do_next(self) -> None:
@@ -85,7 +95,7 @@ class Schedule:
             act.unit.unshard()
             return
         self.finish_reductions()
-        if act.unit is not self.root or (self._next == len(self._script) and not self.keeps_root):
+        if act.unit is not self.root or self._root_is_through:
             act.unit.reshard()
         for bucket in act.buckets:
             bucket.start_reduction()
@@ -118,11 +128,13 @@ class Schedule:
 
     # The order ---------------------------------------------------------------------------------------------------
 
-    def agree(self, ran: Sequence[nn.Module], module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Once: learn in which order units run, and which gradients of the root are made before those of all units.
+    def agree(self, ran: Sequence[nn.Module], saved_tables: bool, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Once: learn in which order units run, which gradients of the root are made before those of all units, and
+        whether backward reads tables.
 
         Args:
             ran: Modules outside units, and units' own, in the order in which this rank's first forward pass ran them.
+            saved_tables: Whether autograd has saved a table on this rank.
         """
         if self.order_is_agreed:
             return
@@ -136,10 +148,11 @@ class Schedule:
             if all(owners[p] in ran and ran.index(owners[p]) > end for p in bucket.flat.parameters)
         ]
         seen: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(seen, (runs, early), group)
-        self._sequence = [self.units[index] for index in merge_orders([order for order, _ in seen], len(self.units))]
+        dist.all_gather_object(seen, (runs, early, saved_tables), group)
+        self._sequence = [self.units[index] for index in merge_orders([order for order, *_ in seen], len(self.units))]
         self.units = list(dict.fromkeys(self._sequence))
         self._early = tuple(self.root.buckets[index] for index in seen[0][1])
+        self.reads_tables_again = any(saved for *_, saved in seen)
         self.order_is_agreed = True
 
 

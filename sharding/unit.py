@@ -1,5 +1,6 @@
 """A unit of ZeRO-3: modules whose parameters are whole only while they are needed."""
 
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -12,6 +13,9 @@ from sharding.flat import FlatParameters
 from sharding.partition import group_by_kind
 from sharding.zero2 import FreedGradientBucket
 from training.errors import UnsupportedError
+
+LETS_GO_S = 0.1
+"""Within which a backend's thread drops a tensor that it is done with."""
 
 
 @cache
@@ -91,6 +95,7 @@ class Unit:
         """Start to gather the parameters, if they are not here."""
         if self.is_sharded:
             self.is_sharded = False
+            self._references_at_rest = self._references()
             self._gathers = [flat.unshard() for flat in self.flats]
 
     def wait(self) -> None:
@@ -100,6 +105,23 @@ class Unit:
                 pending.wait()
                 flat.install()
             self._gathers = None
+
+    def is_saved(self) -> bool:
+        """Whether somebody else holds on to the full tensors: autograd, which has saved them for backward.
+
+        A backend's thread may let go of them only a moment after it has gathered them, so that is waited for.
+        """
+        own = self._references_at_rest + sum(len(flat.parameters) for flat in self.flats)
+        deadline = time.monotonic() + LETS_GO_S
+        while self._references() > own:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(LETS_GO_S / 100)
+        return False
+
+    def _references(self) -> int:
+        """How many tensors share the full tensors' storages."""
+        return sum(torch._C._storage_Use_Count(flat.full.untyped_storage()._cdata) for flat in self.flats)
 
     def reshard(self) -> None:
         if not self.is_sharded:

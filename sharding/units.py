@@ -61,15 +61,38 @@ def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
     return plans if len(plans) > 1 else []
 
 
-def around_units(module: nn.Module, plans: Iterable[UnitPlan]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The root's parameters: those registered before the first unit's (embeddings), and the others (norms, heads)."""
+def find_tables(module: nn.Module, plans: Iterable[UnitPlan]) -> UnitPlan:
+    """Embeddings outside of all units. Backward does not read them: a lookup passes its gradient on by the indices.
+
+    Not those that share their weight with another module, or change it (`max_norm`).
+    """
     taken = {id(p) for plan in plans for p in plan.parameters}
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    tables = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding)
+        and type(layer).forward is nn.Embedding.forward
+        and layer.max_norm is None
+        and id(layer.weight) not in taken
+        and uses[id(layer.weight)] == 1
+    ]
+    return UnitPlan(list(tables), [p for layer in tables for p in layer.parameters(recurse=False)])
+
+
+def around_units(
+    module: nn.Module, plans: Iterable[UnitPlan], apart: Iterable[nn.Parameter] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The root's parameters: those registered before the first unit's (embeddings, if they are not set `apart`), and
+    the others (norms, heads)."""
+    taken = {id(p) for plan in plans for p in plan.parameters}
+    set_apart = {id(p) for p in apart}
     before: list[nn.Parameter] = []
     after: list[nn.Parameter] = []
     current = before
     for parameter in module.parameters():
         if id(parameter) in taken:
             current = after
-        else:
+        elif id(parameter) not in set_apart:
             current.append(parameter)
     return before, after

@@ -1,12 +1,13 @@
 """ZeRO-3: as ZeRO-2, and parameters are whole only while the block that they belong to runs.
 
 Each rank keeps a shard of everything. A model is a chain of units, one a transformer block, and a root unit for the
-rest (embeddings, last norm, head). Just before a unit runs, in forward and again in backward, its parameters are
-all-gathered (unsharded); afterwards they are freed (resharded). The next unit is fetched while one computes. The root
-stays whole through a step, and so does the last block between forward and backward. So a rank never holds more full
-parameters than the root and two blocks, with the gradients of two blocks beside them (some made, some reduced), and
-what is on the wire for each micro-batch is two all-gathers and a reduce-scatter: 3(N-1)/N * P elements, half as much
-again as DDP.
+rest (last norm, head). Just before a unit runs, in forward and again in backward, its parameters are all-gathered
+(unsharded); afterwards they are freed (resharded). The next unit is fetched while one computes. The root stays whole
+until backward is through with it, and so does the last block between forward and backward; embeddings are freed after
+forward, since the gradient of a lookup does not depend on the table. So a rank never holds more full parameters than
+the root, embeddings and two blocks, with the gradients of two blocks beside them (some made, some reduced), and what is
+on the wire for each micro-batch is two all-gathers and a reduce-scatter: 3(N-1)/N * P elements, half as much again as
+DDP.
 
 This file says when a unit is needed and when its gradients are there, which modules and autograd tell by hooks;
 `sharding.schedule` says what is to be done before, in the same order on every rank.
@@ -29,7 +30,7 @@ from sharding.flat import FlatParameters
 from sharding.schedule import Schedule
 from sharding.sharded import ShardedStrategy
 from sharding.unit import ReleasedParameters, Unit
-from sharding.units import around_units, plan_units
+from sharding.units import around_units, find_tables, plan_units
 from sharding.zero2 import FreedGradientBucket
 from training.checkpoint.ranges import Piece
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -46,19 +47,21 @@ class Zero3(ShardedStrategy):
     def prepare(self) -> None:
         super().prepare()
         plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
-        before, after = around_units(self.module, plans)
+        tables = find_tables(self.module, plans)
+        before, after = around_units(self.module, plans, tables.parameters)
         units = [Unit(plan.modules, [plan.parameters], self.process_group) for plan in plans]
         self.root = Unit([self.module], [before, after], self.process_group)
-        self.flats = [flat for unit in (self.root, *units) for flat in unit.flats]
-        self.buckets = [bucket for unit in (self.root, *units) for bucket in unit.buckets]
+        self.tables = Unit(tables.modules, [tables.parameters], self.process_group)
+        self.flats = [flat for unit in (self.root, self.tables, *units) for flat in unit.flats]
+        self.buckets = [bucket for unit in (self.root, self.tables, *units) for bucket in unit.buckets]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        self.schedule = Schedule(self.root, units)
+        self.schedule = Schedule(self.root, self.tables, units)
         self._in_backward = False
         self._add_hooks()
 
     @property
     def units(self) -> list[Unit]:
-        """In the order of their first use, all but the root."""
+        """In the order of their first use, all but the root and the tables."""
         return self.schedule.units
 
     def _add_hooks(self) -> None:
@@ -68,13 +71,15 @@ class Zero3(ShardedStrategy):
             for module in unit.modules:
                 module.register_forward_pre_hook(lambda *_, unit=unit: self._before_unit(unit))
                 module.register_forward_hook(lambda _, args, out, unit=unit: self._after_unit(unit, out))
+        for table in self.tables.modules:  # where a checkpoint looks up again in backward
+            table.register_forward_pre_hook(lambda *_: self._make_whole(self.tables))
         inside = {m for unit in self.units for member in unit.modules for m in member.modules()}
         self._temporary = [
             module.register_forward_pre_hook(lambda m, _: self._ran.append(m))
             for module in self.module.modules()
             if module not in inside or any(module in unit.modules for unit in self.units)
         ]
-        for unit in (self.root, *self.units):
+        for unit in (self.root, self.tables, *self.units):
             for bucket in unit.buckets:
                 for slot, parameter in enumerate(bucket.flat.parameters):
                     parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, unit, bucket, slot))
@@ -94,6 +99,7 @@ class Zero3(ShardedStrategy):
             unit.reshard()
         self.schedule.begin_forward()
         self._make_whole(self.root)
+        self._make_whole(self.tables)
         self._prefetch(0)
 
     def _before_unit(self, unit: Unit) -> None:
@@ -125,11 +131,19 @@ class Zero3(ShardedStrategy):
     def _after_forward(self) -> None:
         self.schedule.do_rest()
         if not torch.is_grad_enabled():
-            self._reshard(*self.units, self.root)
+            self._reshard(*self.units, self.root, self.tables)
             return
+        saved_tables = not self.schedule.reads_tables_again and self.tables.is_saved()
         for handle in self._temporary:
             handle.remove()
-        self.schedule.agree(self._ran, self.module, self.process_group)
+        self.schedule.agree(self._ran, saved_tables, self.module, self.process_group)
+        if not self.schedule.reads_tables_again:
+            if saved_tables:
+                raise RuntimeError(
+                    "backward reads the weight of an embedding in this step, and did not in the first, since when it "
+                    "is freed after forward; use zero2 for such a model"
+                )
+            self._reshard(self.tables)
         self._in_backward = True
         self.schedule.begin_backward()
         last = self.schedule.last_unit
@@ -178,14 +192,14 @@ class Zero3(ShardedStrategy):
         self.schedule.finish_reductions()
         for bucket in self.buckets:
             bucket.missing = len(bucket.flat.parameters)
-        self._reshard(*self.units, *([] if self.schedule.keeps_root else [self.root]))
+        self._reshard(*self.units, self.tables, *([] if self.schedule.keeps_root else [self.root]))
         self.take_gradients()
 
     def abandon_step(self) -> None:
         super().abandon_step()
         self._in_backward = False
         self.schedule.begin_forward()
-        self._reshard(*self.units, self.root)
+        self._reshard(*self.units, self.root, self.tables)
 
     # State and traffic -------------------------------------------------------------------------------------------
 
@@ -206,10 +220,11 @@ class Zero3(ShardedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         root = [flat.full_bytes for flat in self.root.flats]
+        tables = [flat.full_bytes for flat in self.tables.flats]
         blocks = [flat.full_bytes for unit in self.units for flat in unit.flats]
         last = self.schedule.last_unit
         kept = [flat.full_bytes for flat in last.flats] if last else []
-        gathers = root + micro_batches * (2 * blocks)
+        gathers = root + micro_batches * (tables + 2 * blocks)
         for payload in micro_batches * kept:
             gathers.remove(payload)
         reductions = micro_batches * [flat.full_bytes for flat in self.flats if flat.trainable]

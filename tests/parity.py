@@ -154,6 +154,8 @@ def train_on_rank(
             result["norm"].append(strategy.clip_grad_norm_(clip).item())
         if index == 0:
             result["gradients"] = strategy.full_gradients()
+        if index + 1 < len(steps):
+            strategy.announce(global_batch(model, steps[index + 1], first_step + index + 1)[rank])
         strategy.step()
         result["loss"].append(loss.item())
     result["state"] = strategy.full_state_dict()

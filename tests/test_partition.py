@@ -8,7 +8,7 @@ from torch import nn
 
 from sharding.partition import group_by_kind, lay_out, require_elementwise
 from sharding.schedule import merge_orders
-from sharding.units import around_units, find_blocks, plan_units
+from sharding.units import around_units, find_blocks, find_tables, plan_units
 from tests.models import build
 from training.errors import UnsupportedError
 
@@ -117,6 +117,21 @@ def test_blocks_of_a_transformer() -> None:
     names = {id(p): name for name, p in module.named_parameters()}
     assert [names[id(p)] for p in before] == ["model.embed_tokens.weight"]
     assert [names[id(p)] for p in after] == ["model.norm.weight", "score.weight"]
+
+
+def test_tables_are_lookups_that_nothing_else_reads() -> None:
+    module = build("llama")
+    plans = plan_units(module, 1e9)
+    tables = find_tables(module, plans)
+    assert tables.modules == [module.model.embed_tokens] and tables.parameters == [module.model.embed_tokens.weight]
+    before, after = around_units(module, plans, tables.parameters)
+    assert not before and len(after) == 2
+
+    renormed, shared, plain = nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2), nn.Embedding(3, 2)
+    tied = nn.Linear(2, 3, bias=False)
+    tied.weight = shared.weight
+    several = nn.ModuleDict({"renormed": renormed, "shared": shared, "tied": tied, "plain": plain})
+    assert find_tables(several, []).modules == [plain]
 
 
 def test_blocks_are_the_outermost_that_repeat() -> None:

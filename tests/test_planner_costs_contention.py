@@ -15,7 +15,7 @@ from training.errors import UserError
 
 
 def measure_briefly() -> list[Round]:
-    return contention.measure_rounds(torch.device("cpu"), seconds=0.05, rounds=2)
+    return contention.measure_rounds(torch.device("cpu"), 2**20, seconds=0.05, rounds=2)
 
 
 def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
@@ -23,15 +23,17 @@ def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
     assert one == other and len(one) == 2
     for each in one:
         assert min(each.step_s, each.all_reduce_s, each.step_beside_s, each.all_reduce_beside_s) > 0
+        assert 0 < each.hand_over_s < each.all_reduce_s
 
 
 def test_factors_are_medians_and_never_a_gain() -> None:
-    rounds = [Round(1.0, 10.0, beside, 9.0) for beside in (1.5, 3.0, 2.0)]
+    rounds = [Round(1.0, 10.0, 0.5, beside, 9.0) for beside in (1.5, 3.0, 2.0)]
     assert summary(rounds) == {
         "compute": 2.0,
         "communication": 1.0,
         "step_s": 1.0,
         "all_reduce_s": 10.0,
+        "hand_over_s": 0.5,
         "rounds": 3,
         "spread_pct": pytest.approx(37.5),
     }
@@ -39,8 +41,11 @@ def test_factors_are_medians_and_never_a_gain() -> None:
 
 def measured(rate_bytes_per_s: float, compute: float, world_size: int = 2, **changes: object) -> Measured:
     """With an all-reduce that reached this rate."""
-    seconds = 2 * (world_size - 1) / world_size * contention.PAYLOAD_BYTES / rate_bytes_per_s
+    payload = 16 * 2**20
+    seconds = 2 * (world_size - 1) / world_size * payload / rate_bytes_per_s
     values = {
+        "payload_bytes": payload,
+        "hand_over_s": 5e-5,
         "world_size": world_size,
         "backend": "gloo",
         "device": "cpu",
@@ -63,14 +68,32 @@ def test_measurements_are_kept_and_found_by_rate(tmp_path: Path) -> None:
         contention.keep(path, each)
 
     def at(link: str, ranks: int = 2) -> float:
-        found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link))
-        assert found.communication == pytest.approx(2 * found.compute)
+        found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link)).beside(2**20)
+        assert found.communication == pytest.approx(2 * found.compute) and found.hand_over_s == 5e-5
         return found.compute
 
     assert at("1mbit") == 1.0  # the later one of the same rate
     assert at("100gbit") == 3.0
     assert 1.0 < at("500mbit") < at("1gbit") < 3.0
     assert at("1gbit", 4) == 1.5
+
+
+def test_small_messages_have_factors_of_their_own(tmp_path: Path) -> None:
+    """At two rates; the small ones reach less than the link's rate, which goes by the large ones."""
+    path = tmp_path / "c.json"
+    for rate, large, small in ((1e8, 1.5, 2.0), (1e9, 2.5, 4.0)):
+        contention.keep(path, measured(rate, large))
+        contention.keep(path, measured(rate, small, payload_bytes=2**16, hand_over_s=1e-4, all_reduce_s=1e-3))
+    found = contention.load(path, hardware.cluster("2xcpu", "100gbit"))
+    assert [found.beside(2.0**power).compute for power in (0, 16, 20, 24, 30)] == pytest.approx([4, 4, 3.25, 2.5, 2.5])
+    assert found.beside(2**20).hand_over_s == pytest.approx(7.5e-5)
+    assert contention.load(path, hardware.cluster("2xcpu", "1mbit")).beside(2**16).compute == 2.0
+
+
+def test_a_gpu_computes_while_its_host_hands_over(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    contention.keep(path, measured(1e9, 2.0, backend="nccl", device="cuda"))
+    assert contention.load(path, hardware.cluster("2xL4", "pcie4")).beside(2**20).hand_over_s == 0.0
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [("3xcpu", "gloo"), ("2xL4", "nccl")])

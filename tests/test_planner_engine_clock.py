@@ -91,6 +91,28 @@ def test_a_transfer_that_ends_within_compute_slows_only_a_part_of_it() -> None:
     assert clock.now_s == pytest.approx(1.0 + 2.5)
 
 
+class BySize:
+    """Twice for payloads of 1, one and a half for larger ones; handing over takes 0.25 s."""
+
+    def beside(self, payload_bytes: float) -> Contention:
+        factor = 2.0 if payload_bytes == 1 else 1.5
+        return Contention(factor, factor, hand_over_s=0.25)
+
+
+def test_small_messages_take_more_than_large_ones_do() -> None:
+    """While both are under way the small one's factor holds for compute, and each transfer has its own."""
+    clock = Clock(BySize())
+    small = clock.issue(cost(0.0, 1.0, "inside"), Queue(1), payload_bytes=1)
+    large = clock.issue(cost(0.0, 3.0, "between"), Queue(1), payload_bytes=100)
+    assert clock.compute_s == 0.5, "handing over takes what was measured, collectives in flight or not"
+    clock.compute(0.75)  # beside both until the small one is over at 2.0 (half its pace)
+    assert clock.now_s == pytest.approx(2.0) and small.ended_s == pytest.approx(2.0)
+    clock.compute(1.0)
+    assert clock.now_s == pytest.approx(3.5)
+    clock.wait(large)  # by then it had (2.0 - 0.25 + 1.5) / 1.5 of its 3 s
+    assert clock.now_s == pytest.approx(3.5 + 3.0 - 3.25 / 1.5)
+
+
 def play(issued: list[tuple[float, CollectiveCost, int]], contention: Contention) -> tuple[Clock, list]:
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]

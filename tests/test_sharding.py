@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from sharding.collectives import all_gather, groups_of_roots, reduce_scatter
 from tests.models import answer, batch, build, make_batch
@@ -182,6 +185,30 @@ class OutOfOrder(nn.Module):
         return answer(self.last(x), y)
 
 
+class Lookup(nn.Module):
+    """An embedding outside of all blocks; `reads` says what else reads it: nothing, the head, or backward itself."""
+
+    def __init__(self, reads: str = "") -> None:
+        super().__init__()
+        self.reads = reads
+        self.table = nn.Embedding(30, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        at = (10 * x.abs()).long() % 30
+        if self.reads == "checkpoint":
+            hidden = checkpoint(lambda: self.table(at).tanh().mean(1), use_reentrant=False)
+        else:
+            hidden = self.table(at).tanh().mean(1)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        if self.reads == "head":
+            scores = functional.linear(hidden, self.table.weight)
+            hidden = hidden + 0.1 * scores.softmax(-1) @ self.table.weight
+        return answer(self.last(hidden), y)
+
+
 def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
     def make_module() -> nn.Module:
         module = build("llama")
@@ -194,6 +221,9 @@ def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "out of order": (OutOfOrder, "plain"),
+    "lookup": (Lookup, "plain"),
+    "lookup, read by the head": (partial(Lookup, "head"), "plain"),
+    "lookup, checkpointed": (partial(Lookup, "checkpoint"), "plain"),
     "checkpointed": (checkpointed(False), "llama"),
     "checkpointed, re-entrant": (checkpointed(True), "llama"),
 }
@@ -223,6 +253,40 @@ def test_unusual_modules(ranks: RankPool, name: str, which: str) -> None:
         optimizer.step()
     expected = dict(module.state_dict())
     assert_close(ranks.run(2, train, name, which, 3)[0], expected, TOLERANCE["sgd"], "parameter")
+
+
+def table_in_backward(reads: str) -> set[int]:
+    """Bytes that the table's storage has when a block's gradient is there, in all steps but the first's forward."""
+    module = Lookup(reads)
+    strategy = make("zero3", module)
+    seen: set[int] = set()
+    for parameter in module.blocks.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: seen.add(strategy.tables.flats[0].full.untyped_storage().nbytes())
+        )
+    for step in range(2):
+        one_step(strategy, [batch(2, 10 * step + index) for index in range(2)])
+    assert all(flat.full.untyped_storage().nbytes() == 0 for flat in strategy.flats)
+    return seen
+
+
+def test_zero3_frees_a_table_before_backward_that_does_not_read_it(ranks: RankPool) -> None:
+    assert ranks.run(2, table_in_backward, "") == [{0}, {0}]
+    assert ranks.run(2, table_in_backward, "head") == [{4 * 30 * 8}] * 2
+
+
+def read_later() -> str:
+    module = Lookup()
+    strategy = make("zero3", module)
+    one_step(strategy, [batch(2, 0)])
+    module.reads = "head"
+    with pytest.raises(RuntimeError) as caught:
+        one_step(strategy, [batch(2, 1)])
+    return str(caught.value)
+
+
+def test_a_table_that_backward_reads_in_a_later_step_only(ranks: RankPool) -> None:
+    assert all("use zero2 for such a model" in message for message in ranks.run(2, read_later))
 
 
 def train_twice(name: str) -> bool:

@@ -15,6 +15,9 @@ RESULTS_ROW_BYTES = 4 * 8
 RECEIVED_BYTES = 8
 """What a rank sends, in fp64: three counts; three results, a digest, and a flag for each trainable parameter."""
 
+PendingCounts = tuple[Tensor, dist.Work]
+"""The exchange of what ranks hold, under way."""
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -73,11 +76,11 @@ class StepAgreement:
         self._group, self._size = group, dist.get_world_size(group)
         self.device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else module_device
 
-    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> tuple[Tensor, dist.Work]:
+    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> PendingCounts:
         """Tell the others what this rank holds. `lacks_any`: it has nothing to run if others hold more."""
         return self._begin([samples, micro_batches, lacks_any])
 
-    def counts(self, exchange: tuple[Tensor, dist.Work], step: int) -> GlobalBatch:
+    def counts(self, exchange: PendingCounts, step: int) -> GlobalBatch:
         """What all ranks together hold.
 
         Raises:

@@ -1,6 +1,7 @@
 """Watches this rank's own gradients as backward makes them, before any other rank's are mixed in."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from torch import Tensor
 
@@ -14,14 +15,13 @@ class GradientWatch:
 
     Attributes:
         inspects: Look at the values of each gradient. Costs a pass over it, so it is left for the search for a culprit.
-        keeps_addresses: Keep in mind where each gradient lies, for `number_at`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self.inspects = False
-        self.keeps_addresses = False
-        self._numbers: dict[int, int] = {}
+        self._lengths = {parameter.numel() for parameter in self._parameters}
+        self._search_from = 0
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -45,15 +45,17 @@ class GradientWatch:
         return [last == self._round for last in self._last_round]
 
     def number_at(self, tensor: Tensor) -> int:
-        """The number, from 1, of the parameter whose gradient begins where `tensor` does; 0 if it is of none."""
-        address = tensor.data_ptr()
-        if not address:
-            return 0
-        number = self._numbers.get(address, 0)
-        if not number or self._address(number - 1) != address:
-            self._numbers = {self._address(index): index + 1 for index in range(len(self._parameters))}
-            number = self._numbers.get(address, 0)
-        return number
+        """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is of none.
+
+        Quick where gradients are asked for as they become ready, or in the order of the parameters.
+        """
+        address, count = tensor.data_ptr(), len(self._parameters)
+        if address and tensor.numel() in self._lengths:
+            for index in chain(range(self._search_from, count), range(self._search_from)):
+                if self._address(index) == address:
+                    self._search_from = (index + 1) % count
+                    return index + 1
+        return 0
 
     def _address(self, index: int) -> int:
         gradient = self._parameters[index].grad
@@ -62,8 +64,7 @@ class GradientWatch:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             self._last_round[index] = self._round
-            if self.keeps_addresses:
-                self._numbers[self._address(index)] = index + 1
+            self._search_from = index
             if self.inspects and self.first_nonfinite_round < 0:
                 assert parameter.grad is not None
                 if not parameter.grad.isfinite().all():

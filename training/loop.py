@@ -1,8 +1,9 @@
 """The training loop and the evaluation: the same for every strategy, of which they know nothing."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import tee, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,10 @@ from training.workloads import Workload
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """Names under which a profile shows the parts of an optimizer step."""
+
+
+Step = tuple[int, Sequence[MicroBatch]]
+"""The samples in the global batch, and this rank's micro-batches."""
 
 
 class StepFollower(Protocol):
@@ -50,7 +55,7 @@ class TrainingResult:
 
 def train(
     strategy: Strategy,
-    steps: Iterable[tuple[int, Sequence[MicroBatch]]],
+    steps: Iterable[Step],
     profiler: StepFollower,
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
@@ -64,10 +69,12 @@ def train(
     result = earlier or TrainingResult()
     strategy.module.train()
     start = time.perf_counter()
-    for samples, micro_batches in steps:
+    for (samples, micro_batches), following in with_following(steps):
         begin_step(strategy.optimizer_steps)
         strategy.zero_grad()
         loss = strategy.forward_backward(micro_batches)
+        if following is not None:
+            strategy.announce(following[1])
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
@@ -79,6 +86,13 @@ def train(
         on_step(result)
         start = time.perf_counter()
     return result
+
+
+def with_following(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
+    """Each step and the one after it; None after the last."""
+    here, ahead = tee(steps)
+    next(ahead, None)
+    return zip_longest(here, ahead)
 
 
 @torch.no_grad()

@@ -66,9 +66,11 @@ class ReplicatedStrategy(Strategy):
         return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
 
     def gradient_share(self) -> Iterator[Tensor]:
-        gradients = [p.grad.reshape(-1) for p in self.trainable.values() if p.grad is not None]
-        parts = share(map(len, gradients), self.data_parallel_rank, self.data_parallel_size)
-        return (gradients[index][start:end] for index, start, end in parts)
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        lengths = [gradient.numel() for gradient in gradients]
+        for index, start, end in share(lengths, self.data_parallel_rank, self.data_parallel_size):
+            whole = end - start == lengths[index]
+            yield gradients[index] if whole else gradients[index].reshape(-1)[start:end]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         if self.data_parallel_rank != 0:

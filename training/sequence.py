@@ -223,7 +223,6 @@ def follow_gradients(watch: GradientWatch) -> None:
     """Tell gradients apart by the numbers that `watch` gives them."""
     if _recorder is not None:
         _recorder.gradients = watch
-        watch.keeps_addresses = True
 
 
 def agree_on_sequence(group: dist.ProcessGroup) -> SequenceError | None:

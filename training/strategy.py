@@ -4,7 +4,8 @@ A step has three parts. First the ranks tell each other how many samples and mic
 every loss can be weighted by its share of the global batch. Then come forward and backward of each micro-batch, with
 whatever communication the strategy adds to them. Last, the ranks exchange a few numbers each: their part of the loss,
 whether a gradient is not finite, and which parameters got one at all. The two exchanges are all-gathers of a few bytes,
-the same for every strategy; the first runs behind the first forward pass where there are several micro-batches.
+the same for every strategy; the first runs behind the optimizer of the step before where a step is announced, or behind
+the first forward pass where there are several micro-batches.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from training.agreement import (
     RECEIVED_BYTES,
     RESULTS_ROW_BYTES,
     GlobalBatch,
+    PendingCounts,
     StepAgreement,
     StepResult,
 )
@@ -92,6 +94,7 @@ class Strategy(ABC):
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         self._latest: MicroBatch | None = None
+        self._announced: PendingCounts | None = None
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(self.gradient_leaves())
@@ -252,7 +255,7 @@ class Strategy(ABC):
             NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite.
             UnsupportedError: On every rank, when the global batch is empty, or a rank without samples never had any.
         """
-        micro_batches = [batch for batch in micro_batches if sample_count(batch)]
+        micro_batches = with_samples(micro_batches)
         try:
             result = self._attempt(micro_batches)
             if result.nonfinite == "a gradient":
@@ -267,12 +270,24 @@ class Strategy(ABC):
         result.require_finite(self.optimizer_steps, self.options.overlap_optimizer)
         return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
 
+    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Tell the other ranks how much the next `forward_backward` will be given, which then need not wait for that.
+
+        Optional, between `forward_backward` and `step`, on all ranks or on none.
+
+        Args:
+            micro_batches: Those of the next step.
+        """
+        self._announced = self._begin_counts(with_samples(micro_batches))
+
+    def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> PendingCounts:
+        lacks_any = self._latest is None and not micro_batches
+        return self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), lacks_any)
+
     def _attempt(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Forward and backward of a whole step on micro-batches that hold samples, and what all ranks say of it."""
+        counts, self._announced = self._announced or self._begin_counts(micro_batches), None
         self._latest = micro_batches[-1] if micro_batches else self._latest
-        counts = self._agreement.begin_counts(
-            sum(map(sample_count, micro_batches)), len(micro_batches), self._latest is None
-        )
         self.watch.begin_step()
         self.before_step()
         global_batch: GlobalBatch | None = None
@@ -356,6 +371,11 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no element is NaN or infinite; a sum that overflows counts as infinite."""
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
     return not sums or bool(torch.stack(sums).isfinite().all())
+
+
+def with_samples(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Those that are not empty."""
+    return [batch for batch in micro_batches if sample_count(batch)]
 
 
 def sample_count(micro_batch: MicroBatch) -> int:
