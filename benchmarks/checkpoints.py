@@ -153,8 +153,7 @@ class Windows:
         """Milliseconds of a window, of the pause that saving made in it, and until the checkpoint was complete."""
         import torch.distributed as dist
 
-        from training.loop import TrainingResult, train
-        from training.profiling import WindowProfiler
+        from training.loop import TrainingResult, Unwatched, train
 
         checkpoints = self._of_kind.get(kind)
         moments: dict[str, float] = {}
@@ -167,10 +166,9 @@ class Windows:
                 checkpoints.after_step(TrainingResult(result.loss * many, result.step_time_s * many, [1] * many))
                 moments["resumed"] = time.perf_counter()
 
-        unused = WindowProfiler(RunConfig(no_profile=True), Path(), "", self._ranks)
         dist.barrier()
         start = time.perf_counter()
-        train(self._strategy, [(self._samples, self._batches)] * self._every, unused, None, after_step)
+        train(self._strategy, [(self._samples, self._batches)] * self._every, Unwatched(), None, after_step)
         self._strategy.finish_parameter_synchronization()
         end = time.perf_counter()
         if checkpoints is None:

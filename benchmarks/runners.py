@@ -1,9 +1,8 @@
 """What a benchmark runs: strategies through the project's training loop, and two plain loops to compare them with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from training.allocations import counting_on_all_threads, peak_of_allocations
 from training.config import RunConfig
 from training.data import to_device
 from training.distributed import Ranks
-from training.loop import train
+from training.loop import Unwatched, train
 from training.memory import ModelSize, expected_state_bytes, storage_bytes
-from training.profiling import WindowProfiler
 from training.run import build_strategy, seed_everything
 from training.stopwatch import Stopwatch
 from training.strategy import MicroBatch, Strategy
@@ -62,10 +60,9 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         return plain_runner(config.choice, workload, batches, ranks)
     model_size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
-    unused = WindowProfiler(replace(config, no_profile=True), Path(), "", ranks)
 
     def steps(count: int) -> None:
-        train(strategy, [(config.global_batch_size, batches)] * count, unused, None, lambda result: None)
+        train(strategy, [(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
         strategy.finish_parameter_synchronization()
 
     return Runner(

@@ -33,6 +33,15 @@ class StepFollower(Protocol):
         """An optimizer step is done."""
 
 
+class Unwatched:
+    """Follows the training loop and looks away."""
+
+    bends_this_step = False
+
+    def step(self) -> None:
+        pass
+
+
 @dataclass
 class TrainingResult:
     """What a run measured, a value each optimizer step.

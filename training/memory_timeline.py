@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.agreement import NonFiniteError
 from training.allocations import allocated_bytes, counting_on_all_threads, profiled_events
-from training.loop import PHASES, train
+from training.loop import PHASES, Unwatched, train
 from training.memory import COMPONENTS
 from training.strategy import MicroBatch, Strategy
 
@@ -43,15 +43,6 @@ def record_step_memory(
     except NonFiniteError:
         return None
     return recorder.result()
-
-
-class Unwatched:
-    """Follows the training loop and looks away."""
-
-    bends_this_step = False
-
-    def step(self) -> None:
-        pass
 
 
 class MemoryRecorder:
@@ -88,9 +79,11 @@ class MemoryRecorder:
             self._device_peak = torch.cuda.max_memory_allocated(self._device)
         self._sample("end")
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._count.__exit__(None, None, None)
-        self._profile.stop()
+        if kind in (None, NonFiniteError):  # after other errors what is in flight may never end: `training.profiling`
+            self._strategy.finish_communication()
+            self._profile.stop()
         for handle in self._handles:
             handle.remove()
 

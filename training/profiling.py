@@ -1,7 +1,13 @@
-"""`torch.profiler` on every rank, and one gzip Chrome trace a window."""
+"""`torch.profiler` on every rank, and one gzip Chrome trace a window.
+
+A collective that begins under the profiler and ends after it writes its end into memory that the profiler has freed by
+then (seen in torch 2.15 with Gloo: a segmentation fault, now and then, some steps later). So a window ends only when
+nothing is in flight; where an error ends it, the profiler is left running, since what is in flight may never end.
+"""
 
 import gzip
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
@@ -21,10 +27,13 @@ class WindowProfiler:
         config: Gives the schedule; with `no_profile` nothing is ever recorded.
         trace_folder: Where this rank's traces go.
         run_id: Begins their names.
+        settle: Waits for all communication that this rank has in flight.
     """
 
-    def __init__(self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks) -> None:
-        self._folder, self._run_id = trace_folder, run_id
+    def __init__(
+        self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks, settle: Callable[[], None]
+    ) -> None:
+        self._folder, self._run_id, self._settle = trace_folder, run_id, settle
         self._schedule = schedule(
             wait=config.profile_wait,
             warmup=config.profile_warmup,
@@ -33,7 +42,6 @@ class WindowProfiler:
         )
         self._enabled = not config.no_profile
         self._step = 0
-        self._is_cut_short = False
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = profile(
@@ -50,8 +58,8 @@ class WindowProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_cut_short = kind is not None
-        if self._enabled:
+        if self._enabled and kind is None:
+            self._settle()
             self._profile.stop()
 
     @property
@@ -61,13 +69,13 @@ class WindowProfiler:
 
     def step(self) -> None:
         """An optimizer step is done."""
-        self._step += 1
         if self._enabled:
+            if self._schedule(self._step) == ProfilerAction.RECORD_AND_SAVE:
+                self._settle()
             self._profile.step()
+        self._step += 1
 
     def _on_window_end(self, profiler: profile) -> None:
-        if self._is_cut_short:
-            return  # a window that an error ends is no window
         path = self._folder / TRACE_NAME.format(run_id=self._run_id, step=profiler.step_num)
         try:
             with phase("writing a trace", in_profile=False):

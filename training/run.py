@@ -95,7 +95,7 @@ def train_and_record(
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with (
         closing(checkpoints),
-        WindowProfiler(config, trace_folder, run_id, ranks) as profiler,
+        WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication) as profiler,
         training_progress(config.choice, steps, ranks.is_main) as on_step,
     ):
 

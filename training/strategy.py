@@ -183,6 +183,13 @@ class Strategy(ABC):
     def finish_parameter_synchronization(self) -> None:
         """Wait for updated parameters that are still on their way to this rank."""
 
+    def finish_communication(self) -> None:
+        """Wait for all that is in flight between two steps: updated parameters, and what was announced."""
+        self.finish_parameter_synchronization()
+        if self._announced is not None:
+            _, work = self._announced
+            work.wait()
+
     def parameter_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds parameters at this moment."""
         return self.module.parameters()
