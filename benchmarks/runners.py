@@ -1,7 +1,7 @@
 """What a benchmark runs: strategies through the project's training loop, and two plain loops to compare them with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +81,16 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
     size = config.micro_batch_size(ranks.world_size)
     samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
     return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
+
+
+def longest_batch_rank(config: RunConfig, workload: Workload, ranks: Ranks) -> int:
+    """The rank whose part of that global batch has most elements. Samples differ in length, and the others wait."""
+
+    def elements(rank: int) -> int:
+        micro_batches = one_global_batch(config, workload, replace(ranks, rank=rank))
+        return sum(tensor.numel() for micro_batch in micro_batches for tensor in micro_batch.values())
+
+    return max(range(ranks.world_size), key=elements)
 
 
 def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def operators(self) -> Path:
-        """Record of one rank's step."""
+        """Record of the step of the rank with the longest samples."""
         return self.folder / f"{self.model}_record.json"
 
     @property
@@ -168,20 +168,21 @@ def finished(what: str, command: Sequence[str]) -> None:
         raise UserError(f"{what}: {said.removeprefix('error: ')}")
 
 
-def batches_of(case: Case) -> "list[MicroBatch]":
-    """What rank 0 gets in `benchmarks/strategies.py`."""
+def slowest_rank(case: Case) -> "tuple[int, list[MicroBatch]]":
+    """The rank with the longest samples, for which the others wait, and its micro-batches."""
     import torch
 
-    from benchmarks.runners import one_global_batch
+    from benchmarks.runners import longest_batch_rank, one_global_batch
     from planner.runs import data_of
     from training.distributed import Ranks
 
-    rank = Ranks(0, case.ranks, torch.device("cpu"), "gloo")
-    return one_global_batch(case.config, data_of(case.config), rank)
+    ranks, data = Ranks(0, case.ranks, torch.device("cpu"), "gloo"), data_of(case.config)
+    rank = longest_batch_rank(case.config, data, ranks)
+    return rank, one_global_batch(case.config, data, replace(ranks, rank=rank))
 
 
 def record_operators(case: Case) -> None:
-    """The operators of one rank's step, while as many ranks as the case has run it on this machine."""
+    """The operators of the slowest rank's step, while as many ranks as the case has run it on this machine."""
     script = ROOT / "benchmarks" / "predictions" / "record_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
     about = f"{case.model}, {case.ranks} ranks"
@@ -212,12 +213,12 @@ def compare(case: Case, choices: Sequence[str]) -> "list[Held]":
     cluster = hardware.cluster(f"{case.ranks}xcpu", link)
     operators = costs.recorded(case.operators, cluster.device)
     collectives, contention = from_fits(case.collectives, cluster), load(case.contention, cluster)
-    batches = batches_of(case)
+    rank, batches = slowest_rank(case)
     batch_bytes = sum(tensor.untyped_storage().nbytes() for one in batches for tensor in one.values())
     rows, where = [], f"{case.model}, {case.ranks} ranks, {case.rate}"
     for choice in choices:
         asked = setting(replace(case.config, choice=choice), case.ranks, batches)
-        found = simulate(asked, cluster, operators, collectives, contention)
+        found = simulate(asked, cluster, operators, collectives, contention, rank=rank)
         row, peak = table[choice], found.memory.peak_bytes - batch_bytes
         rows += [
             Held(where, choice, "step", "ms", found.step_time_s * 1e3, row["step_ms"]),

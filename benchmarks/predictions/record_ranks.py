@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 benchmarks/predictions/record_ranks.py FILE ABOUT SETTINGS
 
-FILE is written by rank 0. SETTINGS is a JSON object of fields of `RunConfig`. Ranks on one machine share its cores and
-its memory's rate: what an operator takes there is not what it takes one process that has them alone.
+FILE is written by the rank with the longest samples, for which the others wait. SETTINGS is a JSON object of fields of
+`RunConfig`. Ranks on one machine share its cores and its memory's rate: what an operator takes there is not what it
+takes one process that has them alone.
 """
 
 import json
@@ -19,7 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
 
-from benchmarks.runners import one_global_batch
+from benchmarks.runners import longest_batch_rank, one_global_batch
 from planner.record import OnPhase, TrainingStep, record, write
 from training.config import RunConfig
 from training.distributed import joined_ranks
@@ -42,7 +43,7 @@ def main() -> None:
             step(on_phase)
 
         content = record([together], ranks.device, about=about)
-        if ranks.is_main:
+        if ranks.rank == longest_batch_rank(config, workload, ranks):
             write(path, content)
 
 
