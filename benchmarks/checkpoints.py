@@ -133,7 +133,7 @@ class Windows:
         workload = build_workload(plain)
         self._batches = one_global_batch(plain, workload, ranks)
         self._strategy = build_strategy(plain, workload, ranks, registry.load(options.ddp_choice))
-        self._every, self._samples, self._ranks = options.every, plain.global_batch_size, ranks
+        self._every, self._samples = options.every, plain.global_batch_size
         self._of_kind: dict[str, Checkpoints] = {}
         for kind in KINDS[1:]:
             config = RunConfig(
