@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from benchmarks import planner as benchmark
-from benchmarks.predictions import t4
+from benchmarks.predictions import lab_command, t4
 from benchmarks.predictions.held import Held, frame, mean_error_pct, summary, write, wrong_orders
 from benchmarks.predictions.memory_command import compare
 from benchmarks.predictions.memory_ranks import rows_of
 from planner.contracts import Contention
+from planner.runs import data_of
 from tests.ranks import RankPool
 from training.config import RunConfig
 from training.distributed import Ranks
@@ -127,3 +128,13 @@ def test_flags_and_columns_are_documented() -> None:
         assert documented == [flag for flag in flags if flag != "--help"]
     columns = re.findall(r"^\| `([a-z_]+)` \|", section.split("### columns")[1], re.MULTILINE)
     assert columns == frame([row("a", 1, 1)]).columns.tolist()
+
+
+def test_a_lab_step_is_predicted_for_the_rank_with_the_longest_samples() -> None:
+    batch = {"global_batch_size": 8, "grad_accum_steps": 1, "train_samples": 8, "eval_samples": 1}
+    config = RunConfig(workload="sample", **batch, device="cpu", backend="gloo")
+    rank, batches = lab_command.slowest_rank(lab_command.Case("sample", "1gbit", 2, config, Path()))
+    train = data_of(config).train
+    longest = [max(len(train[index]["input_ids"]) for index in range(rank, 8, 2)) for rank in range(2)]
+    assert longest[1] > longest[0], "so that taking rank 0 would be wrong"
+    assert rank == 1 and batches[0]["input_ids"].shape == (4, longest[1])
