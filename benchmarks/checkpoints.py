@@ -9,7 +9,6 @@ waited for outside of it; `complete_ms` says how long it took in all.
 """
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -20,8 +19,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from training.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import ddp
 import sharding

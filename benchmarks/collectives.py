@@ -16,8 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from training.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 from benchmarks.sizes import parse_size, size_range
 from training.cli import OneLineParser, exit_with_error, unknown_name

@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.cli import ENVIRONMENT, OneLineParser
+from training.cli import OneLineParser
+from training.environment import ENVIRONMENT
 from training.errors import UserError
 
 COMMANDS = {name: f"benchmarks.predictions.{name}_command" for name in ("t4", "memory", "lab")}

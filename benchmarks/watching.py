@@ -8,7 +8,6 @@ that looks at the other ranks, as a share of the time that passed.
 """
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -19,8 +18,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from training.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import torch.distributed as dist
 

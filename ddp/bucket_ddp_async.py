@@ -14,27 +14,28 @@ Three things make it correct and cheap:
 - Losses are weighted by their share of the global batch before backward, so the all-reduced sum is already the mean,
   and no pass divides it.
 
-Which cap is best depends on the link. With `--bucket-cap-mb auto` the first steps are watched, the link is measured,
-and the buckets are filled anew, once, in the order in which gradients really become ready (`ddp.link_fit`,
-`ddp.bucket_plan`). With `--overlap-optimizer`, the parameters of a bucket are updated while later ones are still being
-reduced.
+Which cap is best depends on the link. So by default (`--bucket-cap-mb auto`) the first steps are watched, the link is
+measured, and the buckets are filled anew, once, in the order in which gradients really become ready (`ddp.link_fit`,
+`ddp.bucket_plan`). Which sums are rounded together then depends on what was measured: with three ranks or more, two
+runs differ in the last bits unless a cap is given. With `--overlap-optimizer`, the parameters of a bucket are updated
+while later ones are still being reduced.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp.bucket_plan import describe, plan
 from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
-from ddp.link_fit import LinkFit
+from ddp.link_fit import WATCHED_STEPS, LinkFit
 from ddp.partial_step import only
-from training.config import AUTO
 from training.errors import UnsupportedError
 from training.phases import phase
 from training.replicated import ReplicatedStrategy
-from training.strategy import are_finite
+from training.strategy import MicroBatch, are_finite
 from training.traffic import Collective
 
 
@@ -48,13 +49,19 @@ class BucketDDP(ReplicatedStrategy):
         parameters = list(self.trainable.values())
         self._fit: LinkFit | None = None
         cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
-        if self.options.bucket_cap_mb == AUTO:
+        if self._is_fitted_to_link:
             self._fit = LinkFit(parameters, self.process_group, self.options.clock)
+            self.settling_steps = WATCHED_STEPS
         self.buckets: list[Bucket] = []
         self._fill(fill_buckets(parameters, cap_bytes))
         self._updated: set[Tensor] = set()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
+
+    @property
+    def _is_fitted_to_link(self) -> bool:
+        """Not where gradients are compressed: what is timed are all-reduces of whole ones."""
+        return self.options.fixed_bucket_bytes is None and self.options.compress is None
 
     def _fill(self, assignment: Sequence[list[nn.Parameter]]) -> None:
         self.buckets.clear()  # the memory of the old ones is free before the new ones take theirs
@@ -83,6 +90,21 @@ class BucketDDP(ReplicatedStrategy):
         self.zero_grad()  # a gradient in an old bucket would keep its memory
         self._fill([order[start:end] for start, end in pairwise([0, *ends])])
         self.remarks.append(describe(timeline, ends))
+
+    def learned(self) -> list[list[str]] | None:
+        """Names of the parameters in each bucket, once the buckets are fitted to the link."""
+        if self._fit or not self._is_fitted_to_link:
+            return None
+        names = {parameter: name for name, parameter in self.trainable.items()}
+        return [[names[parameter] for parameter in bucket.parameters] for bucket in self.buckets]
+
+    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Take over the buckets, if they hold this model's parameters."""
+        named = sorted(name for names in learned or () for name in names)
+        if self._is_fitted_to_link and named == sorted(self.trainable):
+            self._fill([[self.trainable[name] for name in names] for names in learned])
+            self._fit, self.settling_steps = None, 0
+            self.remarks.append(f"{len(learned)} buckets, fitted to the link in the run that saved the checkpoint")
 
     def _on_gradient_ready(self, parameter: Tensor) -> None:
         bucket, slot = self._place[parameter]

@@ -163,7 +163,7 @@ class Simulated:
         compute_s: Time in which the rank computes.
         communication_s: Time in which any collective is in flight.
         exposed_s: Time in which the rank only waits for collectives.
-        without_costs: Operators of which nothing is known, with the number of calls.
+        without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
         wall_s: What the simulation itself took.
     """
 
@@ -173,5 +173,5 @@ class Simulated:
     exposed_s: float
     spans: Sequence[Span]
     memory: MemoryCurve
-    without_costs: Mapping[str, int]
+    without_costs: Mapping[str, tuple[int, int]]
     wall_s: float

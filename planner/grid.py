@@ -11,7 +11,8 @@ from planner.plan import Case, Outcome
 AXES = ("ranks", "link", "micro_batch_size", "grad_accum_steps", "bucket_cap_mb")
 LINK_FACTORS = (0.25, 1.0, 4.0)
 BUCKETS = (1.0, 25.0, 100.0)
-DEFAULT_BUCKET = 25.0
+OWN = 0.0
+"""Of the buckets: as each choice fills them by itself."""
 MOST_RANKS = 4096
 Figures = tuple[float, int, float] | None
 """Of one choice: milliseconds a step, bytes at the peak, exposed milliseconds; None if it cannot be simulated."""
@@ -40,13 +41,13 @@ class Grid:
 def axes_of(case: Case) -> dict[str, list[float]]:
     """Values around those of `case`, which is among them."""
     ranks, size = case.cluster.world_size, case.micro_batch_size
-    accumulation, bucket = case.config.grad_accum_steps, float(case.config.bucket_cap_mb or DEFAULT_BUCKET)
+    accumulation = case.config.grad_accum_steps
     return {
         "ranks": sorted({max(1, ranks // 2), ranks, min(2 * ranks, MOST_RANKS)}),
         "link": list(LINK_FACTORS),
         "micro_batch_size": sorted({max(1, size // 2), size, 2 * size}),
         "grad_accum_steps": sorted({1, accumulation, 2 * accumulation}),
-        "bucket_cap_mb": sorted({*BUCKETS, bucket}),
+        "bucket_cap_mb": sorted({*BUCKETS, bucket_of(case)}),
     }
 
 
@@ -82,7 +83,12 @@ def values_of(case: Case) -> Iterator[float]:
     yield 1.0
     yield case.micro_batch_size
     yield case.config.grad_accum_steps
-    yield float(case.config.bucket_cap_mb or DEFAULT_BUCKET)
+    yield bucket_of(case)
+
+
+def bucket_of(case: Case) -> float:
+    cap = case.config.bucket_cap_mb
+    return OWN if cap is None or isinstance(cap, str) else cap
 
 
 def distance(place: Sequence[int], base: Sequence[int]) -> tuple[int, int]:
@@ -101,7 +107,7 @@ def changed(case: Case, values: Sequence[float]) -> Case:
         case.config,
         global_batch_size=int(size * accumulation * ranks),
         grad_accum_steps=int(accumulation),
-        bucket_cap_mb=case.config.bucket_cap_mb if bucket == (case.config.bucket_cap_mb or DEFAULT_BUCKET) else bucket,
+        bucket_cap_mb=None if bucket == OWN else bucket,
     )
     return replace(case, cluster=faster, config=config)
 

@@ -8,7 +8,6 @@ padding. Whatever meets a parameter has none.
 
 import dataclasses
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -64,7 +63,7 @@ class PretendedDevice(TorchDispatchMode):
         guards: `planner.process_group.Network.guards`: who touches these storages is held up.
 
     Attributes:
-        without_costs: Operators of which nothing is known, with the number of calls.
+        without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
         phases: The parts of the step that this is in, the innermost last (`training.phases`).
         is_building: Whether the model is being made, whose parameters hold no data whatever they are made from.
     """
@@ -83,7 +82,7 @@ class PretendedDevice(TorchDispatchMode):
         self._clock, self._costs, self._memory = clock, costs, memory
         self._is_cuda, self._on_compute, self._on_phase = is_cuda, on_compute, on_phase
         self._known: dict[OperatorCall, float | None] = {}
-        self.without_costs: Counter[str] = Counter()
+        self.without_costs: dict[str, tuple[int, int]] = {}
         self.phases: list[str] = []
         self.is_building = False
         self._phase_start = 0.0
@@ -183,7 +182,8 @@ class PretendedDevice(TorchDispatchMode):
             self._known[call] = self._costs.seconds(call)
         seconds = self._known[call]
         if seconds is None:
-            self.without_costs[call.name] += 1
+            calls, moved = self.without_costs.get(call.name, (0, 0))
+            self.without_costs[call.name] = (calls + 1, moved + call.bytes_moved)
         elif seconds > 0:
             start = self._clock.now_s
             self._clock.compute(seconds)

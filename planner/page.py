@@ -7,7 +7,7 @@ from markupsafe import Markup
 from analysis.report.page import Section, drawing, render, table
 from planner.columns import PLAN_COLUMNS
 from planner.figures import components_figure, lanes_figure, memory_figure
-from planner.grid import AXES, Grid
+from planner.grid import AXES, OWN, Grid
 from planner.plan import Case, Plan
 from planner.recommendation import reasons, recommended
 from planner.wording import certainty, headline, remarks
@@ -94,7 +94,9 @@ def said(axis: str, value: float, case: Case) -> str:
         links = [link for link in (case.cluster.inside, case.cluster.between) if link]
         rates = " and ".join(f"{link.bytes_per_s * value / 1e9:,.3g} GB/s" for link in links)
         return f"x {value:g} ({rates})"
-    return f"{value:g} MiB" if axis == "bucket_cap_mb" else f"{value:g}"
+    if axis == "bucket_cap_mb":
+        return "each choice's own" if value == OWN else f"{value:g} MiB"
+    return f"{value:g}"
 
 
 def templates() -> Environment:

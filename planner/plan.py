@@ -10,7 +10,7 @@ import pandas as pd
 
 import ddp
 import sharding
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Device
 from planner.columns import PLAN_COLUMNS
 from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts, Setting, Simulated
 from planner.models import Model
@@ -208,7 +208,7 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
         "exposed_ms": simulated.exposed_s * 1e3,
         "exposed_pct": 100 * simulated.exposed_s / step_s,
         "simulation_s": simulated.wall_s,
-        "remark": without_costs(simulated),
+        "remark": without_costs(simulated, case.cluster.device),
     }
     if case.model.kind == "tokens":
         values["tokens_per_second"] = batch * case.sequence_length / step_s
@@ -236,11 +236,18 @@ class Plan:
         return frame[[name for name in PLAN_COLUMNS if name in frame]]
 
 
-def without_costs(simulated: Simulated) -> str:
-    """Which operators nothing is known of, and that they count as taking no time."""
+def without_costs(simulated: Simulated, device: Device) -> str:
+    """Which operators nothing is known of, that they count as taking no time, and what of the step they would take if
+    they did nothing but move their bytes at the device's rate."""
     if not simulated.without_costs:
         return ""
-    most = sorted(simulated.without_costs.items(), key=lambda item: -item[1])
-    names = ", ".join(f"{name} ({calls}x)" for name, calls in most[:3])
+    seconds = {name: moved / device.bytes_per_s for name, (_, moved) in simulated.without_costs.items()}
+    most = sorted(seconds, key=lambda name: -seconds[name])
+    names = ", ".join(f"{name} ({simulated.without_costs[name][0]}x)" for name in most[:3])
     more = f" and {len(most) - 3} more" if len(most) > 3 else ""
-    return f"no cost known, taken as 0: {names}{more}"
+    missing_s = sum(seconds.values())
+    share = missing_s / (missing_s + simulated.step_time_s)
+    return (
+        f"no cost known, taken as 0: {names}{more}; to move their bytes alone takes {missing_s * 1e3:.3g} ms, "
+        f"{share:.1%} of the step"
+    )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import ddp
 import sharding
-from ddp.link_fit import WATCHED_STEPS
 from planner.clock import Clock
 from planner.cluster import Cluster
 from planner.columns import MODEL_STATES
@@ -33,7 +32,6 @@ from planner.process_group import pretended_world
 from planner.recording import Recording
 from planner.streams import Streams, pretended_streams
 from sharding.unit import _nowhere
-from training.config import AUTO
 from training.errors import UserError
 from training.loop import train
 from training.strategy import Strategy, sample_count
@@ -156,9 +154,7 @@ class Simulation:
         """Run until the strategy has settled, and then the step that counts."""
         clock, recording, strategy = self.clock, self.recording, self.strategy
         assert strategy is not None
-        waits = 2 if strategy.learns_from_first_step else 1  # it acts on what it has learned in the second
-        if self.setting.options.bucket_cap_mb == AUTO:
-            waits = WATCHED_STEPS + 1
+        waits = strategy.settling_steps + 1  # it acts on what it has learned in the one after them
         for step in range(waits + 1):
             if step == waits:
                 recording.start()

@@ -5,7 +5,7 @@ the order in which gradients became ready, all-reduced while backward goes on. B
 buckets and back. It averages over ranks, so losses are weighted to make up for that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel behind the interface of all strategies."""
 
     averages_over_ranks = True
-    learns_from_first_step = True  # the order in which gradients become ready, by which DDP fills its buckets anew
+    settling_steps = 1  # DDP fills its buckets anew, in the order in which gradients became ready
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
@@ -50,6 +50,11 @@ class PyTorchDDP(ReplicatedStrategy):
 
         if self.compression is not None:
             self.compression.register(self.ddp)
+
+    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Make the first step again, of which DDP remembers the order of gradients alone."""
+        self.forward_backward(first_step())
+        self.zero_grad()
 
     def before_step(self) -> None:
         """Nothing: the first forward pass of a step broadcasts the buffers by itself."""

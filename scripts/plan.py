@@ -19,7 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.flags import COMMANDS
-from training.cli import ENVIRONMENT, OneLineParser, unknown_name
+from training.cli import OneLineParser, unknown_name
+from training.environment import ENVIRONMENT
 from training.errors import UserError
 
 DEFAULT = "plan"

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.link_fit import WATCHED_STEPS
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
+from training.checkpoint.manifest import folder_name
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
 from training.distributed import Ranks
@@ -121,6 +123,18 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
     stopped = fingerprints(*train_to(choice, 4, folder, dropout=0.5, resume="latest", checkpoint_async=in_background))
     other = fingerprints(*train_to(choice, 4, dropout=0.5, seed=1))
     return [straight, stopped, other]
+
+
+def fitted_and_stopped(folder: Path) -> list[Any]:
+    """A run of `bucket_ddp_async` that fits its buckets, and one that goes on from the step after: what each holds."""
+    choice, stop, last = ("ddp", "bucket_ddp_async"), WATCHED_STEPS + 2, WATCHED_STEPS + 4
+    found = []
+    for place, resume in (("straight", None), ("stopped", str(folder / "straight" / folder_name(stop)))):
+        strategy, result = train_to(choice, last, folder / place, resume=resume)
+        assert ("fitted to the link in the run" if resume else "fit this link") in strategy.remarks[0]
+        found.append((strategy.learned(), fingerprints(strategy, result)))
+    assert found[0][0]
+    return found
 
 
 def losses(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import losses, straight_and_stopped
+from tests.checkpoints import fitted_and_stopped, losses, straight_and_stopped
 from tests.parity import all_choices
 from tests.ranks import RankPool
 
@@ -20,6 +20,12 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: tuple[s
     for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
         assert stopped == straight
         assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
+
+
+def test_buckets_that_were_fitted_to_the_link_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    """Measured anew they might be others, and sums of three ranks be rounded in another order."""
+    for straight, stopped in ranks.run(3, fitted_and_stopped, tmp_path):
+        assert stopped == straight
 
 
 def test_other_choices_and_other_numbers_of_ranks_go_on(ranks: RankPool, tmp_path: Path) -> None:

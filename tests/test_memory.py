@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, load
+from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
 from training.allocations import allocated_bytes, counting_on_all_threads, peak_of_allocations
 from training.config import StrategyOptions
@@ -152,7 +152,7 @@ def test_what_communication_threads_free_is_not_counted_for_ever(ranks: RankPool
 def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict[str, Any]:
     """A recorded step; its record, what is held afterwards, and how many hooks were left behind."""
     module = build(model)
-    strategy = load(choice)(module, OPTIMIZERS["adam"], StrategyOptions())
+    strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
     batches = [make_batch(model, 3, index) for index in range(micro_batches)]
     strategy.forward_backward(batches)
     strategy.step()

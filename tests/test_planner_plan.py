@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +22,8 @@ from planner.columns import PLAN_COLUMNS
 from planner.contracts import Contention, MemoryCurve, Simulated, Span
 from planner.figures import MOST_POINTS, compute_by_phase, thinned
 from planner.grid import AXES, axes_of, changed, figures, fill
-from planner.page import plan_page
-from planner.plan import Case, Costs, Knowledge, Outcome, Plan, choices, distinct, interval
+from planner.page import plan_page, said
+from planner.plan import Case, Costs, Knowledge, Outcome, Plan, choices, distinct, interval, without_costs
 from planner.recommendation import reasons, recommended
 from planner.sources import RECORD_ERROR, costs_of
 from scripts import plan as script
@@ -59,7 +60,7 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
     return Simulated(step, busy, half + exposed, exposed, spans, curve, {}, 0.1)
 
 
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | None = None) -> Case:
+def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str | None = None) -> Case:
     config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
     return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", "ndr"), config, 128, price)
 
@@ -211,10 +212,10 @@ def test_grid_goes_outwards_until_time_is_up() -> None:
             yield 1.0, 2, 3.0
 
     grid = fill(case(), ["flat_ddp"], answers, 1e9)
-    assert len(grid.cells) == grid.wanted == len(asked) == 3**5
+    assert len(grid.cells) == grid.wanted == len(asked) == 4 * 3**4
     assert asked[0] == case()
     few = fill(case(), ["flat_ddp"], answers, 0.0)
-    assert list(few.cells) == [few.base] and few.wanted == 3**5
+    assert list(few.cells) == [few.base] and few.wanted == 4 * 3**4
 
 
 @pytest.mark.parametrize("gpus", ["2xL4", "4x8xH100"])
@@ -230,6 +231,26 @@ def test_settings_of_the_grid(gpus: str) -> None:
     assert there.micro_batch_size == 3 and there.config.global_batch_size == 15 * ranks
     assert there.config.bucket_cap_mb == 1.0 and set(axes) == set(AXES) and 10.0 in axes["bucket_cap_mb"]
     assert changed(asked, [ranks // 2, 1.0, asked.micro_batch_size, 2, 10.0]) == asked
+
+
+def test_operators_without_costs_are_said_with_their_share() -> None:
+    """Of 10 ms, and 300 MB and 600 MB at 300 GB/s beside them: 3 of 13."""
+    unknown = {"aten.mm.default": (2, 300 * 10**6), "aten.bmm.default": (1, 600 * 10**6)}
+    step = replace(simulation(10, 1, 1), without_costs=unknown)
+    assert without_costs(step, hardware.device("L4")) == (
+        "no cost known, taken as 0: aten.bmm.default (1x), aten.mm.default (2x); to move their bytes alone takes 3 ms, "
+        "23.1% of the step"
+    )
+    assert without_costs(replace(step, without_costs={}), hardware.device("L4")) == ""
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_the_grid_has_each_choices_own_buckets(asked: str | None) -> None:
+    mine = case("2xL4", batch=128, bucket=asked)
+    axes = axes_of(mine)["bucket_cap_mb"]
+    assert [said("bucket_cap_mb", value, mine) for value in axes] == ["each choice's own", "1 MiB", "25 MiB", "100 MiB"]
+    there = changed(mine, [2, 1.0, 1, 2, axes[0]])
+    assert there.config.bucket_cap_mb is None
 
 
 def test_lines_of_many_points_keep_their_extremes() -> None:

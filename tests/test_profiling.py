@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, load
+from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
-from training.config import RunConfig, StrategyOptions
+from training.config import RunConfig
 from training.distributed import Ranks
+from training.errors import UserError
 from training.loop import train
-from training.profiling import WindowProfiler
+from training.profiling import WindowProfiler, require_window_fits
 
 LATE_S = 0.2
 HOOK_ID = 4_242
@@ -25,7 +26,7 @@ HOOK_ID = 4_242
 
 def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
     """Collectives under way when each window ends, while the last rank is late with what goes beyond a step."""
-    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], StrategyOptions())
+    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
     announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
 
     def announce_late(*args: Any) -> None:
@@ -83,3 +84,22 @@ def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
     ):
         raise KeyboardInterrupt
     assert not stop.called
+
+
+@pytest.mark.parametrize(("wait", "settling", "expected"), [(1, 4, [6, 9]), (4, 4, [6, 12]), (0, 1, [3, 5])])
+def test_steps_in_which_a_strategy_settles_are_not_profiled(
+    tmp_path: Path, wait: int, settling: int, expected: list[int]
+) -> None:
+    """Windows of a step each after `wait` and one of warm-up: the first begins no sooner than after those steps."""
+    config = RunConfig(
+        choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
+    )
+    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
+    with WindowProfiler(config, tmp_path, "run", ranks, lambda: None, settling) as profiler:
+        for _ in range(expected[-1]):
+            profiler.step()
+    found = sorted(int(path.name.split(".step")[1].split(".")[0]) for path in tmp_path.iterdir())
+    assert found == expected and config.profile_steps(settling) == expected[-1]
+    require_window_fits(config, expected[-1], settling)
+    with pytest.raises(UserError, match=f"end after {expected[-1]} optimizer steps .*the run has {expected[-1] - 1}"):
+        require_window_fits(config, expected[-1] - 1, settling)

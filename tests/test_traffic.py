@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from analysis.collectives import gloo_collectives
 from analysis.reading import read_trace
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, is_refused, load
+from tests.parity import OPTIMIZERS, all_choices, is_refused, load, options_of
 from tests.ranks import RankPool
-from training.config import StrategyOptions
 from training.memory import storage_bytes
 
 Totals = dict[str, tuple[int, int]]
@@ -24,7 +23,7 @@ def profiled_step(
     choice: tuple[str, str], model: str, micro_batches: int, options: dict[str, Any], step_number: int = 2
 ) -> tuple[Totals, Totals, set[int]]:
     """Totals (calls, bytes) by kind of step `step_number`: announced, and in the trace; and announced group sizes."""
-    strategy = load(choice)(build(model), OPTIMIZERS["adam"], StrategyOptions(**options))
+    strategy = load(choice)(build(model), OPTIMIZERS["adam"], options_of(choice, **options))
     for step in range(step_number + 1):
         if step == step_number:
             strategy.finish_parameter_synchronization()  # of the step before
@@ -72,7 +71,7 @@ def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str],
 
 def resting_memory(choice: tuple[str, str]) -> tuple[dict[str, int], int]:
     module = build("plain")
-    strategy = load(choice)(module, OPTIMIZERS["adam"], StrategyOptions())
+    strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
     strategy.forward_backward([make_batch("plain", 2, 0)])
     strategy.step()
     return strategy.memory_breakdown(), storage_bytes(module.parameters())

@@ -17,12 +17,12 @@ from tests.parity import (
     assert_parity,
     is_refused,
     load,
+    options_of,
     oracle,
     train_on_rank,
 )
 from tests.ranks import RankPool
 from training.agreement import NonFiniteError
-from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.strategy import Strategy
 
@@ -32,7 +32,7 @@ SEARCHING = {"find_unused_parameters": True}  # what PyTorch DDP needs to be tol
 
 
 def make(choice: Choice, module: nn.Module, optimizer: str = "sgd", **options: Any) -> Strategy:
-    return load(choice)(module, OPTIMIZERS[optimizer], StrategyOptions(**options))
+    return load(choice)(module, OPTIMIZERS[optimizer], options_of(choice, **options))
 
 
 # Unused parameters ---------------------------------------------------------------------------------------------------

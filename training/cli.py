@@ -12,23 +12,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.config import RunConfig, flag_name
+from training.environment import prepare_process
 from training.errors import UserError
 from training.registry import Registry
 from training.workloads import WORKLOADS
-
-ENVIRONMENT = {
-    "KINETO_LOG_LEVEL": "6",  # no profiler noise where there is no GPU
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""What libraries read when they are imported."""
 
 
 def train_from_command_line(description: str, registry: Registry, choice_flags: tuple[str, ...]) -> int:
     """The whole of an entrypoint: train as the command line says, and answer with the exit code."""
     config = parse_config(description, registry.sentences, choice_flags, missing=registry.missing)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_process()
     from training.run import run  # imports torch, which --help can do without
 
     return run(config, registry.load)

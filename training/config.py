@@ -29,8 +29,8 @@ class StrategyOptions:
 
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. Default: what the strategy
-            takes by itself (25 MiB for most, with a first bucket of 1 MiB in PyTorch DDP). `auto`: `bucket_ddp_async`
-            measures the link and plans its buckets; others take their default.
+            takes by itself, as with `auto`: `bucket_ddp_async` measures the link and plans its buckets, most others
+            take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
@@ -115,7 +115,8 @@ class RunConfig:
     precision: str = _flag("fp32", "fp32, or bf16 for autocast over fp32 master states")
     bucket_cap_mb: float | str | None = _flag(
         None,
-        "largest gradient bucket in MiB (default: 25), or auto: bucket_ddp_async fits its buckets to the measured link",
+        "largest gradient bucket in MiB (default: auto, for which bucket_ddp_async fits its buckets to the measured "
+        "link and others take their own, mostly 25)",
         bucket_cap,
     )
     overlap_optimizer: bool = _flag(
@@ -215,9 +216,10 @@ class RunConfig:
             )
         return self.global_batch_size // unit
 
-    def profile_steps(self) -> int:
-        """Optimizer steps that the profiler's whole schedule takes."""
-        return self.profile_repeat * (self.profile_wait + self.profile_warmup + self.profile_active)
+    def profile_steps(self, settling_steps: int = 0) -> int:
+        """Optimizer steps that the profiler's whole schedule takes, with a strategy that needs so many to settle."""
+        window = self.profile_wait + self.profile_warmup + self.profile_active
+        return max(0, settling_steps - self.profile_wait) + self.profile_repeat * window
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -28,13 +28,21 @@ class WindowProfiler:
         trace_folder: Where this rank's traces go.
         run_id: Begins their names.
         settle: Waits for all communication that this rank has in flight.
+        settling_steps: The first ones, which are not profiled whatever the schedule says (`Strategy.settling_steps`).
     """
 
     def __init__(
-        self, config: RunConfig, trace_folder: Path, run_id: str, ranks: Ranks, settle: Callable[[], None]
+        self,
+        config: RunConfig,
+        trace_folder: Path,
+        run_id: str,
+        ranks: Ranks,
+        settle: Callable[[], None],
+        settling_steps: int = 0,
     ) -> None:
         self._folder, self._run_id, self._settle = trace_folder, run_id, settle
         self._schedule = schedule(
+            skip_first=max(0, settling_steps - config.profile_wait),
             wait=config.profile_wait,
             warmup=config.profile_warmup,
             active=config.profile_active,
@@ -112,15 +120,18 @@ def ends_with_brace(path: Path) -> bool:
         return file.read().rstrip().endswith(b"}")
 
 
-def require_window_fits(config: RunConfig, steps: int) -> None:
+def require_window_fits(config: RunConfig, steps: int, settling_steps: int) -> None:
     """Refuse a profile schedule that the run is too short for.
 
     Raises:
         UserError: names both lengths.
     """
-    if not config.no_profile and config.profile_steps() > steps:
+    needed = config.profile_steps(settling_steps)
+    if not config.no_profile and needed > steps:
+        first = needed - config.profile_steps()
+        settling = f"{first} in which {config.choice} settles + " if first else ""
         raise UserError(
-            f"the profile windows end after {config.profile_steps()} optimizer steps (--profile-repeat "
+            f"the profile windows end after {needed} optimizer steps ({settling}--profile-repeat "
             f"{config.profile_repeat} x (wait {config.profile_wait} + warmup {config.profile_warmup} + active "
             f"{config.profile_active})), but the run has {steps}; lower them, raise --max-steps, or use --no-profile"
         )

@@ -101,15 +101,18 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
     return rows
 
 
-def step_statistics(result: TrainingResult, earlier: int) -> dict[str, float | None]:
-    """`samples_per_second` over the steps that the profiler did not bend, the first one left out as warm-up.
+def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
+    """`samples_per_second` over the steps that the profiler did not bend, without those in which the strategy settled
+    and the one after them, which is warm-up.
 
     Args:
         earlier: Steps that another run has made, from whose checkpoint this one went on.
+        settling: `Strategy.settling_steps`.
     """
+    first = earlier + settling + 1
     timed = [
         (samples, seconds)
-        for samples, seconds in zip(result.samples[earlier + 1 :], result.step_time_s[earlier + 1 :], strict=True)
+        for samples, seconds in zip(result.samples[first:], result.step_time_s[first:], strict=True)
         if seconds is not None
     ]
     if not timed:
@@ -157,7 +160,7 @@ def run_record(
         "train_samples": len(workload.train),
         "step_samples": result.samples,
         "step_time_s": result.step_time_s,
-        **step_statistics(result, resumed_from["step"] if resumed_from else 0),
+        **step_statistics(result, resumed_from["step"] if resumed_from else 0, strategy.settling_steps),
         "train_loss": result.loss,
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,

@@ -85,17 +85,18 @@ def train_and_record(
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
     steps = planned_steps(config, len(workload.train))
     checkpoints.require_steps_left(steps)
-    if checkpoints.origin and config.profile_steps() > steps - checkpoints.done:
-        config = replace(config, no_profile=True)  # a run that was stopped near its end must be able to reach it
-    require_window_fits(config, steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    settling = strategy.settling_steps
+    if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
+        config = replace(config, no_profile=True)  # a run that was stopped near its end must be able to reach it
+    require_window_fits(config, steps, settling)
     so_far.begin(config, ranks, strategy, OPTIMIZER.__name__, size, workload)
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with (
         closing(checkpoints),
-        WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication) as profiler,
+        WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
         training_progress(config.choice, steps, ranks.is_main) as on_step,
     ):
 

@@ -63,9 +63,8 @@ class Strategy(ABC):
     communicates_in_forward = False
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
-    learns_from_first_step = False
-    """Whether the first step decides how later ones are computed. A run that goes on from a checkpoint then repeats it
-    before it takes over the saved state, so that sums are rounded as if it had never stopped."""
+    settling_steps = 0
+    """How many of the first optimizer steps decide how later ones are computed. They are slower, and not profiled."""
 
     shards: frozenset[str] = frozenset()
     """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
@@ -134,6 +133,19 @@ class Strategy(ABC):
 
     def replace_parameters(self) -> None:
         """Runs once, first: put others in the place of the module's parameters, among which `trainable` are found."""
+
+    def learned(self) -> Any:
+        """What the first steps have decided, as JSON, which a checkpoint keeps for `relearn`. Default: nothing."""
+        return None
+
+    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Before a checkpoint's state is loaded: decide as the run that saved it did, so that sums are rounded as if it
+        had never stopped. Collective. Default: there is nothing to decide.
+
+        Args:
+            learned: What `learned` gave to that run; None where it had another number of ranks or another choice.
+            first_step: Makes this rank's micro-batches of the first step.
+        """
 
     def gradient_leaves(self) -> Iterable[Tensor]:
         """The tensors that autograd gives this rank's own gradients to, in the order of `trainable`."""

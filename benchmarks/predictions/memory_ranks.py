@@ -7,7 +7,6 @@ FILE is written by rank 0: rows of all ranks by choice. SETTINGS is a JSON objec
 
 import gc
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from training.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import ddp
 import sharding

@@ -10,7 +10,6 @@ What a user runs, and what is predicted, is one choice by itself.
 
 import gc
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from training.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 from benchmarks.rounds import time_rounds
 from benchmarks.runners import make_runner, measure_memory

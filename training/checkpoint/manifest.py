@@ -18,7 +18,7 @@ from training.checkpoint.files import FileInfo, problem_of, write_durably
 from training.errors import UserError
 from training.record import to_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 """Bytes; a longer one is not read."""
@@ -47,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     optimizer: str
     parameter_groups: list[dict[str, float | list[float]]]
+    learned: Any
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     train_loss: list[float]

@@ -26,7 +26,7 @@ from training.checkpoint.state import (
     restore_random_states,
     tensors_to_save,
 )
-from training.config import AUTO, RunConfig
+from training.config import RunConfig
 from training.distributed import Ranks, on_every_rank
 from training.errors import UserError
 from training.loop import TrainingResult
@@ -101,9 +101,8 @@ class Checkpoints:
         optimizer = type(strategy.updating_optimizer).__name__
         parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
         require_same_model(manifest, parameters, buffers, optimizer)
-        if strategy.learns_from_first_step:
-            strategy.forward_backward(first_step())
-            strategy.zero_grad()
+        is_same = (manifest.choice, manifest.world_size) == (config.choice, world_size)
+        strategy.relearn(manifest.learned if is_same else None, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         if self._ranks.is_main:
             print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
@@ -113,8 +112,6 @@ class Checkpoints:
                 f"went on after step {self.done} with {world_size} ranks instead of {manifest.world_size}: samples and "
                 "their order are the same, the random numbers of dropout are new"
             )
-        if config.bucket_cap_mb == AUTO:
-            strategy.remarks.append(f"went on after step {self.done} with buckets that are fitted to the link anew")
         if config.compress == "powersgd":
             strategy.remarks.append(
                 f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
@@ -183,6 +180,7 @@ class Checkpoints:
             versions=self._versions,
             optimizer=type(strategy.updating_optimizer).__name__,
             parameter_groups=describe_groups(strategy.optimizer),
+            learned=strategy.learned(),
             parameters=describe_parameters(strategy.module),
             buffers=describe_buffers(strategy.module),
             train_loss=list(result.loss),
