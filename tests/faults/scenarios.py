@@ -16,7 +16,9 @@ from training.checkpoint.saver import LOCK
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = "tests/faults/main_faulty.py"
 TINY = ["--workload", "mlp", "--depth", "4", "--width", "64", "--train-samples", "240", "--eval-samples", "4"]
-WINDOW = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "1", "--profile-repeat", "2"]
+FAULT_STEP = 5
+WINDOW = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "1", "--profile-repeat", "2"]
+"""The first ends after step 2, the second with step `FAULT_STEP`."""
 IN_ORDER = ("simple_ddp", "simple_ddp_ga")
 """Choices that all-reduce gradients one after the other in Python."""
 BY_HAND = (*IN_ORDER, "flat_ddp", "simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async", "zero1", "zero2", "zero3")
@@ -29,13 +31,13 @@ MARK = "DDP_LAB_FAULT_RUN"
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fault on rank `rank` in step 3, after the first profile window.
+    """A fault on rank `rank` in step `FAULT_STEP`, after the first profile window.
 
     Attributes:
         fault: What `main_faulty` is told.
         how: `ended.how` of the record.
         says: Must be in the message.
-        names_place: Whether the message must name rank and step (`rank 1`, `step 3`).
+        names_place: Whether the message must name rank and step (`rank 1`, `step 5`).
         hangs: Whether it ends by the timeout of collectives.
         only: The choices in which it can be planted; empty for all.
         flags: Of the run, beside the usual ones.
@@ -57,7 +59,7 @@ class Scenario:
 
     @property
     def plan(self) -> str:
-        return f"{self.fault}:rank={self.rank}:step=3"
+        return f"{self.fault}:rank={self.rank}:step={FAULT_STEP}"
 
 
 SCENARIOS = (
@@ -139,11 +141,11 @@ class Outcome:
         if fails and self.errors and scenario.says not in self.errors[0]:
             found.append(f"the message lacks '{scenario.says}': {self.errors[0]}")
         if scenario.names_place and self.errors:
-            words = ["step 3"] if scenario.how == "mismatched" else [f"rank {scenario.rank}", "step 3"]
+            words = [f"step {FAULT_STEP}"] + [f"rank {scenario.rank}"] * (scenario.how != "mismatched")
             found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
         if ended.get("how") != scenario.how:
             found.append(f"recorded as {ended.get('how')}")
-        if fails and len((self.record or {}).get("train_loss", [])) < 3:
+        if fails and len((self.record or {}).get("train_loss", [])) < FAULT_STEP:
             found.append("steps are missing in the record")
         loses_traces = scenario.fault.split(":")[0] in ("disk", "vanish") or "--no-profile" in scenario.flags
         if fails and not loses_traces and self.traces < 2:
@@ -159,6 +161,7 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
     """One run of `choice` on two ranks under torchrun, with the fault in it."""
     mark, moment = uuid.uuid4().hex, folder / "fault_time"
     flags = ["--ddp-choice", choice, *TINY, *WINDOW, *scenario.flags, "--output-dir", str(folder)]
+    flags += ["--bucket-cap-mb", "25"] * (choice == "bucket_ddp_async")  # fitted ones would move the windows
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
