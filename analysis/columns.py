@@ -208,12 +208,12 @@ SPEED_COLUMNS = {
     "paired_p_value": PValue("p", "", "of Wilcoxon's signed-rank test over these pairs, corrected by Holm", 1, 4),
     "pairs": Column("pairs", "", "steps that were timed in both runs"),
     "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, or unknown"),
-    "samples_per_second": Column(
-        "throughput",
-        "samples/s",
-        "samples over time of the timed steps, all ranks, without those in which the choice settled and the one after",
+    "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
+    "timed_steps": Column(
+        "timed steps",
+        "",
+        "optimizer steps timed: not the first, none in which the choice settled, and none under the profiler",
     ),
-    "timed_steps": Column("timed steps", "", "optimizer steps timed: not the first, and none under the profiler"),
 }
 PART_COLUMNS = {
     "profiled_step_ms": Column("step", "ms", f"profiled step, which the following add up to; {OF_STEPS}"),

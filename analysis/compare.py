@@ -102,8 +102,10 @@ def latest_record(choice_dir: Path) -> dict[str, Any] | None:
 
 
 def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
-    """Step times in ms by step, without the first step (warm-up) and those that the profiler bent."""
-    times = pd.Series(record["step_time_s"], dtype=float).iloc[1:]
+    """Step times in ms by step, without the first step (warm-up), those in which the choice settled, and those that the
+    profiler bent."""
+    began = (record["resumed_from"] or {"step": 0})["step"]
+    times = pd.Series(record["step_time_s"], dtype=float).iloc[began + max(1, record["settling_steps"]) :]
     return times.dropna() * 1000
 
 

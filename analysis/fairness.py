@@ -66,7 +66,7 @@ SETTINGS = {
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
     "learning rate": Setting(of_config("lr"), (LOSS,)),
     "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
-    "bucket size": Setting(of_config("bucket_cap_mb", "the default"), (TIME, MEMORY, TRAFFIC)),
+    "bucket size": Setting(of_config("bucket_cap_mb"), (TIME, MEMORY, TRAFFIC)),
     "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),
     "optimizer overlapped with communication": Setting(
         lambda record: "yes" if record["config"].get("overlap_optimizer") else "no", (TIME,)
@@ -80,6 +80,7 @@ SETTINGS = {
     "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
     "host": Setting(lambda record: record.get("host"), (TIME,)),
     "threads": Setting(lambda record: record.get("threads"), (TIME,)),
+    "allocator": Setting(lambda record: record.get("allocator") or "as glibc has it", (TIME,)),
     **{f"{package} version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }
 """By name: where a run record says it, and what it bends."""

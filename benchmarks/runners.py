@@ -37,6 +37,7 @@ class Runner:
         state_bytes: Count the bytes that model states hold now, those of a DDP's buckets among them.
         expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
         wire_bytes: What a rank sends in a step, by the formulas of its collectives; once a step has been run.
+        settling_steps: The first ones, at least one, which say little of later ones.
         remarks: What the strategy says of its own decisions.
         phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
@@ -47,6 +48,7 @@ class Runner:
     state_bytes: Callable[[], int]
     expected_state_bytes: int
     wire_bytes: Callable[[], float]
+    settling_steps: int = 1
     remarks: Sequence[str] = ()
     phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
         wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
+        settling_steps=max(1, strategy.settling_steps),
         remarks=strategy.remarks,
     )
 
@@ -146,8 +149,8 @@ class Memory:
 
 
 def measure_memory(runner: Runner, device: torch.device) -> Memory:
-    """Collective. The first step of a choice makes optimizer states, so the second is measured, gradients dropped."""
-    runner.steps(1)
+    """Collective. Of a step once the choice has settled and optimizer states are made, gradients dropped."""
+    runner.steps(runner.settling_steps)
     resting = runner.state_bytes()
     runner.drop_gradients()
     before = runner.state_bytes()

@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--choices",
         required=True,
         help=f"comma-separated; of {', '.join(names)}; each may carry settings ({', '.join(SETTINGS)}), as in "
-        "bucket_ddp_async:bucket_cap_mb=auto:overlap_optimizer=on",
+        "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
     parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")

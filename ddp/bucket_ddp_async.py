@@ -23,7 +23,6 @@ while later ones are still being reduced.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ class BucketDDP(ReplicatedStrategy):
         cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
         if self._is_fitted_to_link:
             self._fit = LinkFit(parameters, self.process_group, self.options.clock)
-            self.settling_steps = WATCHED_STEPS
+            self.settling_steps = WATCHED_STEPS + 1  # the fit comes in the one after
         self.buckets: list[Bucket] = []
         self._fill(fill_buckets(parameters, cap_bytes))
         self._updated: set[Tensor] = set()
@@ -98,10 +97,10 @@ class BucketDDP(ReplicatedStrategy):
         names = {parameter: name for name, parameter in self.trainable.items()}
         return [[names[parameter] for parameter in bucket.parameters] for bucket in self.buckets]
 
-    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Take over the buckets, if they hold this model's parameters."""
         named = sorted(name for names in learned or () for name in names)
-        if self._is_fitted_to_link and named == sorted(self.trainable):
+        if self._is_fitted_to_link and learned and all(learned) and named == sorted(self.trainable):
             self._fill([[self.trainable[name] for name in names] for names in learned])
             self._fit, self.settling_steps = None, 0
             self.remarks.append(f"{len(learned)} buckets, fitted to the link in the run that saved the checkpoint")

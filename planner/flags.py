@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config import bucket_cap
+from training.config import AUTO, bucket_cap
 from training.errors import UserError
 from training.rates import Rate
 
@@ -45,7 +45,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--precision", default="fp32", help="fp32, or bf16 for autocast over fp32 states (default: fp32)"
     )
     parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
-    parser.add_argument("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: auto)")
+    cap = "largest gradient bucket in MiB (default: auto)"
+    parser.add_argument("--bucket-cap-mb", type=bucket_cap, default=AUTO, help=cap)
     parser.add_argument("--price", type=float, help="of one device for an hour, in any currency")
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them, not by tables"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster import Cluster, Link
 from planner.plan import Case, Outcome
+from training.config import AUTO
 
 AXES = ("ranks", "link", "micro_batch_size", "grad_accum_steps", "bucket_cap_mb")
 LINK_FACTORS = (0.25, 1.0, 4.0)
@@ -88,7 +89,7 @@ def values_of(case: Case) -> Iterator[float]:
 
 def bucket_of(case: Case) -> float:
     cap = case.config.bucket_cap_mb
-    return OWN if cap is None or isinstance(cap, str) else cap
+    return OWN if isinstance(cap, str) else cap
 
 
 def distance(place: Sequence[int], base: Sequence[int]) -> tuple[int, int]:
@@ -107,7 +108,7 @@ def changed(case: Case, values: Sequence[float]) -> Case:
         case.config,
         global_batch_size=int(size * accumulation * ranks),
         grad_accum_steps=int(accumulation),
-        bucket_cap_mb=None if bucket == OWN else bucket,
+        bucket_cap_mb=AUTO if bucket == OWN else bucket,
     )
     return replace(case, cluster=faster, config=config)
 

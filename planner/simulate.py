@@ -154,7 +154,7 @@ class Simulation:
         """Run until the strategy has settled, and then the step that counts."""
         clock, recording, strategy = self.clock, self.recording, self.strategy
         assert strategy is not None
-        waits = strategy.settling_steps + 1  # it acts on what it has learned in the one after them
+        waits = max(1, strategy.settling_steps)
         for step in range(waits + 1):
             if step == waits:
                 recording.start()

@@ -36,7 +36,7 @@ class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel behind the interface of all strategies."""
 
     averages_over_ranks = True
-    settling_steps = 1  # DDP fills its buckets anew, in the order in which gradients became ready
+    settling_steps = 2  # in the second, DDP fills its buckets anew, in the order in which gradients became ready
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
@@ -51,10 +51,11 @@ class PyTorchDDP(ReplicatedStrategy):
         if self.compression is not None:
             self.compression.register(self.ddp)
 
-    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Make the first step again, of which DDP remembers the order of gradients alone."""
         self.forward_backward(first_step())
         self.zero_grad()
+        self.settling_steps = 0
 
     def before_step(self) -> None:
         """Nothing: the first forward pass of a step broadcasts the buffers by itself."""

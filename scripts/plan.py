@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.flags import COMMANDS
 from training.cli import OneLineParser, unknown_name
-from training.environment import ENVIRONMENT
+from training.environment import ENVIRONMENT, keep_freed_memory
 from training.errors import UserError
 
 DEFAULT = "plan"
@@ -61,4 +61,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # `record` times operators, which runs have so
     sys.exit(main())

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.changes import Run, changes, exceeding, summary
+from analysis.changes import HELD, Run, changes, counted_rows, exceeding, summary
+from analysis.collectives import KINDS as LABELS
 from analysis.compare import Traced
 from tests.in_process import compare_runs
 from tests.test_analysis import Cells
@@ -239,3 +240,14 @@ def test_one_run_alone_and_runs_of_two_choices(tmp_path: Path) -> None:
     run_in(folder, NEW, timed("zero2", 0.1))
     answer = compare_runs(str(folder), "--baseline", OLD)
     assert answer.returncode == 1 and "is of zero3, but" in answer.stderr and answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("are_fitted", "of_calls"), [(False, "worse"), (True, "unknown")])
+def test_calls_of_fitted_buckets_differ_by_chance(are_fitted: bool, of_calls: str) -> None:
+    """Each run fits its buckets to what it has measured; bytes are the same in any number of buckets."""
+    calls = {"collectives", *(f"{label}: calls" for label in LABELS.values())}
+    names = [f"{kind}_{what}_per_step" for kind in ("collective", *LABELS) for what in ("calls", "bytes")]
+    old, new = (dict.fromkeys((*names, *HELD), value) for value in (4.0, 5.0))
+    rows = {row.figure: row.result for row in counted_rows(old, new, are_fitted)}
+    assert {rows[name] for name in calls} == {of_calls}
+    assert {result for name, result in rows.items() if name not in calls} == {"worse"}

@@ -1,6 +1,7 @@
 """The command lines as a user runs them: real processes, exit codes, and what they say."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import ddp
 import sharding
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
+from training.environment import OF_GPUS, TUNABLES, has_glibc
 from training.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -184,6 +186,10 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     )
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.count("bucket_ddp_async: done, median step") == 1 and trained.stderr == ""
+    (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
+    record = json.loads(path.read_text())
+    assert record["allocator"] == (None if any(map(os.path.exists, OF_GPUS)) or not has_glibc() else TUNABLES)
+    assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
     reported = command(
         "scripts/analyze_traces_ddp.py",

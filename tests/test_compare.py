@@ -238,7 +238,7 @@ DIFFERENT = {
     "optimizer": ({"optimizer": "SGD"}, "optimizer (AdamW: a; SGD: b)"),
     "steps": ({"train_loss": [1.0]}, "optimizer steps (2: a; 1: b)"),
     "ranks": ({"world_size": 3}, "ranks (2: a; 3: b)"),
-    "buckets": ({"config": {"bucket_cap_mb": 5}}, "bucket size (the default: a; 5: b)"),
+    "buckets": ({"config": {"bucket_cap_mb": 5}}, "bucket size (auto: a; 5: b)"),
     "compression": ({"config": {"compress": "bf16"}}, "gradient compression (none: a; bf16: b)"),
     "early updates": (
         {"config": {"overlap_optimizer": True}},
@@ -247,6 +247,7 @@ DIFFERENT = {
     "link": ({"link_bits_per_s": 1e9}, "link rate (not shaped: a; 1000 Mbit/s: b)"),
     "host": ({"host": "other"}, "host (here: a; other: b)"),
     "threads": ({"threads": 2}, "threads (1: a; 2: b)"),
+    "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},

@@ -147,7 +147,6 @@ def test_refusals(ranks: RankPool, name: str, options: dict[str, Any], then: str
     ("settings", "wanted"),
     [
         ({"overlap_optimizer": True, "clip_grad_norm": 1.0}, "--overlap-optimizer"),
-        ({"bucket_cap_mb": "auto", "compress": "bf16"}, "--bucket-cap-mb auto"),
         ({"compress": "zip"}, "--compress zip: must be one of bf16, powersgd"),
     ],
 )

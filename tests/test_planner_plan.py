@@ -60,7 +60,7 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
     return Simulated(step, busy, half + exposed, exposed, spans, curve, {}, 0.1)
 
 
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str | None = None) -> Case:
+def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str = "auto") -> Case:
     config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
     return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", "ndr"), config, 128, price)
 
@@ -244,13 +244,11 @@ def test_operators_without_costs_are_said_with_their_share() -> None:
     assert without_costs(replace(step, without_costs={}), hardware.device("L4")) == ""
 
 
-@pytest.mark.parametrize("asked", [None, "auto"])
-def test_the_grid_has_each_choices_own_buckets(asked: str | None) -> None:
-    mine = case("2xL4", batch=128, bucket=asked)
+def test_the_grid_has_each_choices_own_buckets() -> None:
+    mine = case("2xL4", batch=128)
     axes = axes_of(mine)["bucket_cap_mb"]
     assert [said("bucket_cap_mb", value, mine) for value in axes] == ["each choice's own", "1 MiB", "25 MiB", "100 MiB"]
-    there = changed(mine, [2, 1.0, 1, 2, axes[0]])
-    assert there.config.bucket_cap_mb is None
+    assert changed(mine, [2, 1.0, 1, 2, axes[0]]).config.bucket_cap_mb == "auto"
 
 
 def test_lines_of_many_points_keep_their_extremes() -> None:

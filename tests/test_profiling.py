@@ -86,7 +86,7 @@ def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
     assert not stop.called
 
 
-@pytest.mark.parametrize(("wait", "settling", "expected"), [(1, 4, [6, 9]), (4, 4, [6, 12]), (0, 1, [3, 5])])
+@pytest.mark.parametrize(("wait", "settling", "expected"), [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
 def test_steps_in_which_a_strategy_settles_are_not_profiled(
     tmp_path: Path, wait: int, settling: int, expected: list[int]
 ) -> None:

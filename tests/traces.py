@@ -100,6 +100,9 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "device_name": "cpu",
         "parameters": 1000,
         "samples_per_second": 8 / step,
+        "settling_steps": 0,
+        "fitted_buckets": None,
+        "resumed_from": None,
         "expected_traffic": [{"kind": "all_reduce", "count": 1, "payload_bytes": 4000}],
         "train_samples": 12,
         "step_samples": [8, 4],
@@ -121,6 +124,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
             "precision": "fp32",
             "lr": 0.1,
             "clip_grad_norm": None,
+            "bucket_cap_mb": "auto",
             "seed": 0,
         },
     }

@@ -19,7 +19,7 @@ AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 5
+RECORD_VERSION = 6
 """Of the run record's format (`docs/run-record.md`)."""
 
 
@@ -28,9 +28,9 @@ class StrategyOptions:
     """What a strategy may be told beyond the module and its optimizer.
 
     Attributes:
-        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. Default: what the strategy
-            takes by itself, as with `auto`: `bucket_ddp_async` measures the link and plans its buckets, most others
-            take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
+        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is what the strategy
+            takes by itself: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are
+            compressed; most others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
@@ -40,7 +40,7 @@ class StrategyOptions:
         clock: Answers with seconds, to strategies that measure. A pretended cluster passes its own.
     """
 
-    bucket_cap_mb: float | str | None = None
+    bucket_cap_mb: float | str = AUTO
     precision: str = "fp32"
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
@@ -51,7 +51,7 @@ class StrategyOptions:
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
         _require(
-            cap in (None, AUTO) or (not isinstance(cap, str) and 0 < cap < float("inf")),
+            cap == AUTO or (not isinstance(cap, str) and 0 < cap < float("inf")),
             "--bucket-cap-mb",
             cap,
             f"a size above 0 MiB, or {AUTO}",
@@ -62,18 +62,12 @@ class StrategyOptions:
             self.compress,
             f"one of {', '.join(COMPRESSIONS)}",
         )
-        _require(
-            not (self.compress and cap == AUTO),
-            "--bucket-cap-mb",
-            AUTO,
-            "a size with --compress, since buckets are fitted to all-reduces of whole gradients",
-        )
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
         """The size that was asked for, if it was."""
-        return None if self.bucket_cap_mb is None or isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20
+        return None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20
 
 
 def bucket_cap(text: str) -> float | str:
@@ -113,10 +107,10 @@ class RunConfig:
     clip_grad_norm: float | None = _flag(None, "scale gradients down to this norm over the whole model")
     seed: int = _flag(0, "seed of initial weights, data order and dropout")
     precision: str = _flag("fp32", "fp32, or bf16 for autocast over fp32 master states")
-    bucket_cap_mb: float | str | None = _flag(
-        None,
-        "largest gradient bucket in MiB (default: auto, for which bucket_ddp_async fits its buckets to the measured "
-        "link and others take their own, mostly 25)",
+    bucket_cap_mb: float | str = _flag(
+        AUTO,
+        "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 with "
+        "--compress), others take their own, mostly 25",
         bucket_cap,
     )
     overlap_optimizer: bool = _flag(
@@ -145,7 +139,9 @@ class RunConfig:
         LATEST,
     )
     no_profile: bool = _flag(False, "train without torch.profiler and write no traces")
-    profile_wait: int = _flag(4, "optimizer steps before each profile window, not profiled")
+    profile_wait: int = _flag(
+        4, "optimizer steps before each profile window, not profiled; none in which a choice settles is either"
+    )
     profile_warmup: int = _flag(1, "optimizer steps for which the profiler runs but throws its events away")
     profile_active: int = _flag(3, "optimizer steps in each profile window")
     profile_repeat: int = _flag(1, "number of profile windows")
@@ -219,7 +215,11 @@ class RunConfig:
     def profile_steps(self, settling_steps: int = 0) -> int:
         """Optimizer steps that the profiler's whole schedule takes, with a strategy that needs so many to settle."""
         window = self.profile_wait + self.profile_warmup + self.profile_active
-        return max(0, settling_steps - self.profile_wait) + self.profile_repeat * window
+        return self.steps_before_profile(settling_steps) + self.profile_repeat * window
+
+    def steps_before_profile(self, settling_steps: int) -> int:
+        """Optimizer steps before the schedule begins, so that none in which a strategy settles is in a window."""
+        return max(0, settling_steps - self.profile_wait - self.profile_warmup)
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -2,10 +2,10 @@
 
 On a CPU, torch takes each tensor from glibc and gives it back when it is freed. Two defaults of glibc do not suit that:
 
-- A piece of up to 128 bytes that is freed goes into a cache of its thread, and stays marked as in use. torch asks for
-  addresses at multiples of 64 bytes, and each time such a piece is cut off in front of the tensor. So the place of a
-  freed tensor never grows together with what lies before it, is too small for the next tensor of that size, and the
-  heap grows: to 2.4 GB of `zero3` for a model of 34 MB (glibc 2.36). Without the cache it stays at 0.9 GB.
+- A small piece that is freed goes into a cache of its thread, and stays marked as in use. torch asks for addresses at
+  multiples of 64 bytes, for which such a piece is cut off in front of the tensor. So the place of a freed tensor does
+  not grow together with what lies before it, is too small for the next tensor of that size, and the heap grows: to
+  2.4 GiB of `zero3` for a model of 32 MiB (glibc 2.36). Without the cache it stays at 0.9 GiB.
 - The end of the heap goes back to the system when it is free, and the next tensor there pays for each page anew.
 
 Strategies that give memory back in each step gain most, in memory and in time (docs/findings.md). Where there is a GPU,
@@ -41,7 +41,8 @@ def keep_freed_memory() -> None:
 
     Returns where the variable is set already, by whomever, where there is a GPU, and where there is no glibc.
     """
-    if VARIABLE in os.environ or any(Path(path).exists() for path in OF_GPUS) or not has_glibc():
+    is_settled = VARIABLE in os.environ or any(Path(path).exists() for path in OF_GPUS) or not has_glibc()
+    if is_settled or not sys.executable:
         return
     os.environ[VARIABLE] = TUNABLES
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

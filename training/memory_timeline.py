@@ -32,12 +32,14 @@ def record_step_memory(
 ) -> dict[str, Any] | None:
     """Train two optimizer steps on the same batch, and answer with peaks and timeline (`docs/run-record.md`) of the
     second, in bytes and ms. After the first, no tensor of an earlier batch is left that would be freed in the second,
-    where it could not be told from what that has allocated. Collective. None on every rank if a step diverges.
+    where it could not be told from what that has allocated. A strategy that a short run has not let settle gets more
+    before. Collective. None on every rank if a step diverges.
     """
     step = (samples, micro_batches)
+    before = max(1, strategy.settling_steps - strategy.optimizer_steps)
     recorder = MemoryRecorder(strategy)
     try:
-        train(strategy, [step], Unwatched(), clip_grad_norm, lambda result: None)
+        train(strategy, [step] * before, Unwatched(), clip_grad_norm, lambda result: None)
         with recorder:
             train(strategy, [step], recorder, clip_grad_norm, lambda result: None)
     except NonFiniteError:

@@ -42,7 +42,7 @@ class WindowProfiler:
     ) -> None:
         self._folder, self._run_id, self._settle = trace_folder, run_id, settle
         self._schedule = schedule(
-            skip_first=max(0, settling_steps - config.profile_wait),
+            skip_first=config.steps_before_profile(settling_steps),
             wait=config.profile_wait,
             warmup=config.profile_warmup,
             active=config.profile_active,
@@ -128,7 +128,7 @@ def require_window_fits(config: RunConfig, steps: int, settling_steps: int) -> N
     """
     needed = config.profile_steps(settling_steps)
     if not config.no_profile and needed > steps:
-        first = needed - config.profile_steps()
+        first = config.steps_before_profile(settling_steps)
         settling = f"{first} in which {config.choice} settles + " if first else ""
         raise UserError(
             f"the profile windows end after {needed} optimizer steps ({settling}--profile-repeat "

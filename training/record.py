@@ -20,6 +20,7 @@ import torch.distributed as dist
 from training.cause import Ending
 from training.config import RECORD_VERSION, RunConfig
 from training.distributed import Ranks
+from training.environment import VARIABLE
 from training.errors import UserError
 from training.loop import TrainingResult
 from training.memory import COMPONENTS, ModelSize, peak_rss_bytes
@@ -102,14 +103,14 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
 
 
 def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
-    """`samples_per_second` over the steps that the profiler did not bend, without those in which the strategy settled
-    and the one after them, which is warm-up.
+    """`samples_per_second` over the steps that the profiler did not bend, without the run's first, which is warm-up,
+    and those in which the strategy settled.
 
     Args:
         earlier: Steps that another run has made, from whose checkpoint this one went on.
         settling: `Strategy.settling_steps`.
     """
-    first = earlier + settling + 1
+    first = earlier + max(1, settling)
     timed = [
         (samples, seconds)
         for samples, seconds in zip(result.samples[first:], result.step_time_s[first:], strict=True)
@@ -150,12 +151,15 @@ def run_record(
         "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else cpu_name(),
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
+        "allocator": os.environ.get(VARIABLE) or None,
         "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
         "versions": package_versions(),
         "parameters": size.elements,
         "optimizer": optimizer,
         "shards": sorted(strategy.shards),
+        "settling_steps": strategy.settling_steps,
+        "fitted_buckets": len(strategy.learned() or ()) or None,
         "expected_traffic": [collective.as_dict() for collective in traffic],
         "train_samples": len(workload.train),
         "step_samples": result.samples,

@@ -88,31 +88,33 @@ def train_and_record(
     config = replace(config, lr=config.lr or workload.learning_rate)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
-    settling = strategy.settling_steps
-    if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
-        config = replace(config, no_profile=True)  # a run that was stopped near its end must be able to reach it
-    require_window_fits(config, steps, settling)
+    if not checkpoints.origin:
+        require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, ranks, strategy, OPTIMIZER.__name__, size, workload)
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
-    with (
-        closing(checkpoints),
-        WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
-        training_progress(config.choice, steps, ranks.is_main) as on_step,
-    ):
+    with closing(checkpoints):
 
         def first_step() -> Sequence[MicroBatch]:
             return next(micro_batches(config, workload, ranks, steps=1))[1]
 
         earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
         so_far.resumed_from = checkpoints.as_record()
+        settling = strategy.settling_steps  # less than before, if a checkpoint has told what they would decide
+        if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
+            # A run that was stopped near its end must be able to reach it.
+            config = so_far.config = replace(config, no_profile=True)
+        with (
+            WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
+            training_progress(config.choice, steps, ranks.is_main) as on_step,
+        ):
 
-        def after_step(result: TrainingResult) -> None:
-            on_step(result)
-            checkpoints.after_step(result)
+            def after_step(result: TrainingResult) -> None:
+                on_step(result)
+                checkpoints.after_step(result)
 
-        all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
-        train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), earlier)
-        checkpoints.finish()
+            all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
+            train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), earlier)
+            checkpoints.finish()
     between_steps("evaluating")
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):

@@ -51,11 +51,15 @@ class RunSoFar:
 
         def follow(result: TrainingResult) -> None:
             self.result = result
-            if not self._traffic:
+            if not self._traffic or self._is_settling(len(result.loss)):
                 self._traffic = self._expected_traffic()
             on_step(result)
 
         return follow
+
+    def _is_settling(self, step: int) -> bool:
+        assert self._facts is not None, "training has begun"
+        return step <= self._facts[1].settling_steps
 
     def _expected_traffic(self) -> list[Collective]:
         assert self._facts is not None, "training has begun"
@@ -69,8 +73,8 @@ class RunSoFar:
     def record(self, ending: Ending) -> dict[str, Any]:
         """The run record. Training must have begun.
 
-        That of a run that ends early has the traffic that was expected after the first step: now the training thread
-        may be stuck in a collective, and DDP answers no question meanwhile.
+        That of a run that ends early has the traffic that was expected once the strategy had settled: now the training
+        thread may be stuck in a collective, and DDP answers no question meanwhile.
         """
         assert self._facts is not None, "training has begun"
         ranks, strategy, optimizer, size, workload = self._facts

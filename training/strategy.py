@@ -64,7 +64,8 @@ class Strategy(ABC):
     """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
 
     settling_steps = 0
-    """How many of the first optimizer steps decide how later ones are computed. They are slower, and not profiled."""
+    """How many of the first optimizer steps decide how later ones are computed. They are no measure of these: not
+    profiled, and not counted in throughput."""
 
     shards: frozenset[str] = frozenset()
     """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
@@ -134,16 +135,17 @@ class Strategy(ABC):
     def replace_parameters(self) -> None:
         """Runs once, first: put others in the place of the module's parameters, among which `trainable` are found."""
 
-    def learned(self) -> Any:
-        """What the first steps have decided, as JSON, which a checkpoint keeps for `relearn`. Default: nothing."""
+    def learned(self) -> list[list[str]] | None:
+        """What the first steps have decided, which a checkpoint keeps for `relearn`: names of the parameters in each
+        bucket. Default: nothing."""
         return None
 
-    def relearn(self, learned: Any, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Before a checkpoint's state is loaded: decide as the run that saved it did, so that sums are rounded as if it
         had never stopped. Collective. Default: there is nothing to decide.
 
         Args:
-            learned: What `learned` gave to that run; None where it had another number of ranks or another choice.
+            learned: What `learned` gave to that run; None where something that it depends on has changed.
             first_step: Makes this rank's micro-batches of the first step.
         """
 

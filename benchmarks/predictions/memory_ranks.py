@@ -46,14 +46,15 @@ def main() -> None:
 
 
 def rows_of(config: RunConfig, ranks: Ranks) -> list[dict[str, Any]]:
-    """As `training.run.train_and_record` gets them, after two steps of training."""
+    """As `training.run.train_and_record` gets them, after two steps, or as many as the choice settles in."""
     seed_everything(config.seed, rank=0)
     workload = build_workload(config)
     size = ModelSize.of(workload.model)
     family = ddp if config.choice in ddp.CHOICES else sharding
     strategy = build_strategy(config, workload, ranks, family.load(config.choice))
     samples, batches = next(micro_batches(config, workload, ranks, steps=1))
-    train(strategy, [(samples, batches)] * 2, Unwatched(), config.clip_grad_norm, lambda result: None)
+    steps = [(samples, batches)] * max(2, strategy.settling_steps)
+    train(strategy, steps, Unwatched(), config.clip_grad_norm, lambda result: None)
     step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
     return gather_memory(strategy, size, step_memory)
 

@@ -34,7 +34,7 @@ from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost, Contention, OperatorCosts, Setting, Simulated
 from planner.plan import adamw
 from planner.simulate import simulate
-from training.config import RunConfig, StrategyOptions
+from training.config import AUTO, RunConfig, StrategyOptions
 from training.link_model import LinkModel, Piece
 from training.strategy import MicroBatch
 from training.synthetic import VOCABULARY
@@ -57,7 +57,7 @@ class Row:
     name: str
     choice: str
     measured_ms: float
-    cap_mb: float | None = None
+    cap_mb: float | str = AUTO
 
 
 ROWS = (

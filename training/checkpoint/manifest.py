@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     optimizer: str
     parameter_groups: list[dict[str, float | list[float]]]
-    learned: Any
+    learned: list[list[str]] | None
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     train_loss: list[float]

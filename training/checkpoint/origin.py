@@ -47,6 +47,9 @@ MAY_DIFFER = (
 )
 """Settings that decide how steps are computed, or how many. What has changed stands in the run record."""
 
+DECIDE_BUCKETS = {"choice", "world_size", "device", "backend", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"}
+"""Of these settings: where one has changed, buckets are fitted anew."""
+
 
 @dataclass(frozen=True)
 class Origin:

@@ -7,6 +7,7 @@ from typing import Any
 from training.checkpoint.files import TensorFiles
 from training.checkpoint.manifest import FORMAT, Manifest, file_name
 from training.checkpoint.origin import (
+    DECIDE_BUCKETS,
     Origin,
     changed_settings,
     checkpoint_folder,
@@ -101,8 +102,8 @@ class Checkpoints:
         optimizer = type(strategy.updating_optimizer).__name__
         parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
         require_same_model(manifest, parameters, buffers, optimizer)
-        is_same = (manifest.choice, manifest.world_size) == (config.choice, world_size)
-        strategy.relearn(manifest.learned if is_same else None, first_step)
+        changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
+        strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         if self._ranks.is_main:
             print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
