@@ -38,7 +38,7 @@ def make(choice: Choice, module: nn.Module, optimizer: str = "sgd", **options: A
 # Unused parameters ---------------------------------------------------------------------------------------------------
 
 
-def use_branches(choice: Choice, signs: list[int], caps: list[float | None]) -> list[dict[str, Any]]:
+def use_branches(choice: Choice, signs: list[int], caps: list[float]) -> list[dict[str, Any]]:
     """Three steps of `branching` in which rank r sees samples whose first feature has sign `signs[r]`."""
     results = []
     for cap in caps:
@@ -77,7 +77,7 @@ def test_unused_parameters(ranks: RankPool, choice: Choice, signs: list[int]) ->
         module(**{key: torch.cat([micro[key] for micro in flat]) for key in flat[0]}).loss.backward()
         optimizer.step()
     never = {name for name, p in module.named_parameters() if p.grad is None}
-    for answer in ranks.run(2, use_branches, choice, signs, [None, 0.00005])[0]:
+    for answer in ranks.run(2, use_branches, choice, signs, [25.0, 0.00005])[0]:
         assert answer["unused"] == never >= {"spare.weight", "spare.bias"}
         assert_close(answer["state"], module.state_dict(), TOLERANCE["adam"], "parameter")
 
