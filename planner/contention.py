@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import log
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ class Measured:
         compute: Duration of a step with all-reduces under way, over that of one alone.
         communication: Duration of an all-reduce while all ranks compute, over that of one alone.
         step_s, all_reduce_s: Alone.
-        hand_over_s: Until an asynchronous all-reduce has been handed over, others under way and no compute beside.
+        hand_over_s: Until an asynchronous all-reduce has been handed over, each after a step; mean over all rounds. A
+            thread that begins it may take the core from the one that hands it over.
         rounds: Measurements of all this; the factors are their medians.
         spread_pct: Half the range of the factors over rounds, in percent of them, the larger of the two.
     """
@@ -112,13 +113,14 @@ def measure_rounds(
     for _ in range(FEWEST):
         step()
         dist.all_reduce(tensor)
-    counts = torch.tensor([seconds / timed(step, 1, device), seconds / timed_all_reduces(tensor, FEWEST, device)[0]])
+    counts = torch.tensor([seconds / timed(step, 1, device), seconds / timed_all_reduces(tensor, FEWEST, device)])
     dist.all_reduce(counts, dist.ReduceOp.MIN)
     steps, calls = (max(FEWEST, int(count)) for count in counts)
     answer = []
     for _ in range(rounds):
         step_s = timed(step, steps, device)
-        all_reduce_s, hand_over_s = timed_all_reduces(tensor, calls, device)
+        all_reduce_s = timed_all_reduces(tensor, calls, device)
+        hand_over_s = timed_hand_overs(step, tensor, min(steps, calls), device)
         step_beside_s, all_reduce_beside_s = timed_together(step, tensor, calls, device)
         mine = torch.tensor(
             [step_s, all_reduce_s, hand_over_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64
@@ -152,18 +154,34 @@ def timed(step: Callable[[], None], count: int, device: torch.device) -> float:
     return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
 
 
-def timed_all_reduces(tensor: torch.Tensor, count: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of one of `count` all-reduces that are all under way, and of handing it over."""
+def timed_all_reduces(tensor: torch.Tensor, count: int, device: torch.device) -> float:
+    """Seconds of one of `count` all-reduces that are all under way."""
     dist.barrier()
     stopwatch = Stopwatch(device)
-    begin, began_s = stopwatch.mark(), time.perf_counter()
+    begin = stopwatch.mark()
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(count)]
-    handed_over_s = time.perf_counter() - began_s
+    wait_for(works, tensor)
+    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
+
+
+def timed_hand_overs(step: Callable[[], None], tensor: torch.Tensor, count: int, device: torch.device) -> float:
+    """Seconds until an all-reduce has been handed over, mean of `count` of them, each after a step."""
+    dist.barrier()
+    works, seconds = [], 0.0
+    for _ in range(count):
+        step()
+        began_s = time.perf_counter()
+        works.append(dist.all_reduce(tensor, async_op=True))
+        seconds += time.perf_counter() - began_s
+    wait_for(works, tensor)
+    return seconds / count
+
+
+def wait_for(works: Sequence[Any], tensor: torch.Tensor) -> None:
+    """Until all are done; their sums then make room for new ones."""
     for work in works:
-        assert work is not None
         work.wait()
     tensor.fill_(1.0)
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count, handed_over_s / count
 
 
 def timed_together(
@@ -179,10 +197,7 @@ def timed_together(
         step()
         elapsed_s = stopwatch.seconds_since_first([begin, stopwatch.mark()])[1]
         steps += 1
-    for work in works:
-        assert work is not None
-        work.wait()
-    tensor.fill_(1.0)
+    wait_for(works, tensor)
     return elapsed_s / max(steps, 1), elapsed_s / calls
 
 
@@ -195,7 +210,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, float]:
         "communication": max(1.0, median(communication)),
         "step_s": median(each.step_s for each in rounds),
         "all_reduce_s": median(each.all_reduce_s for each in rounds),
-        "hand_over_s": median(each.hand_over_s for each in rounds),
+        "hand_over_s": mean(each.hand_over_s for each in rounds),
         "rounds": len(rounds),
         "spread_pct": max(spreads),
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.cluster import Cluster, Device, Link
+from planner.contracts import Contention
 from training.cli import unknown_name
 from training.errors import UserError
 from training.rates import Rate
@@ -79,6 +80,13 @@ def efficiency(device: Device) -> Efficiency:
         return Efficiency(1.0, 1.0, 1e-5)
     of = entry["efficiency"]
     return Efficiency(of["compute"], of["memory"], of["launch_us"] * 1e-6)
+
+
+def contention(device: Device) -> tuple[Contention, str]:
+    """What compute and collectives are assumed to take from each other on this kind of device, and by whom: nothing
+    where the table has no figure."""
+    entry = table()["contention"].get(device.kind)
+    return (Contention(compute=entry["compute"]), entry["source"]) if entry else (Contention(), "")
 
 
 def link(name: str, efficiency: float | None = None) -> Link:

@@ -1,8 +1,11 @@
 """Where the costs of operators and collectives are taken from, and how far they may be off."""
 
-from planner import collective_costs, collective_fits, costs
+from pathlib import Path
+
+from planner import collective_costs, collective_fits, costs, hardware
+from planner.cluster import Cluster
 from planner.contention import load as load_contention
-from planner.contracts import CollectiveCosts, Contention, ContentionBySize, OperatorCosts
+from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts
 from planner.plan import Case, Costs
 from planner.recorded import load as load_record
 from planner.recorded import stated_error
@@ -49,12 +52,22 @@ def costs_of(case: Case) -> Costs:
         collectives = collective_costs.from_links(cluster)
         sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
         link_error = LINK_TABLE_ERROR
-    contention: ContentionBySize = load_contention(known.contention, cluster) if known.contention else Contention()
-    if known.contention:
-        least, most = contention.beside(0.0), contention.beside(float("inf"))
-        sources.append(
-            f"Contention: compute takes {least.compute:.2f} times as long beside the smallest collectives and "
-            f"{most.compute:.2f} beside the largest, and those {least.communication:.2f} and {most.communication:.2f} "
-            f"times, by {known.contention}."
-        )
+    contention, of_contention = contention_of(known.contention, cluster)
+    sources += [of_contention] if of_contention else []
     return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources))
+
+
+def contention_of(path: Path | None, cluster: Cluster) -> tuple[ContentionBySize, str]:
+    """What compute and collectives take from each other, as measured or else as the table assumes, and a sentence that
+    says so."""
+    if path is None:
+        assumed, source = hardware.contention(cluster.device)
+        sentence = f"Contention: compute takes {assumed.compute:.2f} times as long beside collectives ({source})."
+        return assumed, sentence if source else ""
+    measured = load_contention(path, cluster)
+    least, most = measured.beside(0.0), measured.beside(float("inf"))
+    return measured, (
+        f"Contention: compute takes {least.compute:.2f} times as long beside the smallest collectives and "
+        f"{most.compute:.2f} beside the largest, and those {least.communication:.2f} and {most.communication:.2f} "
+        f"times, by {path}."
+    )

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import planner as benchmark
 from benchmarks.predictions import lab_command, t4
-from benchmarks.predictions.held import Held, frame, mean_error_pct, summary, write, wrong_orders
+from benchmarks.predictions.held import Held, frame, mean_error_pct, median_of, spread_pct, summary, write, wrong_orders
 from benchmarks.predictions.memory_command import compare
 from benchmarks.predictions.memory_ranks import rows_of
 from planner.contracts import Contention
@@ -45,6 +45,13 @@ def test_only_what_is_apart_must_be_in_order() -> None:
     rows = [row("a", 101, 100), row("b", 100, 120), row("c", 110, 124), row("d", 1, 500, setting="other")]
     pairs, wrong = wrong_orders(rows)
     assert pairs == 2 and wrong == ["lab: a is 20 % faster than b, predicted slower"]
+
+
+def test_takes_become_one_row_of_medians() -> None:
+    takes = [row("a", 90, 100), row("b", 5, 50), row("a", 80, 130), row("b", 6, 50), row("a", 70, 110)]
+    assert median_of(takes) == [row("a", 80, 110), row("b", 5.5, 50)]
+    away = [100 * 10 / 110, 100 * 20 / 110, 0, 0, 0]
+    assert spread_pct(takes) == pytest.approx(sum(away) / 5)
 
 
 def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """One prediction beside one measurement, and what a table of them says."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from statistics import mean, median
 
 import pandas as pd
 from rich.console import Console
@@ -75,6 +76,31 @@ def mean_error_pct(rows: Sequence[Held]) -> float:
     """Mean absolute error in percent, of those rows that did not calibrate; nan of none."""
     errors = [abs(row.error_pct) for row in rows if not row.calibrates]
     return sum(errors) / len(errors) if errors else float("nan")
+
+
+def median_of(takes: Sequence[Held]) -> list[Held]:
+    """One row for each setting, choice and kind, with the medians of all its takes, in the order of the first ones."""
+    return [
+        replace(rows[0], predicted=median(row.predicted for row in rows), measured=median(row.measured for row in rows))
+        for rows in by_case(takes)
+    ]
+
+
+def spread_pct(takes: Sequence[Held]) -> float:
+    """How far measured steps are from the median of their takes, in percent of it, on average: no prediction of one
+    take could be closer."""
+    away = []
+    for rows in by_case([row for row in takes if row.what == "step"]):
+        middle = median(row.measured for row in rows)
+        away += [100 * abs(row.measured / middle - 1) for row in rows]
+    return mean(away)
+
+
+def by_case(takes: Sequence[Held]) -> list[list[Held]]:
+    cases: dict[tuple[str, str, str], list[Held]] = {}
+    for row in takes:
+        cases.setdefault((row.setting, row.choice, row.what), []).append(row)
+    return list(cases.values())
 
 
 def named(row: Held) -> str:

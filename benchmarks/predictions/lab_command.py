@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HAND_WRITTEN = "simple_ddp,flat_ddp,simple_ddp_hook,simple_ddp_async,bucket_ddp_async,zero1,zero2,zero3"
-TIMEOUT_S = 3600
+TIMEOUT_S, MOST_TAKES = 3600, 100
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Case:
     """A model on so many nodes of one rank, with links of one rate.
 
     Attributes:
-        folder: Of what was measured at this rate with these ranks.
+        folder: Of what was measured in one take at this rate with these ranks.
     """
 
     model: str
@@ -74,6 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds", type=float, default=0.5, help="for a size of a collective, and a part of contention (default: 0.5)"
     )
+    add("--takes", type=int, default=1, help="times that calibration and steps are measured, in turn; medians count")
     add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
     add("--csv", type=Path, metavar="FILE", help="write the table there, too")
 
@@ -84,14 +86,18 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the command line makes no sense, or something cannot be measured or predicted.
     """
-    from benchmarks.predictions.held import show, write, wrong_orders
+    from benchmarks.predictions.held import median_of, show, spread_pct, write, wrong_orders
     from planner.plan import choices
 
     names = choices(options.choices.split(","))
-    rows: list[Held] = []
     for case in cases(options):
         measure(case, names, options)
-        rows += compare(case, names)
+    takes = [row for case in cases(options) for row in compare(case, names)]
+    rows = median_of(takes)
+    if options.takes > 1:
+        print(
+            f"measured steps are {spread_pct(takes):.1f} % from the median of their {options.takes} takes, on average"
+        )
     times, peaks = ([row for row in rows if row.what == what] for what in ("step", "peak"))
     show(times, "step time", 5, 2)
     pairs, wrong = wrong_orders(times)
@@ -114,14 +120,15 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             raise UserError(f"--models: {unknown_name('model', model, MODELS)}")
     if not all(text.isdecimal() and int(text) > 1 for text in options.ranks.split(",")):
         raise UserError(f"--ranks {options.ranks}: numbers of 2 or more with commas between, such as 2,4")
-    for ranks in map(int, options.ranks.split(",")):
-        for rate in rates:
-            for model in models:
-                batch = {"global_batch_size": options.global_batch_size, "grad_accum_steps": 1}
-                samples = {"train_samples": options.global_batch_size, "eval_samples": 1}
-                config = RunConfig(**{**MODELS[model], **batch, **samples}, device="cpu", backend="gloo")
-                config.micro_batch_size(ranks)
-                yield Case(model, str(rate), ranks, config, options.output_dir / f"{rate}_{ranks}_ranks")
+    if not 1 <= options.takes <= MOST_TAKES:
+        raise UserError(f"--takes {options.takes}: must be from 1 to {MOST_TAKES}")
+    for take, ranks, rate in product(range(options.takes), map(int, options.ranks.split(",")), rates):
+        for model in models:
+            batch = {"global_batch_size": options.global_batch_size, "grad_accum_steps": 1}
+            samples = {"train_samples": options.global_batch_size, "eval_samples": 1}
+            config = RunConfig(**{**MODELS[model], **batch, **samples}, device="cpu", backend="gloo")
+            config.micro_batch_size(ranks)
+            yield Case(model, str(rate), ranks, config, options.output_dir / f"take_{take}" / f"{rate}_{ranks}_ranks")
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print both tables.
+    """Print all tables.
 
     Raises:
         UserError: the file cannot be written.
     """
     from benchmarks.predictions import t4
     from benchmarks.predictions.held import show, write
+    from planner import hardware
     from planner.contracts import Contention
 
     for workload, (size, ms, fits) in t4.consistent_workloads().items():
@@ -25,7 +26,10 @@ def run(options: argparse.Namespace) -> None:
     print(f"compute {t4.COMPUTE_S * 1e3:.1f} ms: the roofline of a T4 for 1024 tokens, times {reckoned.factor:.3f}")
     plain = t4.held(reckoned, Contention())
     show(plain, "nothing taken from each other", 5, 3)
+    assumed, _ = hardware.contention(reckoned.cluster.device)
+    as_planned = t4.held(reckoned, assumed)
+    show(as_planned, f"\ncompute takes {assumed.compute:.2f} times as long beside communication, as plans assume", 5, 3)
     contention = t4.fitted_contention(reckoned)
     beside = t4.held(reckoned, contention, t4.CALIBRATES)
     show(beside, f"\ncommunication takes {contention.communication:.2f} times as long beside compute", 5, 3)
-    write([*plain, *beside], options.csv)
+    write([*plain, *as_planned, *beside], options.csv)
