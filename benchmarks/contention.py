@@ -75,7 +75,8 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
         UserError: there is one rank only, or the file cannot be written.
     """
     from benchmarks.collective_rows import link_rate
-    from planner.contention import PAYLOADS, Measured, keep, measure_rounds, summary
+    from benchmarks.contention_rounds import PAYLOADS, measure_rounds, summary
+    from planner.contention import Measured, keep
     from training.distributed import from_rank0
 
     if ranks.world_size < 2:

@@ -1,4 +1,4 @@
-"""What compute and collectives take from each other while both are under way: measured, kept in a file, looked up.
+"""What compute and collectives take from each other while both are under way: kept in a file, looked up.
 
 Every rank trains a small network for a while, then has all-reduces under way, then both at once. On CPU, Gloo's
 threads and the ranks share the cores, so both get slower: the less so the slower the link is, since threads that wait
@@ -13,33 +13,21 @@ number of ranks, rate of the link and payload; between two rates, and two payloa
 """
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import log
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from planner.cluster import Cluster
 from planner.contracts import Contention
 from training.errors import UserError
 from training.record import write_json
-from training.stopwatch import Stopwatch
-from training.synthetic import MLP
 
 SCHEMA_VERSION = 2
-PAYLOADS = (64 * 2**10, 2**20, 16 * 2**20)
-"""Bytes of an all-reduce."""
-DEPTH, WIDTH, SAMPLES = 4, 512, 64
-"""Of the network: 1 M parameters; steps of a few milliseconds, and no processor's nearest caches hold them."""
-FEWEST = 3
-"""All-reduces under way, and steps, that a measurement has at least."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +40,8 @@ class Measured:
         compute: Duration of a step with all-reduces under way, over that of one alone.
         communication: Duration of an all-reduce while all ranks compute, over that of one alone.
         step_s, all_reduce_s: Alone.
-        hand_over_s: Until an asynchronous all-reduce has been handed over, each after a step; mean over all rounds. A
-            thread that begins it may take the core from the one that hands it over.
+        hand_over_s: Until an asynchronous all-reduce has been handed over in backward, mean over all rounds. A thread
+            that begins it may take the core from the one that hands it over.
         rounds: Measurements of all this; the factors are their medians.
         spread_pct: Half the range of the factors over rounds, in percent of them, the larger of the two.
     """
@@ -82,138 +70,6 @@ class Measured:
     def bytes_per_s(self) -> float:
         """What each rank sent while it did not compute: a ring's part of the payload."""
         return 2 * (self.world_size - 1) / self.world_size * self.payload_bytes / self.all_reduce_s
-
-
-@dataclass(frozen=True)
-class Round:
-    """Seconds of a step and of an all-reduce, alone and while the other goes on, and of handing one over."""
-
-    step_s: float
-    all_reduce_s: float
-    hand_over_s: float
-    step_beside_s: float
-    all_reduce_beside_s: float
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        return self.step_beside_s / self.step_s, self.all_reduce_beside_s / self.all_reduce_s
-
-
-def measure_rounds(
-    device: torch.device, payload_bytes: int = PAYLOADS[-1], seconds: float = 1.0, rounds: int = 5
-) -> list[Round]:
-    """Measure on all ranks of the default group; the mean over ranks. Collective.
-
-    Args:
-        payload_bytes: Of each all-reduce.
-        seconds: How long each of the three parts of a round takes, about.
-    """
-    step = training_step(device)
-    tensor = torch.ones(payload_bytes // 4, device=device)
-    for _ in range(FEWEST):
-        step()
-        dist.all_reduce(tensor)
-    counts = torch.tensor([seconds / timed(step, 1, device), seconds / timed_all_reduces(tensor, FEWEST, device)])
-    dist.all_reduce(counts, dist.ReduceOp.MIN)
-    steps, calls = (max(FEWEST, int(count)) for count in counts)
-    answer = []
-    for _ in range(rounds):
-        step_s = timed(step, steps, device)
-        all_reduce_s = timed_all_reduces(tensor, calls, device)
-        hand_over_s = timed_hand_overs(step, tensor, min(steps, calls), device)
-        step_beside_s, all_reduce_beside_s = timed_together(step, tensor, calls, device)
-        mine = torch.tensor(
-            [step_s, all_reduce_s, hand_over_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64
-        )
-        dist.all_reduce(mine)
-        answer.append(Round(*(mine / dist.get_world_size()).tolist()))
-    return answer
-
-
-def training_step(device: torch.device) -> Callable[[], None]:
-    """Forward, backward and optimizer of a small network, without communication."""
-    model = MLP(DEPTH, WIDTH).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = torch.ones(SAMPLES, WIDTH, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch, batch).loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def timed(step: Callable[[], None], count: int, device: torch.device) -> float:
-    """Seconds of one of `count` steps that all ranks begin together."""
-    dist.barrier()
-    stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    for _ in range(count):
-        step()
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
-
-
-def timed_all_reduces(tensor: torch.Tensor, count: int, device: torch.device) -> float:
-    """Seconds of one of `count` all-reduces that are all under way."""
-    dist.barrier()
-    stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(count)]
-    wait_for(works, tensor)
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1] / count
-
-
-def timed_hand_overs(step: Callable[[], None], tensor: torch.Tensor, count: int, device: torch.device) -> float:
-    """Seconds until an all-reduce has been handed over, mean of `count` of them, each after a step."""
-    dist.barrier()
-    works, seconds = [], 0.0
-    for _ in range(count):
-        step()
-        began_s = time.perf_counter()
-        works.append(dist.all_reduce(tensor, async_op=True))
-        seconds += time.perf_counter() - began_s
-    wait_for(works, tensor)
-    return seconds / count
-
-
-def wait_for(works: Sequence[Any], tensor: torch.Tensor) -> None:
-    """Until all are done; their sums then make room for new ones."""
-    for work in works:
-        work.wait()
-    tensor.fill_(1.0)
-
-
-def timed_together(
-    step: Callable[[], None], tensor: torch.Tensor, calls: int, device: torch.device
-) -> tuple[float, float]:
-    """Seconds of a step, and of an all-reduce, while as many all-reduces are under way and steps follow one another."""
-    dist.barrier()
-    stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(calls)]
-    steps, elapsed_s = 0, 0.0
-    while not all(work is not None and work.is_completed() for work in works):
-        step()
-        elapsed_s = stopwatch.seconds_since_first([begin, stopwatch.mark()])[1]
-        steps += 1
-    wait_for(works, tensor)
-    return elapsed_s / max(steps, 1), elapsed_s / calls
-
-
-def summary(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians, and the spread of the factors, as in `Measured`."""
-    compute, communication = zip(*(each.factors for each in rounds), strict=True)
-    spreads = [50 * (max(values) - min(values)) / median(values) for values in (compute, communication)]
-    return {
-        "compute": max(1.0, median(compute)),
-        "communication": max(1.0, median(communication)),
-        "step_s": median(each.step_s for each in rounds),
-        "all_reduce_s": median(each.all_reduce_s for each in rounds),
-        "hand_over_s": mean(each.hand_over_s for each in rounds),
-        "rounds": len(rounds),
-        "spread_pct": max(spreads),
-    }
 
 
 def keep(path: str | Path, measured: Measured) -> None:

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from benchmarks import contention as benchmark
+from benchmarks.contention_rounds import Round, measure_rounds, summary
 from planner import contention, hardware
-from planner.contention import Measured, Round, summary
+from planner.contention import Measured
+from planner.contracts import Contention
+from planner.sources import contention_of
 from tests.ranks import RankPool
 from training.errors import UserError
 
 
 def measure_briefly() -> list[Round]:
-    return contention.measure_rounds(torch.device("cpu"), 2**20, seconds=0.05, rounds=2)
+    return measure_rounds(torch.device("cpu"), 2**20, seconds=0.05, rounds=2)
 
 
 def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
@@ -102,6 +105,19 @@ def test_no_measurement_of_that_kind(tmp_path: Path, gpus: str, backend: str) ->
     contention.keep(path, measured(1e9, 2.0))
     with pytest.raises(UserError, match=f"{backend} with {gpus[0]} ranks.*nproc_per_node={gpus[0]}"):
         contention.load(path, hardware.cluster(gpus, "pcie4"))
+
+
+def test_without_a_file_contention_is_assumed_on_gpus_alone(tmp_path: Path) -> None:
+    """A mean that others have published, said so in the plan; a measurement takes its place."""
+    on_gpus, on_cpu = hardware.cluster("2xL4", "pcie4"), hardware.cluster("2xcpu", "100gbit")
+    assumed, said = contention_of(None, on_gpus)
+    assert (assumed.beside(1.0).compute, assumed.beside(1.0).communication) == (1.189, 1.0)
+    assert "1.19 times as long" in said and "arXiv 2507.03114" in said
+    assert contention_of(None, on_cpu) == (Contention(), "")
+    path = tmp_path / "contention.json"
+    contention.keep(path, measured(1e9, 2.0))
+    found, said = contention_of(path, on_cpu)
+    assert found.beside(2**20).compute == 2.0 and said.endswith(f"by {path}.")
 
 
 @pytest.mark.parametrize(
