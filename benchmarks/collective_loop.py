@@ -4,7 +4,7 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from benchmarks.collective_results import Results
 
 FEWEST_CALLS, MOST_CALLS = 3, 1000
+MOST_COPIES = 64
+"""Of a tensor, for --spread: small ones stay in caches in training, too."""
 WARMUP_SHARE = 0.2
 """Of --seconds-per-size, for warm-up calls beyond the first two."""
 USABLE = 0.9
@@ -95,7 +97,8 @@ class Bench:
         """
         operation = OPERATIONS[collective]
         dtype = DTYPES[type_name] if type_name else torch.float32
-        self._require_memory(int(size * operation.memory))
+        copies = self._copies(size)
+        self._require_memory(int(size * operation.memory * copies))
         pairs: list[tuple[int, ...]] = [()]
         if collective == "send_recv":
             pairs = list(itertools.permutations(range(self._ranks.world_size), 2))
@@ -105,7 +108,7 @@ class Bench:
         measured = []
         for pair in pairs:
             seconds, wrong = self._time(
-                lambda pair=pair: operation.make(count, dtype, self._ranks, *pair), 1 / len(pairs)
+                lambda pair=pair: operation.make(count, dtype, self._ranks, *pair), 1 / len(pairs), copies
             )
             measured.append(
                 Measured(
@@ -121,24 +124,31 @@ class Bench:
             )
         return measured
 
-    def _time(self, make: Callable[[], Call], share: float) -> tuple[list[float], int]:
+    def _copies(self, size: int) -> int:
+        """Tensors that calls take turns on."""
+        return min(-(-self._options.spread // max(size, 1)), MOST_COPIES) if self._options.spread else 1
+
+    def _time(self, make: Callable[[], Call], share: float, copies: int) -> tuple[list[float], int]:
         """Seconds of each timed call, on its slowest rank; wrong elements of a checked call, over all ranks.
 
         Args:
             share: Of --seconds-per-size, that may be used.
+            copies: Of the call, each on tensors of its own, that take turns.
         """
         made: list[Call] = []
 
         def prepare() -> None:
-            made.append(make())
+            made.extend(make() for _ in range(copies))
+            for call in made:
+                call.clear()
             made[0].fill()
 
         self._require_success(prepare)
-        (call,) = made
+        call, turns = made[0], itertools.cycle(made)
         self._require_success(call.run)
         call.clear()
         budget = self._options.seconds_per_size * share
-        (estimate,) = self._slowest([self._timed(call)])
+        (estimate,) = self._slowest([self._timed(turns)])
         for _ in range(min(self._options.warmup - 2, int(WARMUP_SHARE * budget / estimate))):
             call.run()
         call.fill()
@@ -148,15 +158,15 @@ class Bench:
         call.clear()
         affordable = int(budget / estimate / self._options.in_a_row)
         calls = self._options.iterations or min(max(affordable, FEWEST_CALLS), MOST_CALLS)
-        return self._slowest([self._timed(call) for _ in range(calls)]), int(wrong)
+        return self._slowest([self._timed(turns) for _ in range(calls)]), int(wrong)
 
-    def _timed(self, call: Call) -> float:
+    def _timed(self, turns: Iterator[Call]) -> float:
         """Seconds of a call on this rank, from a start that all ranks share; the mean of those in a row, if several."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
         for _ in range(self._options.in_a_row):
-            call.run()
+            next(turns).run()
         self._synchronize()
         return (time.perf_counter() - start) / self._options.in_a_row
 

@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=5, help="most calls before the check; there are two at least (default: 5)")
     add("--iterations", type=int, help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
     add("--in-a-row", type=int, default=1, help="calls from one barrier to the next; their mean counts (default: 1)")
+    add("--spread", help="calls take turns on tensors of this size in all, as in training, so that caches hold none")
     add("--seconds-per-size", type=float, default=1.0, help="time for the timed calls of a size (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help="auto, gloo or nccl (default: %(default)s)")
@@ -81,6 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             if name not in known:
                 exit_with_error(f"--{kind}s: {unknown_name(kind, name, known)}")
     options.sizes = sizes_of(options)
+    options.spread = spread_of(options)
     for flag, value, least in (
         ("--warmup", options.warmup, 0),
         ("--iterations", options.iterations, 1),
@@ -110,6 +112,14 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     if not 1.01 <= options.factor < float("inf"):
         exit_with_error(f"--factor {options.factor}: must be at least 1.01, such as 2 or 4")
     return size_range(least, most, options.factor)
+
+
+def spread_of(options: argparse.Namespace) -> int:
+    """Bytes; 0 for one tensor."""
+    try:
+        return parse_size(options.spread) if options.spread is not None else 0
+    except ValueError as error:
+        exit_with_error(f"--spread: {error}")
 
 
 def file_stem(backend: str, device: str, world_size: int) -> str:

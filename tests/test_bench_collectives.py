@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,8 +132,20 @@ def test_calls_in_a_row_count_by_their_mean() -> None:
     bench._options, bench._control = Namespace(in_a_row=4), mock.Mock()
     bench._ranks, call = Ranks(0, 1, CPU, "gloo"), mock.Mock()
     with mock.patch("torch.distributed.barrier") as barrier, mock.patch("time.perf_counter", side_effect=[1.0, 3.0]):
-        assert bench._timed(call) == 0.5
+        assert bench._timed(repeat(call)) == 0.5
     assert (call.run.call_count, barrier.call_count) == (4, 1)
+
+
+def test_calls_take_turns_on_as_many_tensors_as_no_cache_holds() -> None:
+    """All of 8 MiB, for 2 MiB each; of the smaller ones no more than 64."""
+    bench = object.__new__(Bench)
+    bench._options = Namespace(spread=8 * 2**20)
+    assert [bench._copies(size) for size in (2 * 2**20, 5 * 2**20, 64 * 2**20, 1, 0)] == [4, 2, 1, 64, 64]
+    first, second = mock.Mock(), mock.Mock()
+    bench._options, bench._control, bench._ranks = Namespace(in_a_row=3), mock.Mock(), Ranks(0, 1, CPU, "gloo")
+    with mock.patch("torch.distributed.barrier"):
+        bench._timed(cycle([first, second]))
+    assert (first.run.call_count, second.run.call_count) == (2, 1)
 
 
 def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:

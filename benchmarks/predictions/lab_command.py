@@ -141,7 +141,8 @@ def measure(case: Case, choices: Sequence[str], options: argparse.Namespace) -> 
     if not case.collectives.exists():
         kinds = "all_reduce,all_gather,broadcast,reduce_scatter,all_to_all,sharding.all_gather"
         flags = ["--collectives", kinds, "--sizes", options.sizes, "--seconds-per-size", seconds]
-        flags += ["--in-a-row", "5"]  # as in training: a link has no time to rest between two calls
+        # As in training: a link has no time to rest between two calls, and caches hold no gradients.
+        flags += ["--in-a-row", "5", "--spread", "64M"]
         in_lab(case, "collectives.py", *flags, "--output-dir", str(case.folder))
     if not case.contention.exists():
         in_lab(case, "contention.py", "--seconds", seconds, "--output-dir", str(case.folder))
