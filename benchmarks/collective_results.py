@@ -17,7 +17,7 @@ from benchmarks.measured import Measured
 from benchmarks.sizes import shown_size
 from training.distributed import Ranks
 from training.errors import UserError
-from training.record import cpu_name, package_versions, write_json
+from training.record import device_name, package_versions, write_json
 
 SCHEMA_VERSION = 1
 SHOWN = {
@@ -55,7 +55,7 @@ class Results:
             "world_size": ranks.world_size,
             "backend": ranks.backend,
             "device": ranks.device.type,
-            "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else cpu_name(),
+            "device_name": device_name(ranks.device),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **package_versions()},
             "link_bits_per_s": link_rate(),

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
     from benchmarks.contention_rounds import PAYLOADS, measure_rounds, summary
     from planner.contention import Measured, keep
     from training.distributed import from_rank0
+    from training.record import device_name
 
     if ranks.world_size < 2:
         raise UserError("one rank has nobody to communicate with; run with --nproc_per_node=2 or more")
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
             world_size=ranks.world_size,
             backend=ranks.backend,
             device=ranks.device.type,
+            device_name=device_name(ranks.device),
             link_bits_per_s=link_rate(),
             payload_bytes=payload,
             **summary(measure_rounds(ranks.device, payload, options.seconds, options.rounds)),

@@ -158,7 +158,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, float]:
         "communication": max(1.0, median(communication)),
         "step_s": median(each.step_s for each in rounds),
         "all_reduce_s": median(each.all_reduce_s for each in rounds),
-        "hand_over_s": mean(each.hand_over_s for each in rounds),
+        "hand_over_s": median(each.hand_over_s for each in rounds),
         "rounds": len(rounds),
         "spread_pct": max(spreads),
     }

@@ -143,14 +143,14 @@ class Decoder:
 
     def activation_terms(self, samples: int, tokens: int, precision: str) -> list[Term]:
         """Bytes that autograd keeps for the backward pass of one micro-batch; empty where no formula is known (models
-        with dropout or LayerNorm: those of GPT-2).
+        with dropout or LayerNorm: those of GPT-2; and 16-bit parameters, `mixed`, which the runner does not have).
 
         Args:
             samples: In the micro-batch (b).
             tokens: Of each sample (s).
             precision: `fp32`, or `bf16` for autocast: linear layers and attention then keep 16-bit copies of their own.
         """
-        if not self.gated or self.norm_vectors != 1:
+        if not self.gated or self.norm_vectors != 1 or precision == "mixed":
             return []
         bs, layers, low = samples * tokens, self.layers, BF16 if precision == "bf16" else FP32
         d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv

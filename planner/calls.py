@@ -37,6 +37,12 @@ kernel runs over its elements."""
 READS_PART = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather, aten.slice_backward})
 """Operators that read no more of their first tensor than they write."""
 
+WRITES_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"})
+"""Names of operators that write a tensor without reading it, `_foreach_` before them or not. Those of all others that
+end in an underscore read it, too."""
+ONLY_READ = frozenset({"grads"})
+"""Arguments of fused optimizers that a schema calls written: they are only where a gradient scaler has a say."""
+
 FLOPS = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -65,7 +71,7 @@ def operator_call(
 ) -> OperatorCall:
     """The numbers of one call of `function`, as `TorchDispatchMode.__torch_dispatch__` sees it after it ran.
 
-    An element that `expand` repeats is counted once, and a tensor that is both read and written as well.
+    An element that `expand` repeats is counted once; a tensor that is both read and written, twice.
 
     Args:
         result: What it answered with; a tensor that is changed in place must be the same object there.
@@ -79,16 +85,37 @@ def operator_call(
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         flops=flops,
-        bytes_moved=bytes_moved(function, tensors, result) if touches_data(function) else 0,
+        bytes_moved=bytes_moved(function, args, kwargs, result) if touches_data(function) else 0,
     )
 
 
-def bytes_moved(function: torch._ops.OpOverload, tensors: Sequence[Tensor], result: Any) -> int:
+def bytes_moved(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
-    return sum(tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values())
+    both = updated(function, args, kwargs)
+    return sum(
+        tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in (*tensors, *written)}.values()
+    ) + sum(map(tensor_bytes, both))
+
+
+def updated(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that it reads and then writes."""
+    schema = function._schema
+    if not schema.is_mutable or schema.name.partition("::")[2].removeprefix("_foreach_") in WRITES_ONLY:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    names = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info
+        and argument.alias_info.is_write
+        and not argument.is_out
+        and argument.name not in ONLY_READ
+    ]
+    return [leaf for leaf in tree_leaves([given.get(name) for name in names]) if isinstance(leaf, Tensor)]
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -127,7 +127,7 @@ def section(usual: Usual, plan: Plan) -> str:
         f"    {usual.command}\n",
         "\n".join(f"- {sentence}" for sentence in sentences) + "\n",
         markdown(plan.frame),
-        "\n".join(f"- {sentence}" for sentence in certainty(plan.costs)) + "\n",
+        "\n".join(f"- {sentence}" for sentence in certainty(plan)) + "\n",
     ]
     return "\n".join(parts)
 

@@ -7,7 +7,9 @@ of it share it without loss until the parts add up to more (fluid model: process
 (something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
 
 The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
-sooner than all compute before it is done; what it waits for blocks it.
+sooner than all compute before it is done; what it waits for blocks it. But on CUDA, where the host runs ahead, what is
+issued in a stream of its own may have begun earlier than the compute that was issued before it: then it is brought up
+to the present, and compute pays in arrears for what the two take from each other.
 """
 
 from collections import deque
@@ -24,6 +26,7 @@ class Flight:
     Attributes:
         cost: What it would take alone.
         beside: What it and compute take from each other.
+        ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
         began_s: When its turn came in its queue.
         latency_left_s, transfer_left_s: Alone on its link.
     """
@@ -32,6 +35,7 @@ class Flight:
     beside: Contention
     issued_s: float
     on_done: "Callable[[Flight], None] | None" = None
+    ready_s: float = float("inf")
     began_s: float | None = None
     ended_s: float | None = None
     latency_left_s: float = field(init=False)
@@ -46,10 +50,14 @@ class Flight:
 
 
 class Queue:
-    """Collectives of one process group, of which at most `width` are under way at once."""
+    """Collectives of one process group, of which at most `width` are under way at once.
+
+    Attributes:
+        free_s: When the last one that is done had ended.
+    """
 
     def __init__(self, width: int) -> None:
-        self.width, self.running, self.waiting = width, 0, deque[Flight]()
+        self.width, self.running, self.waiting, self.free_s = width, 0, deque[Flight](), 0.0
 
 
 class Clock:
@@ -66,6 +74,8 @@ class Clock:
         self._contention = contention or Contention()
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
+        self._arrears_s = 0.0  # compute that is to be done later, since a collective began earlier than it seemed
+        self._flew_until_s = 0.0
 
     def compute(self, seconds: float) -> None:
         """Compute what takes `seconds` where nothing else goes on."""
@@ -82,11 +92,21 @@ class Clock:
         queue: Queue,
         on_done: "Callable[[Flight], None] | None" = None,
         payload_bytes: float = 0.0,
+        ready_s: float = float("inf"),
+        contends: bool = True,
     ) -> Flight:
-        """Hand a collective over, which goes as soon as its queue lets it."""
-        flight = Flight(cost, self._contention.beside(payload_bytes), self.now_s, on_done)
+        """Hand a collective over, which goes as soon as its queue lets it.
+
+        Args:
+            ready_s: From when on it could have gone, if compute that was issued before does not hold it up.
+            contends: Whether compute and this one take anything from each other.
+        """
+        beside = self._contention.beside(payload_bytes) if contends else Contention()
+        flight = Flight(cost, beside, self.now_s, on_done, ready_s)
         queue.waiting.append(flight)
         self._begin_next(queue)
+        arrears_s, self._arrears_s = self._arrears_s, 0.0
+        self.compute(arrears_s)
         self._hand_over(flight.beside.hand_over_s)
         return flight
 
@@ -112,16 +132,36 @@ class Clock:
     def _begin_next(self, queue: Queue) -> None:
         while queue.waiting and queue.running < queue.width:
             flight = queue.waiting.popleft()
-            flight.began_s = self.now_s
+            flight.began_s = min(self.now_s, max(flight.ready_s, queue.free_s))
             queue.running += 1
             self._active[flight] = queue
+            if flight.began_s < self.now_s:
+                self._catch_up(flight)
             if not flight.latency_left_s and not flight.transfer_left_s:
                 self._end(flight)
 
+    def _catch_up(self, flight: Flight) -> None:
+        """Bring up to now what began earlier, beside compute: at its own pace, whatever else was under way."""
+        assert flight.began_s is not None
+        slow = flight.beside.communication
+        needed_s = flight.latency_left_s + flight.transfer_left_s * slow
+        passed_s = min(self.now_s - flight.began_s, needed_s)
+        if passed_s == needed_s:
+            flight.ended_s = flight.began_s + needed_s
+            flight.latency_left_s = flight.transfer_left_s = 0.0
+        else:
+            flight.transfer_left_s -= max(0.0, passed_s - flight.latency_left_s) / slow
+            flight.latency_left_s = max(0.0, flight.latency_left_s - passed_s)
+        until_s = flight.began_s + passed_s
+        self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flew_until_s))
+        self._flew_until_s = max(self._flew_until_s, until_s)
+        self._arrears_s += passed_s * (1 - 1 / flight.beside.compute)
+
     def _end(self, flight: Flight) -> None:
-        flight.ended_s = self.now_s
+        flight.ended_s = self.now_s if flight.ended_s is None else flight.ended_s
         queue = self._active.pop(flight)
         queue.running -= 1
+        queue.free_s = flight.ended_s
         if flight.on_done:
             flight.on_done(flight)
         self._begin_next(queue)
@@ -141,6 +181,7 @@ class Clock:
         self.now_s += step
         if self._active:
             self.in_flight_s += step
+            self._flew_until_s = self.now_s
         for flight, left in rest.items():
             is_over = left <= step
             if flight.latency_left_s:

@@ -15,6 +15,7 @@ import numpy as np
 
 from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost
+from planner.hardware import calls_itself, is_of
 from planner.volumes import MESSAGES, volume
 from training.errors import UserError
 from training.link_model import LinkModel, Piece
@@ -37,9 +38,23 @@ SAME_RATE = 0.15
 
 
 class Model(Protocol):
-    """Seconds of a collective by the bytes of its payload; more bytes never take less."""
+    """Seconds of a collective by the bytes of its payload; more bytes never take less. The last of `pieces` says how
+    long each byte of a large one takes."""
 
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
     def seconds(self, payload_bytes: float) -> Any: ...
+
+
+def parts(model: Model, payload_bytes: float) -> tuple[float, float]:
+    """Of the seconds that it takes, those in which its link is idle, and those in which it is not: at least what its
+    bytes take at the rate of large ones. What small ones take beyond that goes by in threads and queues, in which
+    others find the link free.
+    """
+    whole = float(model.seconds(payload_bytes))
+    at_rate = payload_bytes * model.pieces[-1].seconds_per_byte
+    transfer = min(whole, max(whole - float(model.seconds(0)), at_rate))
+    return whole - transfer, transfer
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,10 @@ class Measured:
         """`means`: seconds by bytes. A larger payload that took less counts as taking as long."""
         sizes, seconds = zip(*sorted(means.items()), strict=True)
         return cls(sizes, tuple(np.maximum.accumulate(seconds).tolist()), fit)
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self.fit.pieces
 
     def seconds(self, payload_bytes: float) -> float:
         latency = min(float(self.fit.seconds(0)), self.times[0])
@@ -93,8 +112,7 @@ class FittedCosts:
             raise UserError(f"the measurement holds neither {kind} nor a collective that it could be reckoned from")
         measured, model = volume(base, self.backend, self.world_size), self.models[base]
         payload = payload_bytes * asked.busiest / measured.busiest
-        latency = float(model.seconds(0))
-        transfer = float(model.seconds(payload)) - latency
+        latency, transfer = parts(model, payload)
         share = asked.share * (self._crowding(payload) if base == "broadcast" else 1.0)
         return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, min(1.0, share))
 
@@ -114,7 +132,8 @@ def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> Fitted
 
     Args:
         scale: Whether a measurement with another number of ranks may be taken: latency by hops, bytes by what the
-            busiest link carries. That ranks of one machine share its cores is not in that.
+            busiest link carries. That ranks of one machine share its cores is not in that. And one of another device,
+            as it is.
 
     Raises:
         UserError: the file cannot be read, is no such measurement, or one of something else than `cluster`.
@@ -127,6 +146,13 @@ def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> Fitted
     if content["backend"] != cluster.backend:
         raise UserError(f"{path}: measured over {content['backend']}, but {cluster.device.name} uses {cluster.backend}")
     link, remarks = cluster.inside if cluster.between is None else cluster.between, []
+    there, here = content["device_name"], calls_itself(cluster.device)
+    if not is_of(cluster.device, there):
+        if not scale:
+            raise UserError(
+                f"{path}: measured on {there}, not on {here}; measure there, or have the measurement rescaled"
+            )
+        remarks.append(f"collectives were measured on {there}, not on {here}, and are taken as they are")
     require_rate(path, content.get("link_bits_per_s"), link)
     measured_ranks = content["world_size"]
     if measured_ranks < 2:
@@ -153,7 +179,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"cannot read measured collectives from {path}: {reason}") from None
-    needed = {"fits", "rows", "world_size", "backend"}
+    needed = {"fits", "rows", "world_size", "backend", "device_name"}
     if not isinstance(content, dict) or not needed <= content.keys() or content.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: not a file of scripts/bench_collectives.py of this version")
     return content

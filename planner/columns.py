@@ -35,7 +35,9 @@ PLAN_COLUMNS = {
     "cost_per_million_samples": Column(
         "cost", "a million samples", "of all devices, at --price; none without it", 1, 2
     ),
-    "spare_bytes": gib("to spare", "memory of a device, less what CUDA itself takes, less the peak; below 0: missing"),
+    "spare_bytes": gib(
+        "to spare", "memory of a device, less what CUDA itself takes where it is a GPU, less the peak; below 0: missing"
+    ),
     "peak_bytes": gib("peak", "most bytes that a rank's tensors take at one moment of a step"),
     **{
         f"peak_{component}_bytes": gib(label, f"of these, {label}{more}")

@@ -24,10 +24,11 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.contracts import Contention
+from planner.hardware import calls_itself, is_of
 from training.errors import UserError
 from training.record import write_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Measured:
     """One measurement.
 
     Attributes:
+        device_name: Of the processor or the GPU, as it calls itself.
         link_bits_per_s: Of a shaped link; None where nothing limits it.
         payload_bytes: Of each all-reduce.
         compute: Duration of a step with all-reduces under way, over that of one alone.
         communication: Duration of an all-reduce while all ranks compute, over that of one alone.
         step_s, all_reduce_s: Alone.
-        hand_over_s: Until an asynchronous all-reduce has been handed over in backward, mean over all rounds. A thread
+        hand_over_s: Until an asynchronous all-reduce has been handed over in backward, on average. A thread
             that begins it may take the core from the one that hands it over.
         rounds: Measurements of all this; the factors are their medians.
         spread_pct: Half the range of the factors over rounds, in percent of them, the larger of the two.
@@ -49,6 +51,7 @@ class Measured:
     world_size: int
     backend: str
     device: str
+    device_name: str
     link_bits_per_s: float | None
     payload_bytes: int
     compute: float
@@ -64,7 +67,7 @@ class Measured:
     @property
     def where(self) -> tuple[object, ...]:
         """What a file holds one measurement for."""
-        return self.world_size, self.backend, self.device, self.link_bits_per_s, self.payload_bytes
+        return self.world_size, self.backend, self.device_name, self.link_bits_per_s, self.payload_bytes
 
     @property
     def bytes_per_s(self) -> float:
@@ -125,14 +128,18 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
     Raises:
         UserError: there is no such measurement, or the file is none.
     """
-    mine = [each for each in read(path) if (each.world_size, each.backend) == (cluster.world_size, cluster.backend)]
+    asked, device = (cluster.world_size, cluster.backend), cluster.device
+    fitting = [each for each in read(path) if (each.world_size, each.backend) == asked]
+    mine = [each for each in fitting if is_of(device, each.device_name)]
+    if fitting and not mine:
+        raise UserError(f"{path}: measured on {fitting[0].device_name}, not on {calls_itself(device)}; measure there")
     if not mine:
         raise UserError(
             f"{path}: holds no measurement over {cluster.backend} with {cluster.world_size} ranks; measure it with "
             f"torchrun --standalone --nproc_per_node={cluster.world_size} benchmarks/contention.py"
         )
     link = cluster.inside if cluster.between is None else cluster.between
-    is_cuda = cluster.device.kind == "cuda"
+    is_cuda = device.kind == "cuda"
     reached = {rate: max(each.bytes_per_s for each in mine if each.link_bits_per_s == rate) for rate in rates_of(mine)}
     found = {}
     for payload, same in groupby(sorted(mine, key=lambda each: each.payload_bytes), lambda each: each.payload_bytes):

@@ -20,7 +20,7 @@ class OperatorCall:
         shapes: Of its tensor arguments, in order.
         dtypes: Of the same, without `torch.`: `float32`.
         flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
-        bytes_moved: Bytes of all tensors read and written, each counted once.
+        bytes_moved: Bytes of all tensors read and of all written; of one that is changed in place, both.
     """
 
     name: str

@@ -17,28 +17,22 @@ from planner.roofline import Roofline
 from training.errors import UserError
 from training.record import cpu_name
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
-
-def roofline(device: Device, efficiency: Efficiency | float | None = None, precision: str = "fp32") -> OperatorCosts:
+def roofline(device: Device, efficiency: Efficiency | float | None = None) -> OperatorCosts:
     """Costs by peak rates alone.
 
     Args:
         efficiency: What operators reach; a number stands for both compute and memory. Default: what the table assumes.
-        precision: `tf32` computes products of float32 matrices as TF32. Otherwise dtypes alone decide: autocast shows
-            in them.
 
     Raises:
-        UserError: an efficiency outside its bounds, or an unknown precision.
+        UserError: an efficiency outside its bounds.
     """
-    if precision not in PRECISIONS:
-        raise UserError(f"precision '{precision}': one of {', '.join(PRECISIONS)}")
     of_table = assumed_efficiency(device)
     if efficiency is None:
         efficiency = of_table
     elif not isinstance(efficiency, Efficiency):
         efficiency = replace(of_table, compute=efficiency, memory=efficiency)
-    return Roofline(device, efficiency, precision == "tf32")
+    return Roofline(device, efficiency)
 
 
 def recorded(

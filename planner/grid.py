@@ -40,43 +40,50 @@ class Grid:
 
 
 def axes_of(case: Case) -> dict[str, list[float]]:
-    """Values around those of `case`, which is among them."""
-    ranks, size = case.cluster.world_size, case.micro_batch_size
+    """Values around those of `case`, which is among them. What was measured for so many ranks, or of one link, keeps
+    those."""
+    cluster, known, size = case.cluster, case.knowledge, case.micro_batch_size
     accumulation = case.config.grad_accum_steps
+    unit = cluster.ranks_per_node if cluster.nodes > 1 else 1
+    units, most = cluster.world_size // unit, MOST_RANKS // unit
+    is_measured = known.contention or (known.collectives and not known.rescale)
+    numbers = {units} if is_measured else {max(1, units // 2), units, max(units, min(2 * units, most))}
     return {
-        "ranks": sorted({max(1, ranks // 2), ranks, min(2 * ranks, MOST_RANKS)}),
-        "link": list(LINK_FACTORS),
+        "ranks": sorted(unit * number for number in numbers),
+        "link": [1.0] if known.collectives else list(LINK_FACTORS),
         "micro_batch_size": sorted({max(1, size // 2), size, 2 * size}),
         "grad_accum_steps": sorted({1, accumulation, 2 * accumulation}),
         "bucket_cap_mb": sorted({*BUCKETS, bucket_of(case)}),
     }
 
 
-def fill(case: Case, choices: Sequence[str], simulations: Simulations, budget_s: float) -> Grid:
+def fill(case: Case, planned: Mapping[str, Figures], simulations: Simulations, budget_s: float) -> Grid:
     """Simulate settings around `case`, those that differ from it in few respects first, until time is up.
 
     Args:
+        planned: Figures of each choice as `case` has it, known already.
         simulations: Answers tasks with their `figures`, in their order.
         budget_s: In seconds; what has begun is finished.
     """
     began, axes = time.perf_counter(), axes_of(case)
     base = tuple(axes[axis].index(value) for axis, value in zip(AXES, values_of(case), strict=True))
     places = list(itertools.product(*(range(len(axes[axis])) for axis in AXES)))
+    places.remove(base)
     places.sort(key=lambda place: distance(place, base))
 
     def tasks() -> Iterator[tuple[Case, str]]:
         for place in places:
-            if place == base or time.perf_counter() - began < budget_s:
+            if time.perf_counter() - began < budget_s:
                 there = changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)])
-                yield from ((there, choice) for choice in choices)
+                yield from ((there, choice) for choice in planned)
 
     found = simulations(tasks())
-    cells = {}
+    cells = {base: planned}
     for place in places:
-        of_place = dict(zip(choices, itertools.islice(found, len(choices)), strict=False))
+        of_place = dict(zip(planned, itertools.islice(found, len(planned)), strict=False))
         if of_place:
             cells[place] = of_place
-    return Grid(axes, base, cells, time.perf_counter() - began, len(places))
+    return Grid(axes, base, cells, time.perf_counter() - began, 1 + len(places))
 
 
 def values_of(case: Case) -> Iterator[float]:
@@ -114,11 +121,15 @@ def changed(case: Case, values: Sequence[float]) -> Case:
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """A cluster of so many ranks: nodes of the same size where there are several, one node otherwise."""
-    if cluster.nodes == 1:
-        return replace(cluster, ranks_per_node=ranks)
-    nodes = max(1, ranks // cluster.ranks_per_node)
-    return replace(cluster, nodes=nodes, ranks_per_node=ranks // nodes)
+    """A cluster of so many ranks: whole nodes where there are several, one node otherwise. Ranks of one machine's
+    processor share its memory."""
+    if cluster.nodes > 1:
+        nodes = ranks // cluster.ranks_per_node
+        return replace(cluster, nodes=nodes, between=cluster.between if nodes > 1 else None)
+    device = cluster.device
+    if device.kind == "cpu":
+        device = replace(device, memory_bytes=device.memory_bytes * cluster.ranks_per_node // ranks)
+    return replace(cluster, device=device, ranks_per_node=ranks)
 
 
 def scaled(link: Link, factor: float) -> Link:

@@ -48,14 +48,6 @@ class Efficiency:
                 raise UserError(f"efficiency {getattr(self, name):g} of {name}: give a part above 0 and at most 1")
 
 
-def device_names() -> list[str]:
-    return [*table()["devices"], CPU]
-
-
-def link_names() -> list[str]:
-    return list(table()["links"])
-
-
 def device(name: str) -> Device:
     """The device of this name; case, blanks and hyphens do not matter. `cpu` is this machine's, measured now.
 
@@ -118,14 +110,14 @@ def link(name: str, efficiency: float | None = None) -> Link:
     return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
 
 
-def cluster(gpus: str, link_name: str, between: str | None = None, link_efficiency: float | None = None) -> Cluster:
+def cluster(gpus: str, link_name: str, between: str | None = None, also: Device | None = None) -> Cluster:
     """The cluster that a command line names.
 
     Args:
         gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
         link_name: Between the devices of a node.
         between: Between nodes: what all devices of a node share.
-        link_efficiency: Part of the peak rate that a transfer gets, on both links. Default: the table's.
+        also: A device that is known besides those of the table, from a record of it.
 
     Raises:
         UserError: a name or number that makes no sense.
@@ -137,17 +129,38 @@ def cluster(gpus: str, link_name: str, between: str | None = None, link_efficien
     nodes, ranks = ([1, 1] + numbers)[-2:]
     if nodes * ranks > MOST_RANKS:
         raise UserError(f"devices '{gpus}': {nodes * ranks} of them; at most {MOST_RANKS} are planned for")
-    of_one = device(parts[3])
+    if nodes == 1 and between is not None:
+        raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
+    of_one = also if also is not None and is_called(also, parts[3]) else device(parts[3])
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
     return Cluster(
         device=of_one,
         nodes=nodes,
         ranks_per_node=ranks,
-        inside=link(link_name, link_efficiency),
-        between=link(between, link_efficiency) if between is not None else None,
+        inside=link(link_name),
+        between=link(between) if between is not None else None,
         backend="gloo" if of_one.kind == "cpu" else "nccl",
     )
+
+
+def is_called(device: Device, name: str) -> bool:
+    """Whether a person means this device by `name`: `A10` is an `NVIDIA A10`."""
+    return spelled(name) in (spelled(device.name), spelled(device.name).removeprefix("nvidia").removeprefix("tesla"))
+
+
+def calls_itself(device: Device) -> str:
+    """What hardware of this kind says that it is: a processor its name, a GPU of the table the table's."""
+    from training.record import cpu_name
+
+    return cpu_name() if device.kind == CPU else device.name
+
+
+def is_of(device: Device, name: str) -> bool:
+    """Whether hardware that calls itself `name` (in a file of measurements) is this device."""
+    entries = table()["devices"]
+    of_table = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
+    return of_table.get(spelled(name), name) == calls_itself(device) or (device.kind != CPU and is_called(device, name))
 
 
 def known(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.clock import Clock, Flight, Queue
 from planner.cluster import Cluster
 from planner.contracts import CollectiveCost, CollectiveCosts
+from planner.streams import Streams
 from training.errors import UserError
 
 TIMEOUT = timedelta(minutes=10)
@@ -57,7 +58,8 @@ class Network:
     """What all pretended groups have in common: the clock, the costs, and who listens.
 
     Args:
-        wait: Holds up the rank, or its current stream, until a collective is done.
+        streams: Of the rank: what its current one waits for, it alone waits for.
+        host_costs: Of collectives of tensors in host memory, where the cluster's backend does not carry them.
         on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
 
     Attributes:
@@ -69,25 +71,33 @@ class Network:
         cluster: Cluster,
         clock: Clock,
         costs: CollectiveCosts,
-        wait: Callable[[Flight], None],
+        streams: Streams,
         on_issue: Callable[[Issued, Sequence[Tensor]], None],
+        host_costs: CollectiveCosts | None = None,
     ) -> None:
-        self.cluster, self.clock, self.wait, self._costs, self._on_issue = cluster, clock, wait, costs, on_issue
-        self._known: dict[tuple[str, int, tuple[int, ...]], CollectiveCost] = {}
+        self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
+        self._streams, self._host_costs, self.wait = streams, host_costs or costs, streams.wait
+        self._known: dict[tuple[str, int, tuple[int, ...], bool], CollectiveCost] = {}
         self.guards: dict[int, Flight] = {}
 
     def issue(self, group: Group, kind: str, payload_bytes: int, tensors: Sequence[Tensor]) -> Flight:
-        key = (kind, payload_bytes, group.ranks)
-        cost = self._known.get(key)
-        if cost is None:
-            alone = CollectiveCost(0.0, 0.0, "")
-            cost = self._known[key] = self._costs.cost(*key) if len(group.ranks) > 1 else alone
         backend = group.backend_of(tensors)
-        flight = self.clock.issue(cost, group.queue(backend), payload_bytes=payload_bytes)
+        on_device = backend == self.cluster.backend
+        cost = self._cost(kind, payload_bytes, group.ranks, on_device)
+        ready_s = self._streams.ready_s if on_device else float("inf")
+        flight = self.clock.issue(cost, group.queue(backend), None, payload_bytes, ready_s, contends=on_device)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         name = group.group_name
         self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)
         return flight
+
+    def _cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...], on_device: bool) -> CollectiveCost:
+        key = (kind, payload_bytes, ranks, on_device)
+        if key not in self._known:
+            costs = self._costs if on_device else self._host_costs
+            alone = CollectiveCost(0.0, 0.0, "")
+            self._known[key] = costs.cost(kind, payload_bytes, ranks) if len(ranks) > 1 else alone
+        return self._known[key]
 
 
 class PretendedWork(dist._Work):

@@ -61,7 +61,7 @@ def plan_page(plan: Plan, grid: Grid | None) -> str:
         ]
     if grid is not None:
         sections.append(sliders_section(grid, case))
-    lines = [*headline(case).splitlines(), *remarks(plan.rows), *certainty(plan.costs)]
+    lines = [*headline(case).splitlines(), *remarks(plan.rows), *certainty(plan)]
     return render(
         f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER
     )

@@ -16,6 +16,7 @@ from planner.grid import Grid, figures, fill
 from planner.page import plan_page
 from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
 from planner.recommendation import reasons
+from planner.recorded import device_of, load
 from planner.sources import costs_of
 from planner.timeline import write_trace
 from planner.wording import certainty, headline, remarks
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     plan = planned(options)
     console.print(headline(plan.case))
     console.print("", printed(plan.frame), "")
-    for line in [*remarks(plan.rows), *reasons(plan.rows), *certainty(plan.costs)]:
+    for line in [*remarks(plan.rows), *reasons(plan.rows), *certainty(plan)]:
         console.print(line)
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
@@ -68,13 +69,10 @@ def planned(options: argparse.Namespace) -> Plan:
 
 def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid:
     """Other settings around the one that was planned, for choices that differ and can be simulated."""
-    names = [outcome.choice for outcome in plan.outcomes if outcome.simulated]
-    return fill(
-        plan.case,
-        list(dict.fromkeys(distinct(names).values())),
-        lambda tasks: simulations(tasks, jobs, figures),
-        seconds,
-    )
+    known = {outcome.choice: figures(outcome) for outcome in plan.outcomes if outcome.simulated}
+    same_as = distinct(list(known))
+    planned = {same_as[name]: of_choice for name, of_choice in known.items()}
+    return fill(plan.case, planned, lambda tasks: simulations(tasks, jobs, figures), seconds)
 
 
 def write_traces(plan: Plan, folder: Path) -> None:
@@ -106,7 +104,8 @@ def case_of(options: argparse.Namespace) -> Case:
         raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
     config = RunConfig(**{name: getattr(options, name) for name in names})
-    cluster = hardware.cluster(options.gpus, options.link, options.between)
+    of_record = device_of(load(options.record)) if options.record else None
+    cluster = hardware.cluster(options.gpus, options.link, options.between, of_record)
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)

@@ -32,7 +32,7 @@ from planner.contracts import OperatorCall
 from planner.recorded import SCHEMA_VERSION
 from planner.sweep import sweep
 from training.errors import UserError
-from training.record import cpu_name, package_versions, write_json
+from training.record import device_name, package_versions, write_json
 from training.stopwatch import Stopwatch
 from training.strategy import MicroBatch
 
@@ -151,7 +151,7 @@ def record(
         "about": about,
         "precision": precision,
         "threads": torch.get_num_threads(),
-        "hardware": cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "hardware": device_name(device),
         "device": {
             "name": of_table.name,
             "kind": of_table.kind,

@@ -42,19 +42,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here")
     torch.manual_seed(0)
-    with device:
-        module = model.build()
-        steps = [
-            TrainingStep(
-                module,
-                model.micro_batches(1, int(size), options.sequence_length),
-                torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True),
-                options.precision,
-            )
-            for size in sizes
-        ]
-        about = f"{model.name}, {options.sequence_length} tokens, micro-batches of {options.micro_batch_sizes}"
-        content = record(steps, device, options.precision, options.repeats, about)
+    about = f"{model.name}, {options.sequence_length} tokens, micro-batches of {options.micro_batch_sizes}"
+    try:
+        with device:
+            module = model.build()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+            batches = [model.micro_batches(1, int(size), options.sequence_length) for size in sizes]
+            steps = [TrainingStep(module, batch, optimizer, options.precision) for batch in batches]
+            content = record(steps, device, options.precision, options.repeats, about)
+    except torch.OutOfMemoryError:
+        raise UserError(f"{about}: too much for this GPU's memory; record with a smaller --micro-batch-sizes") from None
     write(options.output, content)
     console.print(
         f"{content['hardware']}: {len(content['operators'])} operators of {model.name}; record: {options.output}"

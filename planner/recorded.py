@@ -14,7 +14,7 @@ from planner.interpolation import Point, interpolation
 from planner.roofline import Roofline
 from training.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LARGE, SMALL = 2**20, 2**14
 """Bytes from which on an operator shows what memory gives, and up to which it shows what any operator takes."""
 Item = TypeVar("Item")

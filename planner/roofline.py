@@ -13,15 +13,10 @@ CONVOLUTIONS = "aten.convolution"
 @dataclass(frozen=True)
 class Roofline:
     """The larger of what arithmetic takes and what memory takes (Williams, Waterman and Patterson, "Roofline: an
-    insightful visual performance model for multicore architectures", 2009), and a launch.
-
-    Attributes:
-        tensor_float: Whether products of float32 matrices are computed as TF32, where the device can.
-    """
+    insightful visual performance model for multicore architectures", 2009), and a launch."""
 
     device: Device
     efficiency: Efficiency
-    tensor_float: bool = False
 
     def seconds(self, call: OperatorCall) -> float | None:
         """None where the device has no rate for the operator's dtype."""
@@ -38,6 +33,6 @@ class Roofline:
 
     def rate(self, call: OperatorCall) -> float | None:
         rates, dtype = self.device.flops_per_s, call.dtypes[0]
-        if dtype == "float32" and (self.tensor_float or call.name.startswith(CONVOLUTIONS)):
+        if dtype == "float32" and call.name.startswith(CONVOLUTIONS):
             return rates.get("tfloat32", rates.get(dtype))
         return rates.get(dtype)

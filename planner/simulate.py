@@ -14,8 +14,10 @@ from torch import Tensor
 
 import ddp
 import sharding
+from planner import hardware
 from planner.clock import Clock
 from planner.cluster import Cluster
+from planner.collective_costs import from_links
 from planner.columns import MODEL_STATES
 from planner.contracts import (
     CollectiveCosts,
@@ -99,7 +101,8 @@ class Simulation:
             now=lambda: self.clock.now_s,
             counts=(lambda tensor: not holds_data(tensor)) if is_cuda else (lambda tensor: True),
         )
-        self.network = Network(cluster, self.clock, collective_costs, self.streams.wait, self._on_issue)
+        host_costs = from_links(host_of(cluster)) if is_cuda else collective_costs
+        self.network = Network(cluster, self.clock, collective_costs, self.streams, self._on_issue, host_costs)
         record = self.recording
         self.device = PretendedDevice(
             self.clock,
@@ -133,7 +136,8 @@ class Simulation:
             module = self.setting.make_module()
             self.device.is_building = False
             options = replace(self.setting.options, clock=lambda: self.clock.now_s)
-            self.strategy = make_strategy(module, self.setting.make_optimizer, options)
+            self.strategy = strategy = make_strategy(module, self.setting.make_optimizer, options)
+            stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
             for leaf in self.strategy.gradient_leaves():
                 leaf.register_post_accumulate_grad_hook(self._on_gradient)
@@ -201,6 +205,12 @@ class Simulation:
             self.memory.rename("communication", "gradients")
 
 
+def host_of(cluster: Cluster) -> Cluster:
+    """The same nodes for tensors in host memory: over Gloo, inside a node over its own address."""
+    inside = hardware.link("loopback")
+    return replace(cluster, inside=replace(inside, name=f"host, {inside.name}"), backend="gloo")
+
+
 def load(choice: str) -> type[Strategy]:
     """The strategy of this name.
 
@@ -214,6 +224,22 @@ def load(choice: str) -> type[Strategy]:
         if choice in family.CHOICES:
             return family.load(choice)
     raise UserError(f"{choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
+
+
+def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass in which an error of the model is one of the plan."""
+
+    def call(micro_batch: Any) -> Any:
+        try:
+            return forward(micro_batch)
+        except (UserError, *UNSIMULATED):
+            raise
+        except Exception as error:
+            raise CannotSimulate(
+                f"the model fails on the plan's samples: {type(error).__name__}: {said(error)}"
+            ) from error
+
+    return call
 
 
 @contextmanager

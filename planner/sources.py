@@ -9,6 +9,7 @@ from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts
 from planner.plan import Case, Costs
 from planner.recorded import load as load_record
 from planner.recorded import stated_error
+from training.errors import UserError
 
 ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
 LINK_TABLE_ERROR, FITS_ERROR = 0.3, 0.1
@@ -26,6 +27,8 @@ def costs_of(case: Case) -> Costs:
     known, cluster = case.knowledge, case.cluster
     device, precision = cluster.device, case.config.precision
     sources: list[str] = []
+    if known.record and known.efficiency is not None:
+        raise UserError("--efficiency is for rates of a table; it does not go with --record")
     if known.record:
         recorded = costs.recorded(known.record, device, precision, known.rescale)
         stated = stated_error(load_record(known.record))
@@ -33,10 +36,10 @@ def costs_of(case: Case) -> Costs:
             f"Operators: as recorded in {known.record}, which is {stated:.0%} off in steps that it was not made from.",
             *(f"{remark}." for remark in recorded.remarks),
         ]
-        compute_error = ROOFLINE_ERROR if recorded.remarks else max(RECORD_ERROR, stated)
+        compute_error = max(ROOFLINE_ERROR if recorded.remarks else RECORD_ERROR, stated)
         operators: OperatorCosts = recorded
     else:
-        operators = costs.roofline(device, known.efficiency, precision)
+        operators = costs.roofline(device, known.efficiency)
         assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
         sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
         compute_error = ROOFLINE_ERROR

@@ -2,8 +2,10 @@
 
 Only FSDP2 uses streams of its own, to let collectives go on beside compute. A collective that is waited for within a
 side stream blocks that stream alone, and so nothing here: who waits for the stream, or for an event in it, waits for
-the collective. Operators in a side stream (copies into and out of buffers) take the time of the compute stream: both
-need the same memory bandwidth.
+the collective. What is issued in a side stream may begin when all that this stream has waited for was done, however
+much compute the host has issued meanwhile: FSDP2 gathers a block's parameters beside the block before it, for which its
+streams do not wait. The host is taken to run ahead as far as that asks for. Operators in a side stream (copies into and
+out of buffers) take the time of the compute stream: both need the same memory bandwidth.
 """
 
 from collections.abc import Iterator
@@ -32,13 +34,28 @@ class Streams:
         """What `Work.wait` does: hold up the current stream."""
         self.current.hold(flight)
 
+    @property
+    def ready_s(self) -> float:
+        """When all is done that the current stream has waited for, collectives left out."""
+        return self.current.reached_s
+
 
 class Stream:
     """See `torch.cuda.Stream`. Holds the collectives that what follows in it has to wait for."""
 
     def __init__(self, streams: Streams, priority: int = 0) -> None:
         self._streams = streams
+        self._waited_until_s = 0.0
         self.flights: list[Flight] = []
+
+    @property
+    def reached_s(self) -> float:
+        """When all is done that was issued in it, or that it has waited for, collectives left out."""
+        return self._streams.clock.now_s if self is self._streams.compute else self._waited_until_s
+
+    def reach(self, moment_s: float) -> None:
+        """What follows in it happens after this moment."""
+        self._waited_until_s = max(self._waited_until_s, moment_s)
 
     def hold(self, flight: Flight) -> None:
         if self is self._streams.compute:
@@ -47,10 +64,10 @@ class Stream:
             self.flights = [*(one for one in self.flights if not one.is_done), flight]
 
     def wait_stream(self, other: "Stream") -> None:
-        for flight in other.flights:
-            self.hold(flight)
+        self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
+        self.reach(event.reached_s)
         for flight in event.flights:
             self.hold(flight)
 
@@ -65,10 +82,12 @@ class Event:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self.reached_s = 0.0
         self.flights: list[Flight] = []
 
     def record(self, stream: Stream | None = None) -> None:
-        self.flights = list((stream or self._streams.current).flights)
+        of = stream or self._streams.current
+        self.reached_s, self.flights = of.reached_s, list(of.flights)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._streams.current).wait_event(self)

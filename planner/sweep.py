@@ -16,8 +16,8 @@ CALLS, LARGE = 3, 2**23
 def sweep(device: torch.device) -> Callable[[Callable[[str], None]], None]:
     """A function to record like a step: it runs the operators of strategies on tensors of several sizes.
 
-    Tensors of one size take turns, so that those in use are as little in the processor's nearest caches as gradients
-    are when their turn comes.
+    Each operator has its turn on all tensors, 480 MiB, before the next one has: so those in use are as little in the
+    processor's caches as gradients are when their turn comes.
     """
     tensors = []
     for size in SIZES:
@@ -28,36 +28,46 @@ def sweep(device: torch.device) -> Callable[[Callable[[str], None]], None]:
     def run(on_phase: Callable[[str], None]) -> None:
         on_phase("forward")
         with torch.no_grad():
-            for group in tensors:
-                for one, other, *states in group:
-                    operators(one, other, states, steps)
+            for operator in OPERATORS:
+                for group in tensors:
+                    for one, other, *states in group:
+                        operator(one, other, states, steps)
 
     return run
 
 
-def operators(one: Tensor, other: Tensor, states: list[Tensor], steps: list[Tensor]) -> None:
-    one.copy_(other)
-    one.add_(other)
-    one.mul_(0.5)
-    torch.mul(one, 0.5, out=other)
-    one.div_(2.0)
-    one.fill_(1.0)
-    one.zero_()
-    torch.add(one, other)
-    torch.mul(one, 0.5)
-    torch.zeros_like(one)
-    one.clone()
-    torch.cat(one.chunk(PIECES))
-    one.sum()
-    one.abs()
-    torch.linalg.vector_norm(other)
-    pieces = list(other.chunk(PIECES))
-    torch._foreach_norm(pieces)
-    torch._foreach_mul_(pieces, torch.ones((), device=one.device))
-    torch._foreach_add_(pieces, list(one.chunk(PIECES)))
-    one.to(torch.bfloat16).to(torch.float32)
+def update(one: Tensor, other: Tensor, states: list[Tensor], steps: list[Tensor]) -> None:
+    """AdamW's, of a flat tensor."""
     gradient, *moments = states
     torch._fused_adamw_(
         [one], [gradient], [moments[0]], [moments[1]], [], steps,
         lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
+
+
+def pieces(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.chunk(PIECES))
+
+
+OPERATORS: tuple[Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], object], ...] = (
+    lambda one, other, *_: one.copy_(other),
+    lambda one, other, *_: one.add_(other),
+    lambda one, *_: one.mul_(0.5),
+    lambda one, other, *_: torch.mul(one, 0.5, out=other),
+    lambda one, *_: one.div_(2.0),
+    lambda one, *_: one.fill_(1.0),
+    lambda one, *_: one.zero_(),
+    lambda one, other, *_: torch.add(one, other),
+    lambda one, *_: torch.mul(one, 0.5),
+    lambda one, *_: torch.zeros_like(one),
+    lambda one, *_: one.clone(),
+    lambda one, *_: torch.cat(one.chunk(PIECES)),
+    lambda one, *_: one.sum(),
+    lambda one, *_: one.abs(),
+    lambda one, other, *_: torch.linalg.vector_norm(other),
+    lambda one, other, *_: torch._foreach_norm(pieces(other)),
+    lambda one, other, *_: torch._foreach_mul_(pieces(other), torch.ones((), device=one.device)),
+    lambda one, other, *_: torch._foreach_add_(pieces(other), pieces(one)),
+    lambda one, *_: one.to(torch.bfloat16).to(torch.float32),
+    update,
+)

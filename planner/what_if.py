@@ -290,7 +290,7 @@ class WhatIf:
         self.run = run
         name = "cpu" if run.kind == "cpu" else str(run.record.get("device_name", ""))
         self._device = hardware.device(name)
-        self._plain = roofline(self._device, precision=run.config.precision)
+        self._plain = roofline(self._device)
         self._batches = first_micro_batches(run.config, run.world_size)
         self._operators: OperatorCosts = self._plain
         self._rest_s = 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.plan import Case, Costs
+from planner.plan import Case, Plan
 
 
 def headline(case: Case) -> str:
@@ -28,9 +28,13 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{', '.join(names)}: {remark}" for remark, names in by_remark.items()]
 
 
-def certainty(costs: Costs) -> list[str]:
+def certainty(plan: Plan) -> list[str]:
+    costs, is_cuda = plan.costs, plan.case.cluster.device.kind == "cuda"
+    spare = (
+        "of a device's memory, less 1 GiB for CUDA itself" if is_cuda else "of a rank's part of the machine's memory"
+    )
     return [
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {costs.link_error:.0%}. "
-        "To spare: of a device's memory, less 1 GiB for CUDA itself.",
+        f"To spare: {spare}.",
         *costs.sources,
     ]

@@ -10,6 +10,7 @@ from typing import TypeVar
 from planner.plan import Case, Outcome, outcome
 from planner.simulate import simulate
 from planner.sources import costs_of
+from training.errors import UserError
 
 Task = tuple[Case, str]
 Answer = TypeVar("Answer")
@@ -47,7 +48,10 @@ def simulations(tasks: Iterable[Task], jobs: int | None, answer: Callable[[Outco
 
 def one(task: Task, answer: Callable[[Outcome], Answer]) -> Answer:
     case, choice = task
-    costs = costs_of(case)
+    try:
+        costs = costs_of(case)
+    except UserError as error:  # of a setting on the page's sliders; those of the plan itself are known to have costs
+        return answer(Outcome(choice, None, str(error)))
     return answer(
         outcome(
             case,

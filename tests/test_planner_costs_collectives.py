@@ -1,6 +1,7 @@
 """What collectives cost: formulas against numbers worked out by hand, and files of measurements."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from planner.cluster import Cluster, Link
 from planner.collective_costs import BASE_S
 from planner.volumes import KINDS, volume
 from training.errors import UserError
+from training.record import cpu_name
 from training.traffic import Collective
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
@@ -70,7 +72,7 @@ def test_gloo_by_hand(kind: str, hops: int, payloads: float, share: float) -> No
     ],
 )
 def test_gloo_against_measurement(nodes: int, kind: str, payload: int, measured_ms: float) -> None:
-    cluster = hardware.cluster(f"{nodes}x1xcpu", "loopback", "100mbit", link_efficiency=0.99)
+    cluster = replace(hardware.cluster(f"{nodes}x1xcpu", "loopback", "1gbit"), between=hardware.link("100mbit", 0.99))
     cost = collective_costs.from_links(cluster).cost(kind, payload, tuple(range(nodes)))
     assert cost.latency_s + cost.transfer_s == pytest.approx(measured_ms * 1e-3, rel=0.1)
 
@@ -152,6 +154,7 @@ def write(path: Path, **changes: object) -> Path:
         "schema_version": 1,
         "world_size": 2,
         "backend": "gloo",
+        "device_name": cpu_name(),
         "link_bits_per_s": None,
         "fits": [
             {**fit, "collective": "all_reduce", "type": "bf16", "pieces": [{**line, "latency_s": 9.0}]},
@@ -173,6 +176,15 @@ def test_measured_costs_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
 
 
+def test_a_small_one_keeps_its_link_busy_for_its_bytes_too(tmp_path: Path) -> None:
+    """2 ms at 4 KiB, and 2.5 ms at 200 kB, of which at 10 ns a byte the link is busy for 2, and not 1.5."""
+    path = write(tmp_path / "a.json", rows=[row(4096, 2000), row(200_000, 2500), row(2_000_000, 20_500)])
+    costs = collective_costs.from_fits(path, TWO)
+    for payload, latency_ms, transfer_ms in ((200_000, 0.5, 2.0), (2_000_000, 0.5, 20.0), (4096, 1.0, 1.0)):
+        cost = costs.cost("all_reduce", payload, (0, 1))
+        assert (cost.latency_s, cost.transfer_s) == pytest.approx((latency_ms * 1e-3, transfer_ms * 1e-3))
+
+
 def row(size: int, time_us: float, **changes: object) -> dict[str, object]:
     plain = {"collective": "all_reduce", "type": "fp32", "from_rank": None, "size_bytes": size, "time_us": time_us}
     return plain | changes
@@ -185,13 +197,13 @@ def test_between_measured_sizes_a_line_joins_them(tmp_path: Path) -> None:
     costs = collective_costs.from_fits(path, TWO)
     for payload, milliseconds in ((500_000, 2), (1_000_000, 3), (1_500_000, 6), (2_000_000, 9), (2_100_000, 10)):
         cost = costs.cost("all_reduce", payload, (0, 1))
-        assert (cost.latency_s, cost.latency_s + cost.transfer_s) == pytest.approx((1e-3, milliseconds * 1e-3))
+        assert cost.latency_s + cost.transfer_s == pytest.approx(milliseconds * 1e-3)
 
 
 def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", rows=[row(1_000_000, 500), row(2_000_000, 400)])
     cost = collective_costs.from_fits(path, TWO).cost("all_reduce", 2_000_000, (0, 1))
-    assert (cost.latency_s, cost.transfer_s) == pytest.approx((500e-6, 0.0))
+    assert cost.latency_s + cost.transfer_s == pytest.approx(500e-6)
 
 
 def test_broadcasts_and_scatters_crowd_each_other_as_measured(tmp_path: Path) -> None:
@@ -217,6 +229,13 @@ def test_scaling_to_more_ranks_is_by_hops_and_bytes(tmp_path: Path) -> None:
     assert "2 ranks" in costs.remarks[0]
 
 
+def test_a_measurement_of_another_device_is_taken_as_it_is_with_a_remark(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", backend="nccl", device_name="Tesla T4")
+    (remark,) = collective_costs.from_fits(path, hardware.cluster("2xH100", "nvlink4"), scale=True).remarks
+    assert "measured on Tesla T4, not on H100" in remark
+    assert collective_costs.from_fits(path, hardware.cluster("2xT4", "pcie3")).remarks == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "cluster", "says"),
     [
@@ -226,6 +245,12 @@ def test_scaling_to_more_ranks_is_by_hops_and_bytes(tmp_path: Path) -> None:
         ({"fits": []}, TWO, "no collective"),
         ({"schema_version": 2}, TWO, "not a file"),
         ({"world_size": 1}, TWO, "one rank"),
+        ({"device_name": "Another CPU"}, TWO, "measured on Another CPU, not on "),
+        (
+            {"backend": "nccl", "device_name": "Tesla T4"},
+            hardware.cluster("2xH100", "nvlink4"),
+            "Tesla T4, not on H100",
+        ),
     ],
 )
 def test_measurements_of_something_else_are_refused(tmp_path: Path, changes: dict, cluster: Cluster, says: str) -> None:

@@ -15,6 +15,7 @@ from planner.contracts import Contention
 from planner.sources import contention_of
 from tests.ranks import RankPool
 from training.errors import UserError
+from training.record import cpu_name
 
 
 def measure_briefly() -> list[Round]:
@@ -25,8 +26,7 @@ def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
     one, other = ranks.run(2, measure_briefly)
     assert one == other and len(one) == 2
     for each in one:
-        assert min(each.step_s, each.all_reduce_s, each.step_beside_s, each.all_reduce_beside_s) > 0
-        assert 0 < each.hand_over_s < each.all_reduce_s
+        assert min(dataclasses.astuple(each)) > 0
 
 
 def test_factors_are_medians_and_never_a_gain() -> None:
@@ -52,6 +52,7 @@ def measured(rate_bytes_per_s: float, compute: float, world_size: int = 2, **cha
         "world_size": world_size,
         "backend": "gloo",
         "device": "cpu",
+        "device_name": cpu_name(),
         "link_bits_per_s": rate_bytes_per_s * 8,
         "compute": compute,
         "communication": 2 * compute,
@@ -95,8 +96,15 @@ def test_small_messages_have_factors_of_their_own(tmp_path: Path) -> None:
 
 def test_a_gpu_computes_while_its_host_hands_over(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    contention.keep(path, measured(1e9, 2.0, backend="nccl", device="cuda"))
+    contention.keep(path, measured(1e9, 2.0, backend="nccl", device="cuda", device_name="NVIDIA L4"))
     assert contention.load(path, hardware.cluster("2xL4", "pcie4")).beside(2**20).hand_over_s == 0.0
+
+
+def test_a_measurement_of_another_device_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    contention.keep(path, measured(1e9, 2.0, device_name="Another CPU"))
+    with pytest.raises(UserError, match="measured on Another CPU, not on "):
+        contention.load(path, hardware.cluster("2xcpu", "loopback"))
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [("3xcpu", "gloo"), ("2xL4", "nccl")])

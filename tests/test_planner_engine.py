@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ddp.link_fit import measure_all_reduce
 from planner.cluster import Cluster, Device, Link
+from planner.collective_costs import from_links
 from planner.columns import MODEL_STATES
 from planner.contracts import CollectiveCost, Contention, OperatorCall, Setting, Simulated
 from planner.memory import CUDA_BLOCK
-from planner.simulate import CannotSimulate, Simulation, simulate
+from planner.simulate import CannotSimulate, Simulation, host_of, simulate
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import OPTIMIZERS, REFUSALS, all_choices, load
 from tests.ranks import RankPool
@@ -70,8 +71,8 @@ def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options
     )
 
 
-def simulated(one: Setting, ranks: int = 2, kind: str = "cpu") -> Simulated:
-    return simulate(one, cluster(ranks, kind), EachOperator(), EachCollective())
+def simulated(one: Setting, ranks: int = 2, kind: str = "cpu", seconds: float = SECONDS) -> Simulated:
+    return simulate(one, cluster(ranks, kind), EachOperator(seconds), EachCollective())
 
 
 # Traffic -------------------------------------------------------------------------------------------------------------
@@ -210,6 +211,10 @@ def gradient_seconds(calls: int) -> float:
     return calls * LATENCY + 4 * elements / RATE + exchange_seconds(tensors)
 
 
+EXCHANGED = (2 * 24, 2 * (32 + 8 * 6))
+"""Bytes of the two exchanges of two ranks, of a model of six tensors."""
+
+
 def exchange_seconds(tensors: int) -> float:
     return 2 * LATENCY + 2 * (24 + 32 + 8 * tensors) / RATE
 
@@ -266,8 +271,13 @@ def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
+    """On CUDA the two exchanges, of tensors in host memory, take what Gloo would inside a node."""
     step = simulated(setting("simple_ddp"), kind=kind)
-    assert step.exposed_s == pytest.approx(gradient_seconds(6))
+    expected = gradient_seconds(6)
+    if kind == "cuda":
+        of_host = [from_links(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
+        expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - exchange_seconds(6)
+    assert step.exposed_s == pytest.approx(expected)
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
     operators = [span for span in step.spans if span.lane == "compute"]
     assert step.compute_s == pytest.approx(SECONDS * len(operators))
@@ -303,6 +313,36 @@ def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
     on_cpu, on_cuda = (simulated(setting("pytorch_zero3", "llama"), kind=kind) for kind in ("cpu", "cuda"))
     assert on_cpu.exposed_s == pytest.approx(on_cpu.communication_s, rel=0.02), "all but the first exchange"
     assert on_cuda.exposed_s < 0.8 * on_cuda.communication_s
+
+
+def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
+    """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
+    step = simulated(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
+    forward = next(span for span in step.spans if span.lane == "phase" and span.name == "forward")
+    communication = [span for span in step.spans if span.name == "all_gather" and span.details["backend"] == "nccl"]
+    gathers = [span for span in communication if forward.start_s <= span.start_s and span.end_s <= forward.end_s]
+    assert len(gathers) >= 3
+    computing = [span for span in step.spans if span.lane == "compute"]
+    for gather in gathers[2:]:
+        beside = sum(max(0.0, min(gather.end_s, each.end_s) - max(gather.start_s, each.start_s)) for each in computing)
+        assert beside == pytest.approx(gather.end_s - gather.start_s, rel=0.05)
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, **_: Tensor) -> Any:
+        raise ValueError("all samples must end\nalike")
+
+
+def test_a_model_that_fails_is_one_line() -> None:
+    failing = replace(setting("flat_ddp"), make_module=Fails)
+    with pytest.raises(
+        CannotSimulate, match=r"^the model fails on the plan's samples: ValueError: all samples must end$"
+    ):
+        simulated(failing)
 
 
 # Options -------------------------------------------------------------------------------------------------------------

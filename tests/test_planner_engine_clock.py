@@ -72,6 +72,30 @@ def test_a_queue_lets_so_many_run_at_once() -> None:
         assert clock.now_s == end
 
 
+def test_what_could_begin_earlier_has_done_so_and_compute_pays_in_arrears() -> None:
+    """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
+    Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
+    """
+    clock, queue = Clock(Contention(compute=1.5)), Queue(1)
+    clock.compute(4.0)
+    first = clock.issue(cost(1.0, 2.0), queue, ready_s=1.0)
+    assert (first.began_s, first.ended_s, clock.in_flight_s) == (1.0, 4.0, 3.0)
+    assert clock.now_s == clock.compute_s == pytest.approx(5.0)
+    second = clock.issue(cost(1.0, 2.0), queue, ready_s=1.0)
+    assert second.began_s == 4.0 and clock.now_s > 5.0
+    clock.wait(second)
+    assert clock.now_s == pytest.approx(7.0) and clock.in_flight_s == pytest.approx(6.0)
+    late = clock.issue(cost(1.0, 0.0), Queue(1), ready_s=99.0)
+    assert late.began_s == clock.now_s, "no later than it is issued"
+
+
+def test_what_does_not_contend_draws_nothing_out() -> None:
+    clock = Clock(Contention(compute=2.0, communication=2.0))
+    clock.issue(cost(0.0, 3.0), Queue(1), contends=False)
+    clock.compute(4.0)
+    assert clock.now_s == 4.0 and clock.in_flight_s == 3.0
+
+
 def test_contention_draws_out_both_while_both_go_on() -> None:
     """Compute of 2 s takes 3 s beside a transfer, which gets through 2 s of its 3 s in that time; then it is alone."""
     clock = Clock(Contention(compute=1.5, communication=1.5))

@@ -12,6 +12,7 @@ from planner.cluster import Cluster, Device, Link
 from planner.contracts import CollectiveCost
 from planner.network import Issued, Network
 from planner.process_group import PretendedGroup, pretended_world
+from planner.streams import Streams
 
 RANKS, RANK = 8, 5
 LATENCY, RATE = 1.0, 8.0
@@ -33,7 +34,7 @@ class World:
             Cluster(device, 2, 4, link, link, backend),
             self.clock,
             Costs(),
-            self.clock.wait,
+            Streams(self.clock),
             lambda issued, _: self.issued.append(issued),
         )
 

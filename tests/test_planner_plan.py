@@ -26,6 +26,7 @@ from planner.page import plan_page, said
 from planner.plan import Case, Costs, Knowledge, Outcome, Plan, choices, distinct, interval, without_costs
 from planner.recommendation import reasons, recommended
 from planner.sources import RECORD_ERROR, costs_of
+from planner.workers import simulations, whole
 from scripts import plan as script
 from tests.in_process import run_in_process
 from training.config import RunConfig
@@ -62,7 +63,8 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
 
 def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str = "auto") -> Case:
     config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
-    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", "ndr"), config, 128, price)
+    between = "ndr" if gpus.count("x") > 1 else None
+    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", between), config, 128, price)
 
 
 COSTS = Costs(mock.Mock(), mock.Mock(), Contention(), compute_error=0.2, link_error=0.3, sources=("from nowhere.",))
@@ -157,12 +159,15 @@ def test_where_nothing_fits_or_is_known() -> None:
     assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
 
 
+FIGURES = (1.0, 2, 0.5)
+
+
 # Page and grid ------------------------------------------------------------------------------------------------------
 
 
 def test_page_says_all_and_loads_nothing(tmp_path: Path) -> None:
     plan = made(simple_ddp=simulation(90, 20, 30), flat_ddp=simulation(100, 10, 20), zero3=None)
-    page = plan_page(plan, fill(plan.case, ["flat_ddp"], lambda tasks: iter([(1.0, 2, 0.5) for _ in tasks]), 60))
+    page = plan_page(plan, fill(plan.case, {"flat_ddp": FIGURES}, lambda tasks: iter([FIGURES for _ in tasks]), 60))
     assert "Predicted: " in page and "Take flat_ddp" in page and "this one needs data" in page
     assert all(heading in page for heading in ("Memory over one step", "What takes memory: flat_ddp", "What if"))
     assert not re.search(r"<(script|link|img)\b[^>]{0,200}\b(src|href)=\"(?!data:)", page)
@@ -175,12 +180,12 @@ def test_sliders_in_a_browser(tmp_path: Path) -> None:
     plan = made(flat_ddp=simulation(100, 10, 20), zero3=None)
 
     def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float] | None]:
-        for there, choice in itertools.islice(tasks, 22):  # those that differ in one respect
+        for there, choice in itertools.islice(tasks, 20):  # those that differ in one respect
             large = there.cluster.world_size == 4
             yield None if choice == "zero3" else (200.0 if large else 100.0, 30 * GIB if large else GIB, 50.0)
 
     path = tmp_path / "plan.html"
-    path.write_text(plan_page(plan, fill(plan.case, ["flat_ddp", "zero3"], answers, 1e9)))
+    path.write_text(plan_page(plan, fill(plan.case, {"flat_ddp": (100.0, GIB, 50.0), "zero3": None}, answers, 1e9)))
     asked: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -211,10 +216,10 @@ def test_grid_goes_outwards_until_time_is_up() -> None:
             asked.append(there)
             yield 1.0, 2, 3.0
 
-    grid = fill(case(), ["flat_ddp"], answers, 1e9)
-    assert len(grid.cells) == grid.wanted == len(asked) == 4 * 3**4
-    assert asked[0] == case()
-    few = fill(case(), ["flat_ddp"], answers, 0.0)
+    grid = fill(case(), {"flat_ddp": FIGURES}, answers, 1e9)
+    assert len(grid.cells) == grid.wanted == len(asked) + 1 == 4 * 3**4
+    assert case() not in asked and grid.cells[grid.base] == {"flat_ddp": FIGURES}, "what is known is not asked again"
+    few = fill(case(), {"flat_ddp": FIGURES}, answers, 0.0)
     assert list(few.cells) == [few.base] and few.wanted == 4 * 3**4
 
 
@@ -231,6 +236,35 @@ def test_settings_of_the_grid(gpus: str) -> None:
     assert there.micro_batch_size == 3 and there.config.global_batch_size == 15 * ranks
     assert there.config.bucket_cap_mb == 1.0 and set(axes) == set(AXES) and 10.0 in axes["bucket_cap_mb"]
     assert changed(asked, [ranks // 2, 1.0, asked.micro_batch_size, 2, 10.0]) == asked
+
+
+def test_ranks_of_the_grid_are_whole_nodes_and_share_a_machine() -> None:
+    three = case("3x8xH100", batch=48)
+    assert axes_of(three)["ranks"] == [8, 24, 48]
+    for ranks, nodes in ((8, 1), (48, 6)):
+        there = changed(three, [ranks, 1.0, 1, 1, 1.0]).cluster
+        assert (there.nodes, there.ranks_per_node, there.between is None) == (nodes, 8, nodes == 1)
+    of_cpu = replace(case(), cluster=hardware.cluster("2xcpu", "loopback"))
+    memory = {ranks: changed(of_cpu, [ranks, 1.0, 1, 1, 1.0]).cluster.device.memory_bytes for ranks in (1, 2, 4)}
+    assert memory[1] == 2 * memory[2] == 4 * memory[4]
+
+
+def test_what_was_measured_for_so_many_ranks_keeps_the_grid_there() -> None:
+    for knowledge, ranks, links in (
+        (Knowledge(), 3, 3),
+        (Knowledge(collectives=Path("c.json")), 1, 1),
+        (Knowledge(collectives=Path("c.json"), rescale=True), 3, 1),
+        (Knowledge(contention=Path("c.json"), rescale=True), 1, 3),
+    ):
+        axes = axes_of(replace(case(), knowledge=knowledge))
+        assert (len(axes["ranks"]), len(axes["link"])) == (ranks, links)
+
+
+def test_a_setting_without_costs_is_an_answer() -> None:
+    """Of a slider: the file is not there, and the others go on."""
+    there = replace(case(), knowledge=Knowledge(collectives=Path("nowhere.json")))
+    (answer,) = simulations([(there, "flat_ddp")], 1, whole)
+    assert answer.simulated is None and "nowhere.json" in answer.reason
 
 
 def test_operators_without_costs_are_said_with_their_share() -> None:
@@ -294,7 +328,9 @@ def test_a_straggler_computes_longer_and_waits_less(tmp_path: Path) -> None:
         assert answer.returncode == 0 and ("computes 3 times as long" in answer.stdout) == (factor == "3")
         tables[factor] = pd.read_csv(path)
     compute = {factor: table.step_time_ms - table.exposed_ms for factor, table in tables.items()}
-    assert (compute["3"] / compute["1"]).tolist() == pytest.approx([3, 3], rel=1e-6)
+    without, with_overlap = compute["3"] / compute["1"]
+    assert without == pytest.approx(3, rel=1e-6), "nothing goes on beside compute"
+    assert 2.5 < with_overlap < 3, "and what collectives take from it stays the same"
     assert (tables["3"].exposed_ms <= tables["1"].exposed_ms * (1 + 1e-9)).all()
 
 
@@ -325,6 +361,12 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
         case = Case(model, hardware.cluster("2xcpu", "loopback"), RunConfig(), 16, knowledge=Knowledge(record))
         costs = costs_of(case)
         assert stated in costs.sources[0] and costs.compute_error == pytest.approx(half_width)
+    with pytest.raises(UserError, match="--efficiency is for rates of a table"):
+        costs_of(replace(case, knowledge=Knowledge(record, efficiency=0.5)))
+    content["steps"][0]["error_pct"], content["threads"] = -35.0, 7
+    record.write_text(json.dumps(content))
+    costs = costs_of(case)
+    assert "7 threads" in " ".join(costs.sources) and costs.compute_error == pytest.approx(0.35)
     wrong = plan(*TINY, "--gpus", "2xL4", "--link", "pcie4", "--record", str(record))
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
 

@@ -148,7 +148,7 @@ def run_record(
         "world_size": ranks.world_size,
         "backend": ranks.backend,
         "device": ranks.device.type,
-        "device_name": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else cpu_name(),
+        "device_name": device_name(ranks.device),
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
         "allocator": os.environ.get(VARIABLE) or None,
@@ -172,6 +172,11 @@ def run_record(
         "remarks": strategy.remarks,
         "memory": memory,
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What the GPU, or the processor, calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cpu_name() -> str:
