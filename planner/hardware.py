@@ -131,7 +131,12 @@ def cluster(gpus: str, link_name: str, between: str | None = None, also: Device 
         raise UserError(f"devices '{gpus}': {nodes * ranks} of them; at most {MOST_RANKS} are planned for")
     if nodes == 1 and between is not None:
         raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
-    of_one = also if also is not None and is_called(also, parts[3]) else device(parts[3])
+    try:
+        of_one = device(parts[3])
+    except UserError:
+        if also is None or not is_called(also, parts[3]):
+            raise
+        of_one = also
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
     return Cluster(
