@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
         UserError: there is one rank only, or the file cannot be written.
     """
     from benchmarks.collective_rows import link_rate
-    from benchmarks.contention_rounds import PAYLOADS, measure_rounds, summary
+    from benchmarks.contention_rounds import PAYLOADS, measure_drift, measure_rounds, summary
     from planner.contention import Measured, keep
     from training.distributed import from_rank0
     from training.record import device_name
@@ -83,6 +83,10 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
     if ranks.world_size < 2:
         raise UserError("one rank has nobody to communicate with; run with --nproc_per_node=2 or more")
     path = options.output_dir / "reports" / "collectives" / "contention.json"
+    on_cpu = ranks.device.type == "cpu"
+    drift = measure_drift(ranks.device, options.seconds, options.rounds) if on_cpu else 0.0
+    if ranks.is_main and on_cpu:
+        print(f"after 10 ms of compute the last rank is {drift * 0.01**0.5 * 1e3:.2f} ms behind (with its square root)")
     for payload in PAYLOADS:
         measured = Measured(
             world_size=ranks.world_size,
@@ -92,6 +96,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
             link_bits_per_s=link_rate(),
             payload_bytes=payload,
             **summary(measure_rounds(ranks.device, payload, options.seconds, options.rounds)),
+            drift=drift,
             host=socket.gethostname(),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )

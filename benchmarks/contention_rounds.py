@@ -19,6 +19,8 @@ PAYLOADS = (64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of an all-reduce."""
 DEPTH, WIDTH, SAMPLES = 4, 512, 64
 """Of the network: 1 M parameters; steps of a few milliseconds, and no processor's nearest caches hold them."""
+DRIFT_SAMPLES = 16 * SAMPLES
+"""Of the same network where ranks compute for a while between two all-reduces."""
 FEWEST = 3
 """All-reduces under way, and steps, that a measurement has at least."""
 
@@ -48,7 +50,7 @@ def measure_rounds(
         seconds: How long each of the three parts of a round takes, about.
     """
     model = MLP(DEPTH, WIDTH).to(device)
-    step = training_step(model, device)
+    step = training_step(model, SAMPLES, device)
     tensor = torch.ones(payload_bytes // 4, device=device)
     for _ in range(FEWEST):
         step()
@@ -70,10 +72,54 @@ def measure_rounds(
     return answer
 
 
-def training_step(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def measure_drift(device: torch.device, seconds: float = 1.0, rounds: int = 5) -> float:
+    """How far ranks drift apart while they compute, as `planner.contracts.Contention.drift`: what a blocking all-reduce
+    of a gradient that has just become ready takes beyond one of many in a row, over the square root of the seconds that
+    the rank has computed since the one before. The median over rounds, at least 0. Collective; for CPUs.
+
+    Args:
+        seconds: How long a round takes, about.
+    """
+    model = MLP(DEPTH, WIDTH).to(device)
+    step = training_step(model, DRIFT_SAMPLES, device)
+    tensor = torch.ones(PAYLOADS[0] // 4, device=device)
+    alone_s: list[float] = []
+    late_s: list[float] = []
+    roots: list[float] = []
+    level_s = 0.0
+
+    def block(_: torch.Tensor) -> None:
+        nonlocal level_s
+        began_s = time.perf_counter()
+        dist.all_reduce(tensor)
+        roots.append((began_s - level_s) ** 0.5)
+        level_s = time.perf_counter()
+        late_s.append(level_s - began_s - alone_s[-1])
+
+    step()
+    count = torch.tensor(seconds / timed(step, 1, device))
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    steps, drifts = max(FEWEST, int(count)), torch.zeros(rounds, dtype=torch.float64)
+    for number in range(rounds):
+        alone_s.append(timed(lambda: dist.all_reduce(tensor), steps * DEPTH, device))
+        hooks = [parameter.register_post_accumulate_grad_hook(block) for parameter in model.parameters()]
+        dist.barrier()
+        level_s = time.perf_counter()
+        late_s.clear()
+        roots.clear()
+        for _ in range(steps):
+            step()
+        for hook in hooks:
+            hook.remove()
+        drifts[number] = sum(late_s) / sum(roots)
+    dist.all_reduce(drifts)
+    return max(0.0, float(drifts.median()) / dist.get_world_size())
+
+
+def training_step(model: nn.Module, samples: int, device: torch.device) -> Callable[[], None]:
     """Forward, backward and optimizer of a small network, without communication."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = torch.ones(SAMPLES, WIDTH, device=device)
+    batch = torch.ones(samples, WIDTH, device=device)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -10,11 +10,15 @@ The rank computes on one timeline: a thread's (CPU) or that of the compute strea
 sooner than all compute before it is done; what it waits for blocks it. But on CUDA, where the host runs ahead, what is
 issued in a stream of its own may have begun earlier than the compute that was issued before it: then it is brought up
 to the present, and compute pays in arrears for what the two take from each other.
+
+A collective begins when the last rank is there. Ranks with equal work drift apart while they compute, with the square
+root of the time, until one holds them all up.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import sqrt
 
 from planner.contracts import CollectiveCost, Contention, ContentionBySize
 
@@ -27,6 +31,7 @@ class Flight:
         cost: What it would take alone.
         beside: What it and compute take from each other.
         ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
+        others_s: When the last of the other ranks issues it.
         began_s: When its turn came in its queue.
         latency_left_s, transfer_left_s: Alone on its link.
     """
@@ -36,6 +41,7 @@ class Flight:
     issued_s: float
     on_done: "Callable[[Flight], None] | None" = None
     ready_s: float = float("inf")
+    others_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
     latency_left_s: float = field(init=False)
@@ -74,6 +80,7 @@ class Clock:
         self._contention = contention or Contention()
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
+        self._level_s = 0.0  # compute until all ranks were last at the same point
         self._arrears_s = 0.0  # compute that is to be done later, since a collective began earlier than it seemed
         self._flew_until_s = 0.0
 
@@ -102,7 +109,8 @@ class Clock:
             contends: Whether compute and this one take anything from each other.
         """
         beside = self._contention.beside(payload_bytes) if contends else Contention()
-        flight = Flight(cost, beside, self.now_s, on_done, ready_s)
+        others_s = self.now_s + beside.drift * sqrt(self.compute_s - self._level_s)
+        flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s)
         queue.waiting.append(flight)
         self._begin_next(queue)
         arrears_s, self._arrears_s = self._arrears_s, 0.0
@@ -122,6 +130,8 @@ class Clock:
         begin = self.now_s
         while not flight.is_done:
             self._step(float("inf"), computes=False)
+        if self.now_s > begin:
+            self._level_s = self.compute_s
         self.exposed_s += self.now_s - begin
 
     def drain(self) -> None:
@@ -133,6 +143,7 @@ class Clock:
         while queue.waiting and queue.running < queue.width:
             flight = queue.waiting.popleft()
             flight.began_s = min(self.now_s, max(flight.ready_s, queue.free_s))
+            flight.latency_left_s += max(0.0, flight.others_s - self.now_s)
             queue.running += 1
             self._active[flight] = queue
             if flight.began_s < self.now_s:

@@ -4,7 +4,8 @@ Every rank trains a small network for a while, then has all-reduces under way, t
 threads and the ranks share the cores, so both get slower: the less so the slower the link is, since threads that wait
 for a link leave the cores alone, and the more so the smaller the messages are, since each has work of its own. On CUDA,
 NCCL's kernels take a few of the multiprocessors and part of the memory's rate. So a file holds one measurement for each
-number of ranks, rate of the link and payload; between two rates, and two payloads, it is interpolated.
+number of ranks, rate of the link and payload; between two rates, and two payloads, it is interpolated. Beside that it
+keeps how far ranks drift apart while they compute.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/contention.py
     python scripts/link_lab.py --rate 1gbit -- benchmarks/contention.py
@@ -28,7 +29,7 @@ from planner.hardware import calls_itself, is_of
 from training.errors import UserError
 from training.record import write_json
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Measured:
         step_s, all_reduce_s: Alone.
         hand_over_s: Until an asynchronous all-reduce has been handed over in backward, on average. A thread
             that begins it may take the core from the one that hands it over.
+        drift: How far ranks drift apart while they compute, as in `planner.contracts.Contention`; on CUDA 0.
         rounds: Measurements of all this; the factors are their medians.
         spread_pct: Half the range of the factors over rounds, in percent of them, the larger of the two.
     """
@@ -59,6 +61,7 @@ class Measured:
     step_s: float
     all_reduce_s: float
     hand_over_s: float
+    drift: float
     rounds: int
     spread_pct: float
     host: str
@@ -145,7 +148,7 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
     for payload, same in groupby(sorted(mine, key=lambda each: each.payload_bytes), lambda each: each.payload_bytes):
         by_rate = {
             reached[each.link_bits_per_s]: Contention(
-                each.compute, each.communication, 0.0 if is_cuda else each.hand_over_s
+                each.compute, each.communication, 0.0 if is_cuda else each.hand_over_s, each.drift
             )
             for each in same
         }

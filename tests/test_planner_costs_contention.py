@@ -2,13 +2,18 @@
 
 import dataclasses
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import contention as benchmark
-from benchmarks.contention_rounds import Round, measure_rounds, summary
+from benchmarks import contention_rounds
+from benchmarks.contention_rounds import Round, measure_drift, measure_rounds, summary
 from planner import contention, hardware
 from planner.contention import Measured
 from planner.contracts import Contention
@@ -27,6 +32,32 @@ def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
     assert one == other and len(one) == 2
     for each in one:
         assert min(dataclasses.astuple(each)) > 0
+
+
+def drift_with_a_late_rank(late_s: float) -> float:
+    """Rank 1 begins each step so much later than the other."""
+    training_step = contention_rounds.training_step
+
+    def late_step(*args: Any) -> Callable[[], None]:
+        step = training_step(*args)
+
+        def late() -> None:
+            time.sleep(late_s * torch.distributed.get_rank())
+            step()
+
+        return late
+
+    with mock.patch.object(contention_rounds, "training_step", late_step):
+        return measure_drift(torch.device("cpu"), seconds=0.1, rounds=3)
+
+
+def test_a_rank_that_is_late_is_drift(ranks: RankPool) -> None:
+    """One of four all-reduces of a step waits 0.5 s for it on the other rank: 0.06 s on average. What was computed
+    before each is between 1 ms and 1 s."""
+    late, mine = ranks.run(2, drift_with_a_late_rank, 0.5), ranks.run(2, drift_with_a_late_rank, 0.0)
+    assert late[0] == late[1] and mine[0] == mine[1]
+    assert 0 <= mine[0] < late[0]
+    assert 0.06 < late[0] < 2
 
 
 def test_factors_are_medians_and_never_a_gain() -> None:
@@ -49,6 +80,7 @@ def measured(rate_bytes_per_s: float, compute: float, world_size: int = 2, **cha
     values = {
         "payload_bytes": payload,
         "hand_over_s": 5e-5,
+        "drift": 0.01,
         "world_size": world_size,
         "backend": "gloo",
         "device": "cpu",
@@ -74,6 +106,7 @@ def test_measurements_are_kept_and_found_by_rate(tmp_path: Path) -> None:
     def at(link: str, ranks: int = 2) -> float:
         found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link)).beside(2**20)
         assert found.communication == pytest.approx(2 * found.compute) and found.hand_over_s == 5e-5
+        assert found.drift == pytest.approx(0.01)
         return found.compute
 
     assert at("1mbit") == 1.0  # the later one of the same rate

@@ -137,6 +137,41 @@ def test_small_messages_take_more_than_large_ones_do() -> None:
     assert clock.now_s == pytest.approx(3.5 + 3.0 - 3.25 / 1.5)
 
 
+def test_a_collective_begins_when_the_last_rank_is_there() -> None:
+    """With the square root of the compute since all were level: after a wait that held this rank up."""
+    clock = Clock(Contention(drift=0.5))
+    clock.compute(4.0)
+    clock.wait(clock.issue(cost(0.25, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(4.0 + 0.5 * 2.0 + 1.25)
+    clock.wait(clock.issue(cost(0.25, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(6.25 + 1.25), "nobody has computed in between"
+    clock.compute(9.0)
+    clock.wait(clock.issue(cost(0.0, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(7.5 + 9.0 + 1.5 + 1.0)
+
+
+def test_lateness_does_not_add_up_over_collectives_that_follow_one_another() -> None:
+    """The last rank issues both a second later than this one; the link is free in between no longer than that."""
+    clock, queue = Clock(Contention(drift=0.5)), Queue(1)
+    clock.compute(4.0)
+    first, second = (clock.issue(cost(0.0, 3.0), queue) for _ in range(2))
+    clock.compute(1.0)
+    clock.wait(first)
+    assert clock.now_s == pytest.approx(4.0 + 1.0 + 3.0)
+    clock.wait(second)
+    assert clock.now_s == pytest.approx(8.0 + 3.0)
+
+
+def test_a_wait_for_what_is_done_does_not_level_ranks() -> None:
+    clock = Clock(Contention(drift=0.5))
+    clock.compute(4.0)
+    flight = clock.issue(cost(0.0, 1.0), Queue(1))
+    clock.compute(5.0)
+    clock.wait(flight)
+    clock.wait(clock.issue(cost(0.0, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(9.0 + 0.5 * 3.0 + 1.0)
+
+
 def play(issued: list[tuple[float, CollectiveCost, int]], contention: Contention) -> tuple[Clock, list]:
     """Compute before each collective, which is issued in the queue of that number; wait for all."""
     clock, queues = Clock(contention), [Queue(1), Queue(2)]
