@@ -1,7 +1,7 @@
 """A clock that no second passes on: one rank's compute, and the collectives that are in flight beside it.
 
 Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
-issued) and then pass through two phases: a latency, at its own pace, and a transfer, which shares its link. Of k
+issued) and then pass through two stages: a latency, at its own pace, and a transfer, which shares its link. Of k
 transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a part
 of it share it without loss until the parts add up to more (fluid model: processor sharing). Between two events
 (something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
@@ -16,11 +16,13 @@ root of the time, until one holds them all up.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
 from planner.contracts import CollectiveCost, Contention, ContentionBySize
+
+LATE, LATENCY, TRANSFER = "late_left_s", "latency_left_s", "transfer_left_s"
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Flight:
         ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
         others_s: When the last of the other ranks issues it.
         began_s: When its turn came in its queue.
+        late_left_s: Until the last of the others is there; until then it takes nothing from compute.
         latency_left_s, transfer_left_s: Alone on its link.
     """
 
@@ -44,11 +47,17 @@ class Flight:
     others_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
+    late_left_s: float = 0.0
     latency_left_s: float = field(init=False)
     transfer_left_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.latency_left_s, self.transfer_left_s = self.cost.latency_s, self.cost.transfer_s
+
+    @property
+    def stage(self) -> str:
+        """What it is in: the name of the attribute that says how much of that is left; `` at the end."""
+        return next((name for name in (LATE, LATENCY, TRANSFER) if getattr(self, name)), "")
 
     @property
     def is_done(self) -> bool:
@@ -88,7 +97,8 @@ class Clock:
         """Compute what takes `seconds` where nothing else goes on."""
         begin, left = self.now_s, seconds
         while left > 0:
-            pace = 1 / max((flight.beside.compute for flight in self._active), default=1.0)
+            slowing = (flight.beside.compute for flight in self._active if not flight.late_left_s)
+            pace = 1 / max(slowing, default=1.0)
             step = self._step(left / pace, computes=True)
             left = left - step * pace if step < left / pace else 0.0
         self.compute_s += self.now_s - begin
@@ -143,12 +153,12 @@ class Clock:
         while queue.waiting and queue.running < queue.width:
             flight = queue.waiting.popleft()
             flight.began_s = min(self.now_s, max(flight.ready_s, queue.free_s))
-            flight.latency_left_s += max(0.0, flight.others_s - self.now_s)
+            flight.late_left_s = max(0.0, flight.others_s - self.now_s)
             queue.running += 1
             self._active[flight] = queue
             if flight.began_s < self.now_s:
                 self._catch_up(flight)
-            if not flight.latency_left_s and not flight.transfer_left_s:
+            if not flight.stage:
                 self._end(flight)
 
     def _catch_up(self, flight: Flight) -> None:
@@ -179,27 +189,30 @@ class Clock:
 
     def _step(self, most_s: float, computes: bool) -> float:
         """Advance to the next event, at most by `most_s`; answers with the seconds. Compute slows transfers."""
-        shares: dict[str, float] = {}
-        for flight in self._active:
-            if not flight.latency_left_s:
-                shares[flight.cost.link] = shares.get(flight.cost.link, 0.0) + flight.cost.share
-        slowness = {
-            flight: max(1.0, shares.get(flight.cost.link, 0.0)) * (flight.beside.communication if computes else 1.0)
-            for flight in self._active
-        }
-        rest = {flight: flight.latency_left_s or flight.transfer_left_s * slowness[flight] for flight in self._active}
+        stages = {flight: flight.stage for flight in self._active}
+        slowness = self._slowness(stages, computes)
+        rest = {flight: getattr(flight, stage) * slowness[flight] for flight, stage in stages.items()}
         step = min([most_s, *rest.values()])
         self.now_s += step
         if self._active:
             self.in_flight_s += step
             self._flew_until_s = self.now_s
-        for flight, left in rest.items():
-            is_over = left <= step
-            if flight.latency_left_s:
-                flight.latency_left_s = 0.0 if is_over else flight.latency_left_s - step
-                is_over = is_over and not flight.transfer_left_s
-            else:
-                flight.transfer_left_s = 0.0 if is_over else flight.transfer_left_s - step / slowness[flight]
-            if is_over:
+        for flight, stage in stages.items():
+            left = 0.0 if rest[flight] <= step else getattr(flight, stage) - step / slowness[flight]
+            setattr(flight, stage, left)
+            if not flight.stage:
                 self._end(flight)
         return step
+
+    def _slowness(self, stages: Mapping[Flight, str], computes: bool) -> dict[Flight, float]:
+        """How many times as long as alone the present stage of each takes, as long as all are in these stages."""
+        busy: dict[str, float] = {}
+        for flight, stage in stages.items():
+            if stage == TRANSFER:
+                busy[flight.cost.link] = busy.get(flight.cost.link, 0.0) + flight.cost.share
+        return {
+            flight: max(1.0, busy[flight.cost.link]) * (flight.beside.communication if computes else 1.0)
+            if stage == TRANSFER
+            else 1.0
+            for flight, stage in stages.items()
+        }

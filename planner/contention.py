@@ -14,6 +14,7 @@ keeps how far ranks drift apart while they compute.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
@@ -126,7 +127,8 @@ class ByPayload:
 def load(path: str | Path, cluster: Cluster) -> ByPayload:
     """What was measured with as many ranks and the same backend: between two rates that all-reduces reached,
     interpolated by the logarithm of the rate of the cluster's link, beyond them that of the nearest. On CUDA the host
-    hands over while the device computes, which takes nothing from it.
+    hands over while the device computes, which takes nothing from it. Where more ranks than cores share this machine, a
+    rank that waits for others gives them its core, and nothing is lost: there, drift counts as none.
 
     Raises:
         UserError: there is no such measurement, or the file is none.
@@ -143,12 +145,16 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
         )
     link = cluster.inside if cluster.between is None else cluster.between
     is_cuda = device.kind == "cuda"
+    have_cores = cluster.world_size <= (os.cpu_count() or 1)
     reached = {rate: max(each.bytes_per_s for each in mine if each.link_bits_per_s == rate) for rate in rates_of(mine)}
     found = {}
     for payload, same in groupby(sorted(mine, key=lambda each: each.payload_bytes), lambda each: each.payload_bytes):
         by_rate = {
             reached[each.link_bits_per_s]: Contention(
-                each.compute, each.communication, 0.0 if is_cuda else each.hand_over_s, each.drift
+                each.compute,
+                each.communication,
+                0.0 if is_cuda else each.hand_over_s,
+                each.drift if have_cores else 0.0,
             )
             for each in same
         }

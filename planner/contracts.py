@@ -129,7 +129,7 @@ class Span:
         lane: `compute`; `communication` with a number, since several may be in flight at once; or `phase`, for the part
             of the step (forward, backward, ...) that the others lie in.
         start_s: From the beginning of the step.
-        details: What a trace says of it: payload bytes, group size, phase.
+        details: What is known of it: `phase`; of an operator its `call`; of a collective payload bytes, group size, ...
     """
 
     lane: str

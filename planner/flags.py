@@ -37,6 +37,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
     parser.add_argument("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
     parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
+    parser.add_argument(
+        "--longest-sequence-length",
+        type=int,
+        help="tokens of a sample on the rank that has the longest, and is the one that is shown (default: as all)",
+    )
     parser.add_argument("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     parser.add_argument(
         "--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)"

@@ -14,6 +14,7 @@ from planner.cluster import Cluster, Device
 from planner.columns import PLAN_COLUMNS
 from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts, Setting, Simulated
 from planner.models import Model
+from planner.recorded import RecordedCosts
 from training.cli import unknown_name
 from training.config import RunConfig
 from training.errors import UserError
@@ -34,6 +35,7 @@ class Costs:
         compute_error: Relative, of the time of operators.
         link_error: The same of collectives.
         sources: Where the figures are from, a sentence each.
+        record: That operators are taken from, if any.
     """
 
     operators: OperatorCosts
@@ -42,6 +44,7 @@ class Costs:
     compute_error: float
     link_error: float
     sources: Sequence[str] = ()
+    record: RecordedCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Case:
     Attributes:
         config: Batch, accumulation, precision, buckets and clipping, as the runner takes them.
         sequence_length: Tokens of a sample, padding included.
+        longest: The same of the rank with the longest samples, which all wait for, so it is the simulated one.
         price: Of one device for an hour, in any currency; None if nobody said.
     """
 
@@ -79,6 +83,7 @@ class Case:
     cluster: Cluster
     config: RunConfig
     sequence_length: int
+    longest: int
     price: float | None = None
     knowledge: Knowledge = Knowledge()
 
@@ -92,6 +97,12 @@ class Case:
         return self.config.micro_batch_size(self.cluster.world_size)
 
     @property
+    def tokens(self) -> float:
+        """Of all samples of a step, padding included."""
+        ranks = self.cluster.world_size
+        return self.config.global_batch_size * (self.longest + (ranks - 1) * self.sequence_length) / ranks
+
+    @property
     def usable_bytes(self) -> int:
         """What tensors of one rank may take."""
         return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
@@ -103,7 +114,7 @@ class Case:
             choice,
             make_module=self.model.build,
             make_micro_batches=lambda: self.model.micro_batches(
-                self.config.grad_accum_steps, micro_batch_size, self.sequence_length
+                self.config.grad_accum_steps, micro_batch_size, self.longest
             ),
             make_optimizer=adamw,
             options=self.config.strategy_options(),
@@ -211,7 +222,7 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
         "remark": without_costs(simulated, case.cluster.device),
     }
     if case.model.kind == "tokens":
-        values["tokens_per_second"] = batch * case.sequence_length / step_s
+        values["tokens_per_second"] = case.tokens / step_s
     if case.price is not None:
         values["cost_per_million_samples"] = case.price * case.cluster.world_size * step_s / batch * 1e6 / 3600
     return of_choice | values

@@ -100,6 +100,7 @@ def case_of(options: argparse.Namespace) -> Case:
     require_between(options, "straggler", 1, 1000)
     require_between(options, "grid_seconds", 0, 86_400)
     require_between(options, "sequence_length", 1, LONGEST)
+    require_between(options, "longest_sequence_length", options.sequence_length, LONGEST)
     if options.precision not in PRECISIONS:
         raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
@@ -108,10 +109,13 @@ def case_of(options: argparse.Namespace) -> Case:
     cluster = hardware.cluster(options.gpus, options.link, options.between, of_record)
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
-    model.require_length(options.sequence_length)
+    longest = options.longest_sequence_length or options.sequence_length
+    model.require_length(longest)
+    if options.longest_sequence_length and model.kind != "tokens":
+        raise UserError(f"--longest-sequence-length: {model.name} takes images, which are all of one size")
     files = (options.record, options.collectives, options.contention)
     knowledge = Knowledge(*files, options.rescale, options.efficiency, options.straggler)
-    return Case(model, cluster, config, options.sequence_length, options.price, knowledge)
+    return Case(model, cluster, config, options.sequence_length, longest, options.price, knowledge)
 
 
 def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:

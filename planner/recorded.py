@@ -74,7 +74,8 @@ class RecordedCosts:
         return work + self._overhead_of.get(call.name, self._overhead_s)
 
     def source_of(self, call: OperatorCall) -> str:
-        """Where the answer to `call` comes from: `recorded`, `interpolated`, `roofline` or `unknown`."""
+        """Where the answer to `call` comes from: `recorded`, `interpolated`, `roofline`, or `unknown` where there is
+        none."""
         if not call.bytes_moved or key_of(call) in self._by_key:
             return "recorded"
         if self._roofline.seconds(call) is None:

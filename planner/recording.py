@@ -44,7 +44,7 @@ class Recording:
     def spans(self, begin_s: float, end_s: float) -> list[Span]:
         """What lies between two moments, and of what goes beyond them the part that does."""
         spans = [
-            Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "shapes": call.shapes})
+            Span("compute", call.name, start - begin_s, end - begin_s, {"phase": phase, "call": call})
             for call, start, end, phase in self.compute
         ]
         spans += [Span("phase", name, start - begin_s, end - begin_s) for name, start, end in self.phases]

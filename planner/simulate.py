@@ -146,14 +146,6 @@ class Simulation:
             finally:
                 self.strategy = None
 
-    def issued_by_kind(self) -> dict[str, tuple[int, int]]:
-        """Number and payload bytes of the collectives that the measured step has issued."""
-        totals: dict[str, tuple[int, int]] = {}
-        for issued, _ in self.recording.issued:
-            calls, size = totals.get(issued.kind, (0, 0))
-            totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
-        return totals
-
     def measure(self, started: float) -> Simulated:
         """Run until the strategy has settled, and then the step that counts."""
         clock, recording, strategy = self.clock, self.recording, self.strategy

@@ -7,8 +7,8 @@ from planner.cluster import Cluster
 from planner.contention import load as load_contention
 from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts
 from planner.plan import Case, Costs
+from planner.recorded import RecordedCosts, stated_error
 from planner.recorded import load as load_record
-from planner.recorded import stated_error
 from training.errors import UserError
 
 ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
@@ -27,6 +27,7 @@ def costs_of(case: Case) -> Costs:
     known, cluster = case.knowledge, case.cluster
     device, precision = cluster.device, case.config.precision
     sources: list[str] = []
+    record: RecordedCosts | None = None
     if known.record and known.efficiency is not None:
         raise UserError("--efficiency is for rates of a table; it does not go with --record")
     if known.record:
@@ -38,6 +39,7 @@ def costs_of(case: Case) -> Costs:
         ]
         compute_error = max(ROOFLINE_ERROR if recorded.remarks else RECORD_ERROR, stated)
         operators: OperatorCosts = recorded
+        record = recorded.costs if isinstance(recorded, costs.Rescaled) else recorded
     else:
         operators = costs.roofline(device, known.efficiency)
         assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
@@ -57,7 +59,7 @@ def costs_of(case: Case) -> Costs:
         link_error = LINK_TABLE_ERROR
     contention, of_contention = contention_of(known.contention, cluster)
     sources += [of_contention] if of_contention else []
-    return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources))
+    return Costs(operators, collectives, contention, compute_error, link_error, tuple(sources), record)
 
 
 def contention_of(path: Path | None, cluster: Cluster) -> tuple[ContentionBySize, str]:

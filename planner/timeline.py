@@ -96,7 +96,7 @@ def kernel_name(span: Span) -> str:
 def arguments(span: Span) -> dict[str, Any]:
     """What a kernel's event says beyond its times."""
     if span.lane == "compute":
-        return {"Input Dims": [list(shape) for shape in span.details["shapes"]]}
+        return {"Input Dims": [list(shape) for shape in span.details["call"].shapes]}
     dtype = span.details["dtype"]
     size = ITEM_BYTES.get(dtype, 1)
     elements = span.details["payload_bytes"] // size

@@ -10,7 +10,8 @@ from training.errors import UserError
 from training.rates import Rate
 
 if TYPE_CHECKING:
-    from planner.what_if import Answer, Asked, Recorded
+    from planner.recorded_run import Recorded
+    from planner.what_if import Answer, Asked
 
 MOST_RANKS = 2**20
 
@@ -28,7 +29,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         from planner.plan import choices
 
         (options.choice,) = choices([options.choice])
-    from planner.what_if import Asked, WhatIf, read_run
+    from planner.recorded_run import read_run
+    from planner.what_if import Asked, WhatIf
 
     found = read_run(options.run)
     what_if = WhatIf(found)

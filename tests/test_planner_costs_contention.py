@@ -106,7 +106,6 @@ def test_measurements_are_kept_and_found_by_rate(tmp_path: Path) -> None:
     def at(link: str, ranks: int = 2) -> float:
         found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link)).beside(2**20)
         assert found.communication == pytest.approx(2 * found.compute) and found.hand_over_s == 5e-5
-        assert found.drift == pytest.approx(0.01)
         return found.compute
 
     assert at("1mbit") == 1.0  # the later one of the same rate
@@ -125,6 +124,16 @@ def test_small_messages_have_factors_of_their_own(tmp_path: Path) -> None:
     assert [found.beside(2.0**power).compute for power in (0, 16, 20, 24, 30)] == pytest.approx([4, 4, 3.25, 2.5, 2.5])
     assert found.beside(2**20).hand_over_s == pytest.approx(7.5e-5)
     assert contention.load(path, hardware.cluster("2xcpu", "1mbit")).beside(2**16).compute == 2.0
+
+
+def test_ranks_without_cores_of_their_own_lose_nothing_by_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    contention.keep(path, measured(1e9, 2.0, world_size=4))
+    cluster, drifts = hardware.cluster("4xcpu", "1gbit"), []
+    for cores in (3, 4):
+        with mock.patch("os.cpu_count", lambda cores=cores: cores):
+            drifts.append(contention.load(path, cluster).beside(1.0).drift)
+    assert drifts == [0.0, pytest.approx(0.01)]
 
 
 def test_a_gpu_computes_while_its_host_hands_over(tmp_path: Path) -> None:

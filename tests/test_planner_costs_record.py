@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from planner import costs, hardware, record
 from planner.contracts import OperatorCall
 from planner.interpolation import Point, held_out_error, interpolation
-from planner.record import Timed, with_overhead
+from planner.operator_times import MARK, OnPhase, Timed, seconds_by_number, with_overhead
 from planner.recorded import RecordedCosts, entries_of
 from training.errors import UserError
 from training.synthetic import MLP
@@ -113,19 +113,19 @@ def test_on_cuda_kernels_count_and_marks_on_the_device_do_not() -> None:
     """An operator of two kernels, one that launches none, and one on the host; as the profiler gives them."""
     product = event("aten::mm", DeviceType.CPU, 9.0, 50.0)
     events = [
-        event(f"{record.MARK}0", DeviceType.CPU, 30.0, 100.0, (product,)),
-        event(f"{record.MARK}0", DeviceType.CUDA, 70.0),
+        event(f"{MARK}0", DeviceType.CPU, 30.0, 100.0, (product,)),
+        event(f"{MARK}0", DeviceType.CUDA, 70.0),
         product,
-        event(f"{record.MARK}1", DeviceType.CPU, 5.0, 0.0, (event("aten::view", DeviceType.CPU, 1.0),)),
+        event(f"{MARK}1", DeviceType.CPU, 5.0, 0.0, (event("aten::view", DeviceType.CPU, 1.0),)),
     ]
-    assert record.seconds_by_number(events, 2, on_cuda=True) == pytest.approx([50e-6, 0.0])
-    assert record.seconds_by_number(events, 2, on_cuda=False) == pytest.approx([9e-6, 1e-6])
+    assert seconds_by_number(events, 2, on_cuda=True) == pytest.approx([50e-6, 0.0])
+    assert seconds_by_number(events, 2, on_cuda=False) == pytest.approx([9e-6, 1e-6])
 
 
 def test_a_step_that_changes_cannot_be_recorded() -> None:
     rows = iter(range(1, 1000))
 
-    def step(on_phase: record.OnPhase) -> None:
+    def step(on_phase: OnPhase) -> None:
         on_phase("forward")
         torch.ones(next(rows)).sum()
 

@@ -150,6 +150,16 @@ def test_a_collective_begins_when_the_last_rank_is_there() -> None:
     assert clock.now_s == pytest.approx(7.5 + 9.0 + 1.5 + 1.0)
 
 
+def test_a_collective_that_waits_for_the_last_rank_takes_nothing_from_compute() -> None:
+    clock = Clock(Contention(compute=2.0, drift=0.5))
+    clock.compute(4.0)
+    clock.issue(cost(0.0, 1.0), Queue(1))
+    clock.compute(1.0)
+    assert clock.now_s == pytest.approx(5.0), "the last rank is there only now"
+    clock.compute(1.0)
+    assert clock.now_s == pytest.approx(5.0 + 1.0 + 0.5)
+
+
 def test_lateness_does_not_add_up_over_collectives_that_follow_one_another() -> None:
     """The last rank issues both a second later than this one; the link is free in between no longer than that."""
     clock, queue = Clock(Contention(drift=0.5)), Queue(1)

@@ -9,10 +9,10 @@ import pytest
 from analysis.reading import read_trace
 from analysis.timeline import build_timeline
 from analysis.traces import find_windows
-from planner.contracts import Contention, MemoryCurve, Simulated, Span
+from planner.contracts import Contention, MemoryCurve, OperatorCall, Simulated, Span
 from planner.simulate import Simulation
 from planner.timeline import write_trace
-from tests.test_planner_engine import EachCollective, EachOperator, cluster, setting
+from tests.test_planner_engine import EachCollective, EachOperator, cluster, issued_by_kind, setting
 from training.errors import UserError
 
 NAME = "20261122-000000-abcd.step0.pt.trace.json.gz"
@@ -31,16 +31,17 @@ def test_reports_read_what_was_simulated(tmp_path: Path, choice: str, kind: str)
     compute = timeline.kernels[timeline.kernels["lane"] == "compute"]
     assert (compute["end"] - compute["start"]).sum() == pytest.approx(1e6 * step.compute_s)
     found = timeline.collectives.groupby("kind")["bytes"].agg(["size", "sum"])
-    assert {str(name): tuple(row) for name, row in found.iterrows()} == simulation.issued_by_kind()
+    assert {str(name): tuple(row) for name, row in found.iterrows()} == issued_by_kind(simulation)
     assert list(timeline.phases["name"])[:2] == ["forward", "backward"] and "optimizer" in set(timeline.phases["name"])
 
 
 def small() -> Simulated:
     nothing = MemoryCurve({}, {}, [])
     details = {"payload_bytes": 400, "dtype": "float32", "group": "g", "group_size": 2, "backend": "gloo", "link": "l"}
+    call = OperatorCall("aten::mm", ((2, 3),), ("float32",), 0, 48)
     spans = [
         Span("phase", "forward", 0.0, 2.0),
-        Span("compute", "aten::mm", 0.0, 1.0, {"phase": "forward", "shapes": ((2, 3),)}),
+        Span("compute", "aten::mm", 0.0, 1.0, {"phase": "forward", "call": call}),
         Span("communication 1", "all_reduce", 1.5, 2.0, {**details, "issued_s": 1.0}),
     ]
     return Simulated(2.0, 1.0, 0.5, 1.0, spans, nothing, {}, 0.0)

@@ -64,7 +64,7 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
 def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str = "auto") -> Case:
     config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
     between = "ndr" if gpus.count("x") > 1 else None
-    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", between), config, 128, price)
+    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", between), config, 128, 128, price)
 
 
 COSTS = Costs(mock.Mock(), mock.Mock(), Contention(), compute_error=0.2, link_error=0.3, sources=("from nowhere.",))
@@ -334,6 +334,21 @@ def test_a_straggler_computes_longer_and_waits_less(tmp_path: Path) -> None:
     assert (tables["3"].exposed_ms <= tables["1"].exposed_ms * (1 + 1e-9)).all()
 
 
+def test_all_wait_for_the_rank_with_the_longest_samples(tmp_path: Path) -> None:
+    """Its step is everybody's, and its memory is shown; on four ranks a quarter of the tokens is its own."""
+    tables, four = {}, ["--gpus", "4xL4", "--link", "pcie4", "--choices", "bucket_ddp_async,zero3", "--jobs", "1"]
+    for name, lengths in {"uneven": ("64", "128"), "long": ("128", "128"), "short": ("64", "64")}.items():
+        path = tmp_path / f"{name}.csv"
+        flags = ["--sequence-length", lengths[0], "--longest-sequence-length", lengths[1], "--csv", str(path)]
+        answer = plan(*TINY, *four, *flags)
+        assert answer.returncode == 0 and ("128 on the rank with the longest" in answer.stdout) == (name == "uneven")
+        tables[name] = pd.read_csv(path).drop(columns="simulation_s").set_index("choice")
+    tokens = {name: table.pop("tokens_per_second") for name, table in tables.items()}
+    pd.testing.assert_frame_equal(tables["uneven"], tables["long"])
+    assert (tables["uneven"].peak_bytes > tables["short"].peak_bytes).all()
+    assert (tokens["uneven"] / tokens["long"]).tolist() == pytest.approx([(128 + 3 * 64) / (4 * 128)] * 2)
+
+
 def test_memory_prints_terms_and_ranks() -> None:
     answer = plan(
         "memory", "--d-model", "16384", "--d-ff", "53248", "--layers", "126", "--ffn-only", "--precision", "bf16"
@@ -358,7 +373,7 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
         content["steps"][0]["error_pct"] = error_pct
         record.write_text(json.dumps(content))
         model = models.from_numbers(64, 96, 1, None, 50)
-        case = Case(model, hardware.cluster("2xcpu", "loopback"), RunConfig(), 16, knowledge=Knowledge(record))
+        case = Case(model, hardware.cluster("2xcpu", "loopback"), RunConfig(), 16, 16, knowledge=Knowledge(record))
         costs = costs_of(case)
         assert stated in costs.sources[0] and costs.compute_error == pytest.approx(half_width)
     with pytest.raises(UserError, match="--efficiency is for rates of a table"):
@@ -367,6 +382,21 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     record.write_text(json.dumps(content))
     costs = costs_of(case)
     assert "7 threads" in " ".join(costs.sources) and costs.compute_error == pytest.approx(0.35)
+    two = [
+        "--jobs",
+        "1",
+        "--gpus",
+        "2xcpu",
+        "--link",
+        "loopback",
+        "--choices",
+        "simple_ddp,zero3",
+        "--global-batch-size",
+        "4",
+    ]
+    here = " ".join(plan(*TINY, *two, "--record", str(record)).stdout.split())
+    said = re.search(r"by choice: ([\d.]+)% to ([\d.]+)% is of operators whose very shapes", here)
+    assert said and 40 < float(said[1]) < float(said[2]) < 100, here
     wrong = plan(*TINY, "--gpus", "2xL4", "--link", "pcie4", "--record", str(record))
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
 
@@ -401,6 +431,8 @@ SMOL = ["--model", "SmolLM2-360M"]
             "--sequence-length 2048: openai-community/gpt2 has 1024",
         ),
         ([*SMOL, *WHERE, "--sequence-length", "0"], "--sequence-length 0: must be from 1 to"),
+        ([*SMOL, *WHERE, "--longest-sequence-length", "256"], "--longest-sequence-length 256: must be from 512 to"),
+        (["--model", "resnet-50", *WHERE, "--longest-sequence-length", "600"], "takes images, which are all of one"),
         ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),
         ([*SMOL, *WHERE, "--efficiency", "1.5"], "efficiency 1.5 of compute: give a part above 0 and at most 1"),
         ([*SMOL, *WHERE, "--straggler", "0.5"], "--straggler 0.5: must be from 1"),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.what_if import Asked, WhatIf, busy_seconds, fits, read_run, shared_out
+from planner.recorded_run import busy_seconds, fits, read_run, shared_out
+from planner.what_if import Asked, WhatIf
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import cpu_trace, record_of_eight_steps, timeline_of, write_run

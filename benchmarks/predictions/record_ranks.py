@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runners import longest_batch_rank, one_global_batch
-from planner.record import OnPhase, TrainingStep, record, write
+from planner.operator_times import OnPhase
+from planner.record import TrainingStep, record, write
 from training.config import RunConfig
 from training.distributed import joined_ranks
 from training.run import seed_everything, silence_libraries
