@@ -274,6 +274,11 @@ def test_foreign_files_are_refused(tmp_path: Path, content: str, expected: str) 
         report([tmp_path / "x.json"], tmp_path)
 
 
+def listen() -> None:
+    """As a terminal starts processes; those that a script starts in the background ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     """The script in a process group of its own, as a terminal has it; returns once something has been measured."""
     environment = {
@@ -295,6 +300,7 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=listen,
     )
     path, deadline = folder / "reports" / "collectives" / "gloo_cpu_2_ranks.csv", time.monotonic() + TIMEOUT_S
     while not (path.exists() and len(pd.read_csv(path)) >= 2):
