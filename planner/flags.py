@@ -210,7 +210,7 @@ def require_between(options: argparse.Namespace, name: str, least: float, most: 
     """
     value = getattr(options, name)
     if value is not None and not least <= value <= most:
-        raise UserError(f"{flag(name)} {value:g}: must be from {least:,g} to {most:,g}{unit and ' ' + unit}")
+        raise UserError(f"{flag(name)} {value:.10g}: must be from {least:,.10g} to {most:,.10g}{unit and ' ' + unit}")
 
 
 def flag(name: str) -> str:
