@@ -83,10 +83,9 @@ def measure_drift(device: torch.device, seconds: float = 1.0, rounds: int = 5) -
     model = MLP(DEPTH, WIDTH).to(device)
     step = training_step(model, DRIFT_SAMPLES, device)
     tensor = torch.ones(PAYLOADS[0] // 4, device=device)
-    alone_s: list[float] = []
     late_s: list[float] = []
     roots: list[float] = []
-    level_s = 0.0
+    level_s = alone_s = 0.0
 
     def block(_: torch.Tensor) -> None:
         nonlocal level_s
@@ -94,14 +93,14 @@ def measure_drift(device: torch.device, seconds: float = 1.0, rounds: int = 5) -
         dist.all_reduce(tensor)
         roots.append((began_s - level_s) ** 0.5)
         level_s = time.perf_counter()
-        late_s.append(level_s - began_s - alone_s[-1])
+        late_s.append(level_s - began_s - alone_s)
 
     step()
     count = torch.tensor(seconds / timed(step, 1, device))
     dist.all_reduce(count, dist.ReduceOp.MIN)
     steps, drifts = max(FEWEST, int(count)), torch.zeros(rounds, dtype=torch.float64)
     for number in range(rounds):
-        alone_s.append(timed(lambda: dist.all_reduce(tensor), steps * DEPTH, device))
+        alone_s = timed(lambda: dist.all_reduce(tensor), steps * DEPTH, device)
         hooks = [parameter.register_post_accumulate_grad_hook(block) for parameter in model.parameters()]
         dist.barrier()
         level_s = time.perf_counter()

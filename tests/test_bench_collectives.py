@@ -276,7 +276,7 @@ def test_foreign_files_are_refused(tmp_path: Path, content: str, expected: str) 
 
 def listen() -> None:
     """As a terminal starts processes; those that a script starts in the background ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:

@@ -159,10 +159,9 @@ def test_where_nothing_fits_or_is_known() -> None:
     assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
 
 
-FIGURES = (1.0, 2, 0.5)
-
-
 # Page and grid ------------------------------------------------------------------------------------------------------
+
+FIGURES = (1.0, 2, 0.5)
 
 
 def test_page_says_all_and_loads_nothing(tmp_path: Path) -> None:
@@ -382,19 +381,8 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     record.write_text(json.dumps(content))
     costs = costs_of(case)
     assert "7 threads" in " ".join(costs.sources) and costs.compute_error == pytest.approx(0.35)
-    two = [
-        "--jobs",
-        "1",
-        "--gpus",
-        "2xcpu",
-        "--link",
-        "loopback",
-        "--choices",
-        "simple_ddp,zero3",
-        "--global-batch-size",
-        "4",
-    ]
-    here = " ".join(plan(*TINY, *two, "--record", str(record)).stdout.split())
+    two = ["--gpus", "2xcpu", "--link", "loopback", "--choices", "simple_ddp,zero3", "--global-batch-size", "4"]
+    here = " ".join(plan(*TINY, *two, "--jobs", "1", "--record", str(record)).stdout.split())
     said = re.search(r"by choice: ([\d.]+)% to ([\d.]+)% is of operators whose very shapes", here)
     assert said and 40 < float(said[1]) < float(said[2]) < 100, here
     wrong = plan(*TINY, "--gpus", "2xL4", "--link", "pcie4", "--record", str(record))
@@ -448,61 +436,6 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     answer = plan(*arguments)
     assert answer.returncode == 2 and answer.stdout == "", answer.stdout
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
-# Models -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["SmolLM2-360M", "smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"])
-def test_names_of_models(name: str) -> None:
-    assert models.find(name) is models.table()["HuggingFaceTB/SmolLM2-360M"]
-
-
-def test_local_configuration(tmp_path: Path) -> None:
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 90,
-    }
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", "architectures": ["X"], **shape}))
-    found = models.find(str(tmp_path))
-    attention, feed_forward = 4 * 64 * 64, 3 * 64 * 96
-    assert found.elements() == 90 * 64 + 2 * (attention + feed_forward + 2 * 64) + 64 + 5 * 64
-    assert models.find(str(file)).elements() == found.elements()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "has no model_type"),
-        ('{"model_type": "lama"}', "unknown model_type 'lama'; did you mean"),
-        ('{"model_type": "llama", "auto_map": {"AutoModel": "evil.py--X"}}', "which is never run here"),
-        ('{"model_type": "llama", "num_hidden_layers": 100000000}', "num_hidden_layers 100000000 must be from 1"),
-        ('{"model_type": "vit_mae"}', "cannot be built"),
-        (None, "no config.json in this folder"),
-    ],
-)
-def test_local_configurations_that_are_none(tmp_path: Path, content: str | None, expected: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        models.find(str(tmp_path))
-
-
-def test_batches_are_those_of_the_runner() -> None:
-    first, _ = models.find("SmolLM2-135M").micro_batches(2, 3, 7)
-    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == {
-        "input_ids": (3, 7),
-        "attention_mask": (3, 7),
-        "labels": (3,),
-    }
-    assert first["attention_mask"].sum() == 3 * 7 - 2  # all but the first are padded
-    (image,) = models.find("resnet-50").micro_batches(1, 2, 7)
-    assert image["pixel_values"].shape == (2, 3, 224, 224)
 
 
 # Documentation ------------------------------------------------------------------------------------------------------
