@@ -16,7 +16,7 @@ import numpy as np
 from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost
 from planner.hardware import calls_itself, is_of
-from planner.volumes import MESSAGES, volume
+from planner.volumes import MESSAGES, Volume, volume
 from training.errors import UserError
 from training.link_model import LinkModel, Piece
 
@@ -113,18 +113,27 @@ class FittedCosts:
         measured, model = volume(base, self.backend, self.world_size), self.models[base]
         payload = payload_bytes * asked.busiest / measured.busiest
         latency, transfer = parts(model, payload)
-        share = asked.share * (self._crowding(payload) if base == "broadcast" else 1.0)
-        return CollectiveCost(latency * asked.hops / measured.hops, transfer, self.link, min(1.0, share))
+        latency, share = latency * asked.hops / measured.hops, asked.share
+        if base == "broadcast" and "all_reduce" in self.models and transfer:
+            share = min(1.0, self._on_link_s(asked) * payload_bytes / transfer)
+            latency += self._idle_s(payload, measured)
+        return CollectiveCost(latency, transfer, self.link, share)
 
-    def _crowding(self, payload: float) -> float:
-        """How much longer broadcasts from all ranks at once (`sharding.all_gather`) take than their shares of the link
-        say; a scatter's messages from a root to all others crowd each other as a broadcast's do."""
+    def _on_link_s(self, asked: Volume) -> float:
+        """For each byte of payload, seconds of an average link, at the rate of large all-reduces, which fill all."""
+        ring = volume("all_reduce", self.backend, self.world_size)
+        return asked.busiest * asked.share * self.models["all_reduce"].pieces[-1].seconds_per_byte / ring.busiest
+
+    def _idle_s(self, payload: float, measured: Volume) -> float:
+        """What broadcasts from all ranks at once (`sharding.all_gather`) take beyond one alone, and beyond all their
+        bytes: time in which they wait for each other and links are free. The more are in flight, the less of it is
+        left. A scatter's messages from a root to all others do as a broadcast's."""
         together = self.models.get("sharding.all_gather")
         if together is None:
-            return 1.0
-        shares = self.world_size * volume("broadcast", self.backend, self.world_size).share
-        alone = float(self.models["broadcast"].seconds(payload)) * max(1.0, shares)
-        return max(1.0, float(together.seconds(self.world_size * payload)) / alone) if alone else 1.0
+            return 0.0
+        bytes_s = self.world_size * payload * self._on_link_s(measured)
+        alone_s = max(float(self.models["broadcast"].seconds(payload)), bytes_s)
+        return max(0.0, float(together.seconds(self.world_size * payload)) - alone_s)
 
 
 def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> FittedCosts:

@@ -116,6 +116,17 @@ def test_links_carry_their_rate_in_both_directions_and_count_it(lab: Lab) -> Non
 
 
 @needs_lab
+def test_connections_do_not_stop_to_measure_their_path(lab: Lab) -> None:
+    """As they would where the host's default is BBR."""
+    chosen = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+    for node in lab.nodes:
+        answer = subprocess.run(
+            ["ip", "netns", "exec", node.namespace, *chosen], capture_output=True, timeout=TIMEOUT_S
+        )
+        assert answer.stdout == b"reno\n"
+
+
+@needs_lab
 def test_changes_from_another_terminal(lab: Lab) -> None:
     assert control.set_rate(Rate.parse("60mbit"), None, 1) == "lab 0: the link of node 1 carries 60mbit each way"
     assert control.cut(0, 1) == "lab 0: the link of node 1 is cut"

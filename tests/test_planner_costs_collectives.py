@@ -147,21 +147,24 @@ def test_unknown_kinds_give_near_ones() -> None:
         both(gloo_nodes(2), "allreduce", 2)
 
 
+FIT = {"type": "fp32", "sizes": 5, "held_out_error_pct": 1.0}
+LINE = {"from_bytes": 0.0, "latency_s": 1e-3, "seconds_per_byte": 1e-8}
+FITS = [
+    {**FIT, "collective": "all_reduce", "type": "bf16", "pieces": [{**LINE, "latency_s": 9.0}]},
+    {**FIT, "collective": "all_reduce", "pieces": [LINE]},
+    {**FIT, "collective": "broadcast", "pieces": [{**LINE, "latency_s": 2e-3}]},
+    {**FIT, "collective": "sharding.all_gather", "pieces": [{**LINE, "seconds_per_byte": 8e-9}]},
+]
+
+
 def write(path: Path, **changes: object) -> Path:
-    fit = {"type": "fp32", "sizes": 5, "held_out_error_pct": 1.0}
-    line = {"from_bytes": 0.0, "latency_s": 1e-3, "seconds_per_byte": 1e-8}
     content = {
         "schema_version": 1,
         "world_size": 2,
         "backend": "gloo",
         "device_name": cpu_name(),
         "link_bits_per_s": None,
-        "fits": [
-            {**fit, "collective": "all_reduce", "type": "bf16", "pieces": [{**line, "latency_s": 9.0}]},
-            {**fit, "collective": "all_reduce", "pieces": [line]},
-            {**fit, "collective": "broadcast", "pieces": [{**line, "latency_s": 2e-3}]},
-            {**fit, "collective": "sharding.all_gather", "pieces": [{**line, "seconds_per_byte": 8e-9}]},
-        ],
+        "fits": FITS,
         "rows": [],
     }
     path.write_text(json.dumps(content | changes))
@@ -206,18 +209,26 @@ def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
     assert cost.latency_s + cost.transfer_s == pytest.approx(500e-6)
 
 
-def test_broadcasts_and_scatters_crowd_each_other_as_measured(tmp_path: Path) -> None:
-    """Of two ranks, each sends one way: half the link. At once they took (1 ms + 2P * 8 ns) / (2 ms + P * 10 ns)."""
+def test_what_broadcasts_at_once_take_beyond_their_bytes_leaves_links_free(tmp_path: Path) -> None:
+    """Of two ranks, each sends one way: half the link. One alone takes 2 ms + P * 10 ns, two at once 1 ms + 2P * 8 ns,
+    which is 5 ms more for P of 1 MB; a scatter's half of 2P goes to the other rank. Of four ranks, 3/4 P go over a link.
+    """
     costs = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
-    crowding = (1e-3 + 2 * P * 8e-9) / (2e-3 + P * 1e-8)
-    assert costs.cost("broadcast", P, (0, 1)).share == pytest.approx(0.5 * crowding)
-    assert costs.cost("scatter", 2 * P, (0, 1)).share == pytest.approx(0.5 * crowding)  # half of 2P goes to the other
+    for kind, payload in (("broadcast", 10**6), ("scatter", 2 * 10**6)):
+        cost = costs.cost(kind, payload, (0, 1))
+        assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3 + 5e-3, 10e-3, 0.5)), kind
+    fast = [{**fit, "pieces": [{"from_bytes": 0.0, "latency_s": 0.0, "seconds_per_byte": 1e-9}]} for fit in FITS[3:]]
+    path = write(tmp_path / "four.json", world_size=4, fits=[*FITS[:3], *fast])
+    cost = collective_costs.from_fits(path, FOUR).cost("broadcast", 10**6, (0, 1, 2, 3))
+    # an all-reduce has 3/2 P on each link in P * 10 ns
+    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3, 10e-3, 0.75 / 1.5))
     assert costs.cost("all_reduce", P, (0, 1)).share == 1
 
 
 def test_kinds_that_were_not_measured_are_reckoned_from_others(tmp_path: Path) -> None:
     """Of a scatter between two, half the payload goes over the link."""
-    cost = collective_costs.from_fits(write(tmp_path / "a.json"), TWO).cost("scatter", P, (0, 1))
+    costs = collective_costs.from_fits(write(tmp_path / "a.json", fits=FITS[:3]), TWO)
+    cost = costs.cost("scatter", P, (0, 1))
     assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, P / 2 * 1e-8))
 
 

@@ -15,6 +15,10 @@ from benchmarks.link_lab.tools import ip, require_tools
 from training.errors import UserError
 from training.rates import Rate
 
+CONTROL_CONGESTION = "open('/proc/sys/net/ipv4/tcp_congestion_control', 'w').write('reno')"
+"""Every kernel has Reno, and lets a namespace choose it. A host's own default may be BBR, whose connections go down to
+four packets for 200 ms every ten seconds to see how fast an empty path is (draft-cardwell-iccrg-bbr-congestion-control,
+ProbeRTT): four ranks with dozens of connections and small messages stood still for 200 ms in every fifth step."""
 ENDING_S = 5.0
 """What processes get between SIGTERM and SIGKILL."""
 
@@ -45,6 +49,7 @@ def build(lab: Lab) -> None:
     for namespace in lab.namespaces:
         ip("netns", "add", namespace)
         ip("-n", namespace, "link", "set", "lo", "up")
+        ip("netns", "exec", namespace, sys.executable, "-c", CONTROL_CONGESTION)
     ip("-n", lab.switch, "link", "add", "switch", "type", "bridge")
     mtu = ("mtu", str(lab.mtu))
     for node in lab.nodes:
