@@ -4,12 +4,12 @@
 must take them from here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from planner.contracts import OperatorCall
@@ -76,22 +76,21 @@ def operator_call(
     Args:
         result: What it answered with; a tensor that is changed in place must be the same object there.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in((*args, *kwargs.values()))
     flops = 0
     if formula := FLOPS.get(function.overloadpacket):
         flops = int(formula(*args, **kwargs, out_val=result))
     return OperatorCall(
         name=str(function),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        dtypes=tuple(name_of(tensor.dtype) for tensor in tensors),
         flops=flops,
         bytes_moved=bytes_moved(function, args, kwargs, result) if touches_data(function) else 0,
     )
 
 
 def bytes_moved(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    tensors, written = tensors_in((*args, *kwargs.values())), tensors_in((result,))
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
@@ -115,7 +114,23 @@ def updated(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
         and not argument.is_out
         and argument.name not in ONLY_READ
     ]
-    return [leaf for leaf in tree_leaves([given.get(name) for name in names]) if isinstance(leaf, Tensor)]
+    return tensors_in(given.get(name) for name in names)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among arguments of an operator, and in lists of them, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: Tensor) -> int:

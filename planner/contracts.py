@@ -169,6 +169,7 @@ class Simulated:
         exposed_s: Time in which the rank only waits for collectives.
         without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
         wall_s: What the simulation itself took.
+        reads_bucket_cap: Whether the choice asked how large its buckets may be.
     """
 
     step_time_s: float
@@ -179,3 +180,4 @@ class Simulated:
     memory: MemoryCurve
     without_costs: Mapping[str, tuple[int, int]]
     wall_s: float
+    reads_bucket_cap: bool = True

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster import Cluster, Link
@@ -17,6 +17,9 @@ OWN = 0.0
 MOST_RANKS = 4096
 Figures = tuple[float, int, float] | None
 """Of one choice: milliseconds a step, bytes at the peak, exposed milliseconds; None if it cannot be simulated."""
+Place = tuple[int, ...]
+"""Numbers of values, one on each axis."""
+Task = tuple[Place, str]
 Simulations = Callable[[Iterable[tuple[Case, str]]], Iterator[Figures]]
 
 
@@ -27,14 +30,16 @@ class Grid:
     Attributes:
         axes: Values of each axis, in order; `link` as factors on the rate that was asked for.
         base: Place on each axis of the setting that was asked for.
-        cells: Figures of each choice, by places on the axes.
+        choices: Those that were asked for.
+        cells: Figures of choices that were simulated there, by places on the axes.
         seconds: What it took.
         wanted: Cells that a whole grid has.
     """
 
     axes: Mapping[str, Sequence[float]]
-    base: tuple[int, ...]
-    cells: Mapping[tuple[int, ...], Mapping[str, Figures]]
+    base: Place
+    choices: Sequence[str]
+    cells: Mapping[Place, Mapping[str, Figures]]
     seconds: float
     wanted: int
 
@@ -57,33 +62,49 @@ def axes_of(case: Case) -> dict[str, list[float]]:
     }
 
 
-def fill(case: Case, planned: Mapping[str, Figures], simulations: Simulations, budget_s: float) -> Grid:
+def fill(
+    case: Case,
+    planned: Mapping[str, Figures],
+    simulations: Simulations,
+    budget_s: float,
+    first: Collection[str] = (),
+    without_buckets: Collection[str] = (),
+) -> Grid:
     """Simulate settings around `case`, those that differ from it in few respects first, until time is up.
 
     Args:
         planned: Figures of each choice as `case` has it, known already.
         simulations: Answers tasks with their `figures`, in their order.
         budget_s: In seconds; what has begun is finished.
+        first: Choices that go before the others in settings that differ in as many respects.
+        without_buckets: Choices to which the size of buckets is nothing: one size stands for all.
     """
     began, axes = time.perf_counter(), axes_of(case)
     base = tuple(axes[axis].index(value) for axis, value in zip(AXES, values_of(case), strict=True))
     places = list(itertools.product(*(range(len(axes[axis])) for axis in AXES)))
-    places.remove(base)
     places.sort(key=lambda place: distance(place, base))
 
-    def tasks() -> Iterator[tuple[Case, str]]:
-        for place in places:
-            if time.perf_counter() - began < budget_s:
-                there = changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)])
-                yield from ((there, choice) for choice in planned)
+    def same(place: Place, choice: str) -> Task:
+        return ((*place[:-1], base[-1]) if choice in without_buckets else place), choice
 
-    found = simulations(tasks())
-    cells = {base: planned}
+    asked = dict.fromkeys(same(place, choice) for place in places if place != base for choice in planned)
+    ordered = [task for task in asked if task[0] != base]
+    ordered.sort(key=lambda task: (distance(task[0], base)[0], task[1] not in first))
+
+    def tasks() -> Iterator[tuple[Case, str]]:
+        for place, choice in ordered:
+            if time.perf_counter() - began >= budget_s:
+                return
+            yield changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)]), choice
+
+    known = {(base, choice): of_choice for choice, of_choice in planned.items()}
+    known |= dict(zip(ordered, simulations(tasks()), strict=False))
+    cells = {}
     for place in places:
-        of_place = dict(zip(planned, itertools.islice(found, len(planned)), strict=False))
-        if of_place:
-            cells[place] = of_place
-    return Grid(axes, base, cells, time.perf_counter() - began, 1 + len(places))
+        found = {choice: known[same(place, choice)] for choice in planned if same(place, choice) in known}
+        if found:
+            cells[place] = found
+    return Grid(axes, base, list(planned), cells, time.perf_counter() - began, len(places))
 
 
 def values_of(case: Case) -> Iterator[float]:
@@ -143,3 +164,7 @@ def figures(outcome: Outcome) -> Figures:
     if simulated is None:
         return None
     return simulated.step_time_s * 1e3, simulated.memory.peak_bytes, simulated.exposed_s * 1e3
+
+
+def reads_bucket_cap(outcome: Outcome) -> bool:
+    return outcome.simulated is not None and outcome.simulated.reads_bucket_cap

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from planner.calls import operator_call, touches_data
+from planner.calls import operator_call, tensors_in, touches_data
 from planner.clock import Clock, Flight
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.memory import MemoryTracker
@@ -100,7 +100,7 @@ class PretendedDevice(TorchDispatchMode):
             return NotImplemented  # a DTensor, say, asks for the operators on this rank's part by itself
         if func.namespace == "profiler":
             return self._follow_phase(func, args, kwargs)
-        inputs = tensors_in(args) + (tensors_in(list(kwargs.values())) if kwargs else [])
+        inputs = tensors_in((*args, *kwargs.values()))
         if self._guards:
             self._respect_collectives(inputs)
         answer = self._run(func, inputs, args, kwargs)
@@ -193,17 +193,6 @@ class PretendedDevice(TorchDispatchMode):
 def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:
     flash, efficient = ON_CUDA[call.name]
     return flash if call.dtypes[0] in HALF and kwargs.get("attn_mask") is None else efficient
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Tensors among arguments of an operator, and in lists of them, in order."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
 
 
 def place_of_call() -> str:

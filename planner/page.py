@@ -19,6 +19,8 @@ LABELS = {
     "grad_accum_steps": "micro-batches a step (accumulation)",
     "bucket_cap_mb": "bucket size",
 }
+NOT_SIMULATED = False
+"""In place of a choice's figures, where None says that it cannot be simulated."""
 BANNER = (
     "Predicted: the strategies' own code ran on tensors without data, and operators and collectives took the time that "
     "a model of their costs gives them. Nothing was measured on these devices."
@@ -68,17 +70,20 @@ def plan_page(plan: Plan, grid: Grid | None) -> str:
 
 
 def sliders_section(grid: Grid, case: Case) -> Section:
+    whole = sum(len(found) == len(grid.choices) for found in grid.cells.values())
     text = (
-        f"{len(grid.cells)} of {grid.wanted} settings were simulated beforehand, in {grid.seconds:.0f} s: first those "
-        "that differ from the one that was asked for in one respect, then in two, and so on. Dark blue: computing; "
-        "orange: exposed communication."
+        f"{len(grid.cells)} of {grid.wanted} settings were simulated beforehand, {whole} of them with every choice, in "
+        f"{grid.seconds:.0f} s: first those that differ from the one that was asked for in one respect, then in two, "
+        "and so on. Dark blue: computing; orange: exposed communication."
     )
-    choices = list(next(iter(grid.cells.values())))
-    cells = {",".join(map(str, place)): [found[choice] for choice in choices] for place, found in grid.cells.items()}
+    cells = {
+        ",".join(map(str, place)): [found.get(choice, NOT_SIMULATED) for choice in grid.choices]
+        for place, found in grid.cells.items()
+    }
     shown = [[said(axis, value, case) for value in grid.axes[axis]] for axis in AXES]
     data = {
         "cells": cells,
-        "choices": choices,
+        "choices": grid.choices,
         "usable": case.usable_bytes,
         "values": [list(grid.axes[axis]) for axis in AXES],
     }

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
 from planner.flags import chosen_model, require_between
-from planner.grid import Grid, figures, fill
+from planner.grid import Grid, figures, fill, reads_bucket_cap
 from planner.page import plan_page
 from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
-from planner.recommendation import reasons
+from planner.recommendation import contenders, reasons
 from planner.recorded import device_of, load
 from planner.sources import costs_of
 from planner.timeline import write_trace
@@ -69,10 +69,18 @@ def planned(options: argparse.Namespace) -> Plan:
 
 def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid:
     """Other settings around the one that was planned, for choices that differ and can be simulated."""
-    known = {outcome.choice: figures(outcome) for outcome in plan.outcomes if outcome.simulated}
-    same_as = distinct(list(known))
-    planned = {same_as[name]: of_choice for name, of_choice in known.items()}
-    return fill(plan.case, planned, lambda tasks: simulations(tasks, jobs, figures), seconds)
+    simulated = {outcome.choice: outcome for outcome in plan.outcomes if outcome.simulated}
+    same_as = distinct(list(simulated))
+    planned = {same_as[name]: outcome for name, outcome in simulated.items()}
+    with Console(stderr=True).status(f"simulating other settings for the sliders, {seconds:g} s"):
+        return fill(
+            plan.case,
+            {name: figures(outcome) for name, outcome in planned.items()},
+            lambda tasks: simulations(tasks, jobs, figures),
+            seconds,
+            first={same_as[name] for name in contenders(plan.rows)},
+            without_buckets={name for name, outcome in planned.items() if not reads_bucket_cap(outcome)},
+        )
 
 
 def write_traces(plan: Plan, folder: Path) -> None:

@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from planner.process_group import pretended_world
 from planner.recording import Recording
 from planner.streams import Streams, pretended_streams
 from sharding.unit import _nowhere
+from training.config import StrategyOptions
 from training.errors import UserError
 from training.loop import train
 from training.strategy import Strategy, sample_count
@@ -70,6 +71,7 @@ def simulate(
     """
     started = time.perf_counter()
     simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
+    gc.freeze()  # what was there before need not be looked through for garbage time and again
     try:
         with simulation.running():
             return simulation.measure(started)
@@ -77,6 +79,7 @@ def simulate(
         raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
     finally:
         gc.collect()  # strategies hold themselves in cycles, and with them everything that they pretend to have
+        gc.unfreeze()
 
 
 class Simulation:
@@ -135,8 +138,8 @@ class Simulation:
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
-            options = replace(self.setting.options, clock=lambda: self.clock.now_s)
-            self.strategy = strategy = make_strategy(module, self.setting.make_optimizer, options)
+            self.options = watched(self.setting.options, clock=lambda: self.clock.now_s)
+            self.strategy = strategy = make_strategy(module, self.setting.make_optimizer, self.options)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
             for leaf in self.strategy.gradient_leaves():
@@ -172,6 +175,7 @@ class Simulation:
             memory=self.memory.stop(),
             without_costs=dict(self.device.without_costs),
             wall_s=time.perf_counter() - started,
+            reads_bucket_cap="bucket_cap_mb" in self.options.read,
         )
 
     # Memory, sorted -----------------------------------------------------------------------------------------------
@@ -195,6 +199,26 @@ class Simulation:
         if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
             # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
             self.memory.rename("communication", "gradients")
+
+
+@dataclass(frozen=True)
+class WatchedOptions(StrategyOptions):
+    """Options that note what a strategy asks of them.
+
+    Attributes:
+        read: Names of fields.
+    """
+
+    read: set[str] = field(default_factory=set)
+
+    @property
+    def fixed_bucket_bytes(self) -> float | None:
+        self.read.add("bucket_cap_mb")
+        return super().fixed_bucket_bytes
+
+
+def watched(options: StrategyOptions, **changes: Any) -> WatchedOptions:
+    return WatchedOptions(**{each.name: getattr(options, each.name) for each in fields(options)} | changes)
 
 
 def host_of(cluster: Cluster) -> Cluster:

@@ -211,7 +211,7 @@ def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
 
 def test_what_broadcasts_at_once_take_beyond_their_bytes_leaves_links_free(tmp_path: Path) -> None:
     """Of two ranks, each sends one way: half the link. One alone takes 2 ms + P * 10 ns, two at once 1 ms + 2P * 8 ns,
-    which is 5 ms more for P of 1 MB; a scatter's half of 2P goes to the other rank. Of four ranks, 3/4 P go over a link.
+    which is 5 ms more for P of 1 MB; a scatter's half of 2P goes to the other rank. Of four, 3/4 P go over a link.
     """
     costs = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
     for kind, payload in (("broadcast", 10**6), ("scatter", 2 * 10**6)):

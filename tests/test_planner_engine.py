@@ -114,6 +114,16 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
     require_whole(step)
 
 
+@pytest.mark.parametrize("choice", [choice for _, choice in CHOICES])
+def test_choices_that_do_not_ask_for_the_size_of_buckets_have_no_use_for_it(choice: str) -> None:
+    """And those that fill buckets ask."""
+    small, large = (simulated(setting(choice, bucket_cap_mb=cap)) for cap in (0.0001, 100.0))
+    asks = choice in ("bucket_ddp_async", "baseline", "zero1", "zero2", "zero3", "pytorch_ddp", "pytorch_zero1")
+    assert small.reads_bucket_cap == large.reads_bucket_cap == asks
+    figures = [(step.step_time_s, step.memory.peak_bytes, step.exposed_s) for step in (small, large)]
+    assert asks or figures[0] == pytest.approx(figures[1])
+
+
 def issued_by_kind(simulation: Simulation) -> dict[str, tuple[int, int]]:
     """Number and payload bytes of the collectives that the measured step has issued."""
     totals: dict[str, tuple[int, int]] = {}

@@ -1,79 +1,37 @@
-"""Plans: rows, intervals, recommendation, page and sliders of known simulations; the command as a user runs it."""
+"""Plans: rows, intervals and recommendation of known simulations; the command as a user runs it."""
 
 import datetime
-import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pandas as pd
 import pytest
-from playwright.sync_api import expect, sync_playwright
 
 from planner import hardware, models
 from planner.choosing import CASES, CHOICES, COLUMNS, guide, section
 from planner.columns import PLAN_COLUMNS
-from planner.contracts import Contention, MemoryCurve, Simulated, Span
-from planner.figures import MOST_POINTS, compute_by_phase, thinned
-from planner.grid import AXES, axes_of, changed, figures, fill
-from planner.page import plan_page, said
-from planner.plan import Case, Costs, Knowledge, Outcome, Plan, choices, distinct, interval, without_costs
+from planner.contracts import Contention
+from planner.plan import Case, Costs, Knowledge, choices, distinct, interval, without_costs
 from planner.recommendation import reasons, recommended
 from planner.sources import RECORD_ERROR, costs_of
-from planner.workers import simulations, whole
 from scripts import plan as script
 from tests.in_process import run_in_process
+from tests.plans import GIB, made, simulation
 from training.config import RunConfig
 from training.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-GIB = 2**30
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 WHERE = ["--gpus", "2xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_in_process(script, *arguments)
-
-
-def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
-    """A step that computes, in two phases, and then waits for one collective."""
-    step, exposed = step_ms / 1e3, exposed_ms / 1e3
-    half, busy = (step - exposed) / 2, step - exposed
-    held = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
-    resting = {"parameters": held["parameters"], "activations": 0}
-    spans = [
-        Span("phase", "forward", 0, half),
-        Span("phase", "backward", half, busy),
-        Span("compute", "aten.mm.default", 0, half),
-        Span("compute", "aten.mm.default", half, busy),
-        Span("communication 0", "all_reduce", half, step, {"payload_bytes": 8}),
-    ]
-    curve = MemoryCurve(resting, held, [(0.0, resting), (half, held), (busy, resting)])
-    return Simulated(step, busy, half + exposed, exposed, spans, curve, {}, 0.1)
-
-
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str = "auto") -> Case:
-    config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
-    between = "ndr" if gpus.count("x") > 1 else None
-    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", between), config, 128, 128, price)
-
-
-COSTS = Costs(mock.Mock(), mock.Mock(), Contention(), compute_error=0.2, link_error=0.3, sources=("from nowhere.",))
-
-
-def made(price: float | None = None, **simulated: Simulated | None) -> Plan:
-    reason = "this one needs data"
-    outcomes = [Outcome(name, found, "" if found else reason) for name, found in simulated.items()]
-    return Plan(case(price=price), COSTS, outcomes)
 
 
 # Rows and intervals -------------------------------------------------------------------------------------------------
@@ -159,113 +117,6 @@ def test_where_nothing_fits_or_is_known() -> None:
     assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
 
 
-# Page and grid ------------------------------------------------------------------------------------------------------
-
-FIGURES = (1.0, 2, 0.5)
-
-
-def test_page_says_all_and_loads_nothing(tmp_path: Path) -> None:
-    plan = made(simple_ddp=simulation(90, 20, 30), flat_ddp=simulation(100, 10, 20), zero3=None)
-    page = plan_page(plan, fill(plan.case, {"flat_ddp": FIGURES}, lambda tasks: iter([FIGURES for _ in tasks]), 60))
-    assert "Predicted: " in page and "Take flat_ddp" in page and "this one needs data" in page
-    assert all(heading in page for heading in ("Memory over one step", "What takes memory: flat_ddp", "What if"))
-    assert not re.search(r"<(script|link|img)\b[^>]{0,200}\b(src|href)=\"(?!data:)", page)
-    assert "What if" not in plan_page(plan, None)
-
-
-@needs_browser
-def test_sliders_in_a_browser(tmp_path: Path) -> None:
-    """A slider changes rates and table; a setting that was not simulated says so; nothing goes to the network."""
-    plan = made(flat_ddp=simulation(100, 10, 20), zero3=None)
-
-    def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float] | None]:
-        for there, choice in itertools.islice(tasks, 20):  # those that differ in one respect
-            large = there.cluster.world_size == 4
-            yield None if choice == "zero3" else (200.0 if large else 100.0, 30 * GIB if large else GIB, 50.0)
-
-    path = tmp_path / "plan.html"
-    path.write_text(plan_page(plan, fill(plan.case, {"flat_ddp": (100.0, GIB, 50.0), "zero3": None}, answers, 1e9)))
-    asked: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: asked.append(str(error)))
-        page.goto(path.as_uri())
-        rows = page.locator(".whatif tbody tr")
-        expect(rows.nth(0)).to_have_text("flat_ddp100801.00yes", timeout=20_000)
-        expect(rows.nth(1)).to_contain_text("zero3")
-        ranks = page.get_by_label("ranks", exact=True)
-        ranks.fill("2")
-        expect(rows.nth(0)).to_have_text("flat_ddp2008030.00no")  # twice the samples in twice the time
-        expect(page.locator(".whatif [role=status]")).to_have_text("Global batch: 16 samples.")
-        page.get_by_label("bucket size").fill("2")
-        page.get_by_label("rate of the links").fill("0")
-        expect(page.locator(".whatif [role=status]")).to_contain_text("was not simulated")
-        expect(rows).to_have_count(0)
-        browser.close()
-    assert asked == [path.as_uri()]
-
-
-def test_grid_goes_outwards_until_time_is_up() -> None:
-    asked: list[Case] = []
-
-    def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float]]:
-        for there, _ in tasks:
-            asked.append(there)
-            yield 1.0, 2, 3.0
-
-    grid = fill(case(), {"flat_ddp": FIGURES}, answers, 1e9)
-    assert len(grid.cells) == grid.wanted == len(asked) + 1 == 4 * 3**4
-    assert case() not in asked and grid.cells[grid.base] == {"flat_ddp": FIGURES}, "what is known is not asked again"
-    few = fill(case(), {"flat_ddp": FIGURES}, answers, 0.0)
-    assert list(few.cells) == [few.base] and few.wanted == 4 * 3**4
-
-
-@pytest.mark.parametrize("gpus", ["2xL4", "4x8xH100"])
-def test_settings_of_the_grid(gpus: str) -> None:
-    """Each is a case of its own that divides, and the setting that was asked for is one of them."""
-    asked = case(gpus, batch=128, bucket=10.0)
-    axes = axes_of(asked)
-    there = changed(asked, [axes["ranks"][-1], 4.0, 3, 5, 1.0])
-    ranks = 2 * asked.cluster.world_size
-    assert (
-        there.cluster.world_size == ranks and there.cluster.inside.bytes_per_s == 4 * asked.cluster.inside.bytes_per_s
-    )
-    assert there.micro_batch_size == 3 and there.config.global_batch_size == 15 * ranks
-    assert there.config.bucket_cap_mb == 1.0 and set(axes) == set(AXES) and 10.0 in axes["bucket_cap_mb"]
-    assert changed(asked, [ranks // 2, 1.0, asked.micro_batch_size, 2, 10.0]) == asked
-
-
-def test_ranks_of_the_grid_are_whole_nodes_and_share_a_machine() -> None:
-    three = case("3x8xH100", batch=48)
-    assert axes_of(three)["ranks"] == [8, 24, 48]
-    for ranks, nodes in ((8, 1), (48, 6)):
-        there = changed(three, [ranks, 1.0, 1, 1, 1.0]).cluster
-        assert (there.nodes, there.ranks_per_node, there.between is None) == (nodes, 8, nodes == 1)
-    of_cpu = replace(case(), cluster=hardware.cluster("2xcpu", "loopback"))
-    memory = {ranks: changed(of_cpu, [ranks, 1.0, 1, 1, 1.0]).cluster.device.memory_bytes for ranks in (1, 2, 4)}
-    assert memory[1] == 2 * memory[2] == 4 * memory[4]
-
-
-def test_what_was_measured_for_so_many_ranks_keeps_the_grid_there() -> None:
-    for knowledge, ranks, links in (
-        (Knowledge(), 3, 3),
-        (Knowledge(collectives=Path("c.json")), 1, 1),
-        (Knowledge(collectives=Path("c.json"), rescale=True), 3, 1),
-        (Knowledge(contention=Path("c.json"), rescale=True), 1, 3),
-    ):
-        axes = axes_of(replace(case(), knowledge=knowledge))
-        assert (len(axes["ranks"]), len(axes["link"])) == (ranks, links)
-
-
-def test_a_setting_without_costs_is_an_answer() -> None:
-    """Of a slider: the file is not there, and the others go on."""
-    there = replace(case(), knowledge=Knowledge(collectives=Path("nowhere.json")))
-    (answer,) = simulations([(there, "flat_ddp")], 1, whole)
-    assert answer.simulated is None and "nowhere.json" in answer.reason
-
-
 def test_operators_without_costs_are_said_with_their_share() -> None:
     """Of 10 ms, and 300 MB and 600 MB at 300 GB/s beside them: 3 of 13."""
     unknown = {"aten.mm.default": (2, 300 * 10**6), "aten.bmm.default": (1, 600 * 10**6)}
@@ -275,22 +126,6 @@ def test_operators_without_costs_are_said_with_their_share() -> None:
         "23.1% of the step"
     )
     assert without_costs(replace(step, without_costs={}), hardware.device("L4")) == ""
-
-
-def test_the_grid_has_each_choices_own_buckets() -> None:
-    mine = case("2xL4", batch=128)
-    axes = axes_of(mine)["bucket_cap_mb"]
-    assert [said("bucket_cap_mb", value, mine) for value in axes] == ["each choice's own", "1 MiB", "25 MiB", "100 MiB"]
-    assert changed(mine, [2, 1.0, 1, 2, axes[0]]).config.bucket_cap_mb == "auto"
-
-
-def test_lines_of_many_points_keep_their_extremes() -> None:
-    points = [(float(moment), float(moment % 7)) for moment in range(10_000)]
-    points[5003] = (5003.0, 99.0)
-    kept = thinned(points)
-    assert len(kept) <= MOST_POINTS + 2 and kept[0] == points[0] and kept[-1] == points[-1]
-    assert (5003.0, 99.0) in kept and set(kept) <= set(points)
-    assert compute_by_phase(simulation(100, 20, 1))["backward"].tolist() == [[0.04, 0.08]]
 
 
 # The command --------------------------------------------------------------------------------------------------------
@@ -466,11 +301,6 @@ def test_help_loads_no_torch() -> None:
         timeout=60,
     )
     assert answer.stdout.endswith("False False\n"), answer.stderr
-
-
-def test_figures_of_a_cell() -> None:
-    assert figures(Outcome("zero1", simulation(100, 20, 2))) == (100, 2 * GIB, 20)
-    assert figures(Outcome("zero1", None, "why")) is None
 
 
 def test_guide_has_the_form_that_its_generator_writes() -> None:

@@ -210,7 +210,7 @@ class Strategy(ABC):
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds gradients at this moment."""
-        return (p.grad for p in self.module.parameters() if p.grad is not None)
+        return (p.grad for p in self.trainable.values() if p.grad is not None)
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds optimizer states at this moment."""
