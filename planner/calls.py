@@ -83,14 +83,21 @@ def operator_call(
     return OperatorCall(
         name=str(function),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtypes=tuple(name_of(tensor.dtype) for tensor in tensors),
+        dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
         flops=flops,
-        bytes_moved=bytes_moved(function, args, kwargs, result) if touches_data(function) else 0,
+        bytes_moved=bytes_moved(function, args, kwargs, tensors, result) if touches_data(function) else 0,
     )
 
 
-def bytes_moved(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    tensors, written = tensors_in((*args, *kwargs.values())), tensors_in((result,))
+def bytes_moved(
+    function: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    result: Any,
+) -> int:
+    """`tensors`: those among the arguments."""
+    written = tensors_in((result,))
     if function.overloadpacket in READS_PART and tensors:
         produced = sum(map(tensor_bytes, written))
         return produced + min(tensor_bytes(tensors[0]), produced) + sum(map(tensor_bytes, tensors[1:]))
@@ -129,7 +136,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 @cache
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

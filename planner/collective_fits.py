@@ -16,7 +16,7 @@ import numpy as np
 from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost
 from planner.hardware import calls_itself, is_of
-from planner.volumes import MESSAGES, Volume, volume
+from planner.volumes import MESSAGES, volume
 from training.errors import UserError
 from training.link_model import LinkModel, Piece
 
@@ -33,6 +33,10 @@ ALIKE = {
     "barrier": ("all_reduce",),
 }
 """For a kind that was not measured, from which others it is reckoned, the first of them that was."""
+TOGETHER = "sharding.all_gather"
+"""Over Gloo: broadcasts from all ranks at once."""
+ISSUED_BY_ALL = ("broadcast", "scatter")
+"""Kinds of which the strategies have every rank issue one at the same time."""
 SAME_RATE = 0.15
 """How far a link's rate may be from that of the measurement, headers and what a transfer gets of it included."""
 
@@ -114,26 +118,36 @@ class FittedCosts:
         payload = payload_bytes * asked.busiest / measured.busiest
         latency, transfer = parts(model, payload)
         latency, share = latency * asked.hops / measured.hops, asked.share
-        if base == "broadcast" and "all_reduce" in self.models and transfer:
-            share = min(1.0, self._on_link_s(asked) * payload_bytes / transfer)
-            latency += self._idle_s(payload, measured)
+        if base == "broadcast" and (per_byte := self._per_link_byte()) and transfer:
+            share = min(1.0, payload_bytes * asked.busiest * asked.share * per_byte / transfer)
+            if kind in ISSUED_BY_ALL and self.backend == "gloo" and len(ranks) == self.world_size:
+                latency += self._idle_s(payload, per_byte)
         return CollectiveCost(latency, transfer, self.link, share)
 
-    def _on_link_s(self, asked: Volume) -> float:
-        """For each byte of payload, seconds of an average link, at the rate of large all-reduces, which fill all."""
-        ring = volume("all_reduce", self.backend, self.world_size)
-        return asked.busiest * asked.share * self.models["all_reduce"].pieces[-1].seconds_per_byte / ring.busiest
+    def _per_link_byte(self) -> float | None:
+        """Seconds of a link, where nothing was faster than the large all-reduces, or broadcasts from all ranks at once,
+        that were measured."""
+        tree = volume("broadcast", self.backend, self.world_size)
+        on_link = {
+            "all_reduce": volume("all_reduce", self.backend, self.world_size).busiest,
+            TOGETHER: tree.busiest * tree.share,
+        }
+        known = [
+            self.models[kind].pieces[-1].seconds_per_byte / of for kind, of in on_link.items() if kind in self.models
+        ]
+        return min(known, default=None)
 
-    def _idle_s(self, payload: float, measured: Volume) -> float:
-        """What broadcasts from all ranks at once (`sharding.all_gather`) take beyond one alone, and beyond all their
-        bytes: time in which they wait for each other and links are free. The more are in flight, the less of it is
-        left. A scatter's messages from a root to all others do as a broadcast's."""
-        together = self.models.get("sharding.all_gather")
+    def _idle_s(self, payload: float, per_link_byte: float) -> float:
+        """What broadcasts from all ranks at once take beyond one alone, and beyond all their bytes: time in which they
+        wait for each other and links are free. The more are in flight, the less of it is left. A scatter's messages
+        from a root to all others do as a broadcast's."""
+        together = self.models.get(TOGETHER)
         if together is None:
             return 0.0
-        bytes_s = self.world_size * payload * self._on_link_s(measured)
-        alone_s = max(float(self.models["broadcast"].seconds(payload)), bytes_s)
-        return max(0.0, float(together.seconds(self.world_size * payload)) - alone_s)
+        tree = volume("broadcast", self.backend, self.world_size)
+        latency, transfer = parts(self.models["broadcast"], payload)
+        bytes_s = self.world_size * payload * tree.busiest * tree.share * per_link_byte
+        return max(0.0, float(together.seconds(self.world_size * payload)) - latency - max(transfer, bytes_s))
 
 
 def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> FittedCosts:

@@ -30,8 +30,9 @@ class Grid:
     Attributes:
         axes: Values of each axis, in order; `link` as factors on the rate that was asked for.
         base: Place on each axis of the setting that was asked for.
-        choices: Those that were asked for.
-        cells: Figures of choices that were simulated there, by places on the axes.
+        choices: Those that differ and can be simulated.
+        cells: Figures of choices that are known there, by places on the axes.
+        simulated: How many simulations that took, those of the plan itself left out.
         seconds: What it took.
         wanted: Cells that a whole grid has.
     """
@@ -40,6 +41,7 @@ class Grid:
     base: Place
     choices: Sequence[str]
     cells: Mapping[Place, Mapping[str, Figures]]
+    simulated: int
     seconds: float
     wanted: int
 
@@ -97,14 +99,14 @@ def fill(
                 return
             yield changed(case, [axes[axis][at] for axis, at in zip(AXES, place, strict=True)]), choice
 
-    known = {(base, choice): of_choice for choice, of_choice in planned.items()}
-    known |= dict(zip(ordered, simulations(tasks()), strict=False))
+    answers = dict(zip(ordered, simulations(tasks()), strict=False))
+    known = {(base, choice): of_choice for choice, of_choice in planned.items()} | answers
     cells = {}
     for place in places:
         found = {choice: known[same(place, choice)] for choice in planned if same(place, choice) in known}
         if found:
             cells[place] = found
-    return Grid(axes, base, list(planned), cells, time.perf_counter() - began, len(places))
+    return Grid(axes, base, list(planned), cells, len(answers), time.perf_counter() - began, len(places))
 
 
 def values_of(case: Case) -> Iterator[float]:
@@ -164,7 +166,3 @@ def figures(outcome: Outcome) -> Figures:
     if simulated is None:
         return None
     return simulated.step_time_s * 1e3, simulated.memory.peak_bytes, simulated.exposed_s * 1e3
-
-
-def reads_bucket_cap(outcome: Outcome) -> bool:
-    return outcome.simulated is not None and outcome.simulated.reads_bucket_cap

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.calls import dtype_name
 from planner.clock import Clock, Flight, Queue
 from planner.cluster import Cluster
 from planner.contracts import CollectiveCost, CollectiveCosts
@@ -86,7 +87,7 @@ class Network:
         cost = self._cost(kind, payload_bytes, group.ranks, on_device)
         ready_s = self._streams.ready_s if on_device else float("inf")
         flight = self.clock.issue(cost, group.queue(backend), None, payload_bytes, ready_s, contends=on_device)
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        dtype = dtype_name(tensors[0].dtype) if tensors else ""
         name = group.group_name
         self._on_issue(Issued(kind, payload_bytes, group.ranks, name, backend, dtype, flight), tensors)
         return flight

@@ -72,9 +72,9 @@ def plan_page(plan: Plan, grid: Grid | None) -> str:
 def sliders_section(grid: Grid, case: Case) -> Section:
     whole = sum(len(found) == len(grid.choices) for found in grid.cells.values())
     text = (
-        f"{len(grid.cells)} of {grid.wanted} settings were simulated beforehand, {whole} of them with every choice, in "
-        f"{grid.seconds:.0f} s: first those that differ from the one that was asked for in one respect, then in two, "
-        "and so on. Dark blue: computing; orange: exposed communication."
+        f"From {grid.simulated} simulations, made beforehand in {grid.seconds:.0f} s: figures for {len(grid.cells)} of "
+        f"{grid.wanted} settings, for {whole} of them with every choice; first those that differ from the one that was "
+        "asked for in one respect, then in two, and so on. Dark blue: computing; orange: exposed communication."
     )
     cells = {
         ",".join(map(str, place)): [found.get(choice, NOT_SIMULATED) for choice in grid.choices]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from planner.columns import PLAN_COLUMNS, SHOWN
 from planner.flags import chosen_model, require_between
-from planner.grid import Grid, figures, fill, reads_bucket_cap
+from planner.grid import Grid, figures, fill
 from planner.page import plan_page
 from planner.plan import Case, Knowledge, Outcome, Plan, choices, distinct
 from planner.recommendation import contenders, reasons
@@ -67,20 +67,27 @@ def planned(options: argparse.Namespace) -> Plan:
     return Plan(case, costs, [replace(by_name[same_as[name]], choice=name) for name in names])
 
 
-def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid:
-    """Other settings around the one that was planned, for choices that differ and can be simulated."""
-    simulated = {outcome.choice: outcome for outcome in plan.outcomes if outcome.simulated}
-    same_as = distinct(list(simulated))
-    planned = {same_as[name]: outcome for name, outcome in simulated.items()}
-    with Console(stderr=True).status(f"simulating other settings for the sliders, {seconds:g} s"):
-        return fill(
-            plan.case,
-            {name: figures(outcome) for name, outcome in planned.items()},
-            lambda tasks: simulations(tasks, jobs, figures),
-            seconds,
-            first={same_as[name] for name in contenders(plan.rows)},
-            without_buckets={name for name, outcome in planned.items() if not reads_bucket_cap(outcome)},
-        )
+def filled(plan: Plan, seconds: float, jobs: int | None) -> Grid | None:
+    """Other settings around the one that was planned, for choices that differ and can be simulated; None: there are no
+    such choices."""
+    outcomes = {outcome.choice: outcome for outcome in plan.outcomes if outcome.simulated}
+    if not outcomes:
+        return None
+    same_as = distinct(list(outcomes))
+    planned = {same_as[name]: outcome for name, outcome in outcomes.items()}
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(f"simulating other settings for the sliders, up to {seconds:g} s (--grid-seconds)")
+    return fill(
+        plan.case,
+        {name: figures(outcome) for name, outcome in planned.items()},
+        lambda tasks: simulations(tasks, jobs, figures),
+        seconds,
+        first={same_as[name] for name in contenders(plan.rows)},
+        without_buckets={
+            name for name, outcome in planned.items() if outcome.simulated and not outcome.simulated.reads_bucket_cap
+        },
+    )
 
 
 def write_traces(plan: Plan, folder: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import collective_costs, hardware
+from planner.clock import Clock, Queue
 from planner.cluster import Cluster, Link
 from planner.collective_costs import BASE_S
 from planner.volumes import KINDS, volume
@@ -209,20 +210,38 @@ def test_a_larger_payload_never_takes_less(tmp_path: Path) -> None:
     assert cost.latency_s + cost.transfer_s == pytest.approx(500e-6)
 
 
+def at_once(costs: collective_costs.FittedCosts, kind: str, payload: int) -> float:
+    """Seconds until one from each rank is done, each in a group of its own."""
+    clock, ranks = Clock(), tuple(range(costs.world_size))
+    flights = [clock.issue(costs.cost(kind, payload, ranks), Queue(2)) for _ in ranks]
+    for flight in flights:
+        clock.wait(flight)
+    return clock.now_s
+
+
 def test_what_broadcasts_at_once_take_beyond_their_bytes_leaves_links_free(tmp_path: Path) -> None:
     """Of two ranks, each sends one way: half the link. One alone takes 2 ms + P * 10 ns, two at once 1 ms + 2P * 8 ns,
-    which is 5 ms more for P of 1 MB; a scatter's half of 2P goes to the other rank. Of four, 3/4 P go over a link.
-    """
+    which is 5 ms more for P of 1 MB; a scatter's half of 2P goes to the other rank."""
     costs = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
     for kind, payload in (("broadcast", 10**6), ("scatter", 2 * 10**6)):
         cost = costs.cost(kind, payload, (0, 1))
         assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3 + 5e-3, 10e-3, 0.5)), kind
-    fast = [{**fit, "pieces": [{"from_bytes": 0.0, "latency_s": 0.0, "seconds_per_byte": 1e-9}]} for fit in FITS[3:]]
-    path = write(tmp_path / "four.json", world_size=4, fits=[*FITS[:3], *fast])
-    cost = collective_costs.from_fits(path, FOUR).cost("broadcast", 10**6, (0, 1, 2, 3))
-    # an all-reduce has 3/2 P on each link in P * 10 ns
-    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3, 10e-3, 0.75 / 1.5))
+        assert at_once(costs, kind, payload) == pytest.approx(1e-3 + 2e6 * 8e-9)
     assert costs.cost("all_reduce", P, (0, 1)).share == 1
+    assert costs.cost("send", P, (0, 1)).latency_s == pytest.approx(2e-3), "nobody else sends"
+    over_nccl = replace(costs, backend="nccl")
+    assert over_nccl.cost("broadcast", P, (0, 1)).latency_s == pytest.approx(2e-3), "whose all-gather is another thing"
+
+
+def test_links_are_as_fast_as_whatever_filled_them_best(tmp_path: Path) -> None:
+    """Four ranks: a broadcast has 3/4 P on each link, an all-reduce 3/2 P in P * 10 ns, an all-gather of 4P four times
+    3/4 P in 4P * 4 ns: these are faster. In memory, where an all-reduce has to add up, it is so."""
+    line = {"from_bytes": 0.0, "latency_s": 2e-3, "seconds_per_byte": 4e-9}
+    together = [{**fit, "pieces": [line]} for fit in FITS[3:]]
+    costs = collective_costs.from_fits(write(tmp_path / "a.json", world_size=4, fits=[*FITS[:3], *together]), FOUR)
+    cost = costs.cost("broadcast", 10**6, (0, 1, 2, 3))
+    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3, 10e-3, 0.75e6 * 4e-9 / 0.75 / 10e-3))
+    assert at_once(costs, "broadcast", 10**6) == pytest.approx(2e-3 + 4e6 * 4e-9)
 
 
 def test_kinds_that_were_not_measured_are_reckoned_from_others(tmp_path: Path) -> None:

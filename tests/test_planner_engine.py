@@ -118,10 +118,10 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
 def test_choices_that_do_not_ask_for_the_size_of_buckets_have_no_use_for_it(choice: str) -> None:
     """And those that fill buckets ask."""
     small, large = (simulated(setting(choice, bucket_cap_mb=cap)) for cap in (0.0001, 100.0))
-    asks = choice in ("bucket_ddp_async", "baseline", "zero1", "zero2", "zero3", "pytorch_ddp", "pytorch_zero1")
-    assert small.reads_bucket_cap == large.reads_bucket_cap == asks
     figures = [(step.step_time_s, step.memory.peak_bytes, step.exposed_s) for step in (small, large)]
-    assert asks or figures[0] == pytest.approx(figures[1])
+    assert small.reads_bucket_cap or figures[0] == pytest.approx(figures[1])
+    assert small.reads_bucket_cap or choice != "zero1"
+    assert not small.reads_bucket_cap or choice != "flat_ddp"
 
 
 def issued_by_kind(simulation: Simulation) -> dict[str, tuple[int, int]]:
@@ -473,6 +473,9 @@ def test_nothing_is_left_behind(fails: bool) -> None:
         except CannotSimulate:
             assert fails
     assert everything_global() == before
+    if fails:
+        gc.collect()  # the error led to it
+    assert not [held for held in gc.get_objects() if isinstance(held, Simulation)]
 
 
 def around_a_simulation() -> tuple[float, float]:

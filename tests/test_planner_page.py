@@ -1,4 +1,4 @@
-"""The page of a plan, and its sliders: of known simulations, in a browser, and of all choices."""
+"""The page of a plan, and its sliders: of known simulations, and in a browser."""
 
 import itertools
 import re
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
@@ -15,6 +16,8 @@ from planner.figures import MOST_POINTS, compute_by_phase, thinned
 from planner.grid import AXES, axes_of, changed, figures, fill
 from planner.page import plan_page, said
 from planner.plan import Case, Knowledge, Outcome
+from planner.plan_command import filled
+from planner.recommendation import contenders
 from planner.workers import simulations, whole
 from tests.plans import GIB, case, made, simulation
 
@@ -38,7 +41,7 @@ def test_sliders_in_a_browser(tmp_path: Path) -> None:
     plan = made(flat_ddp=simulation(100, 10, 20), zero3=None)
 
     def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float] | None]:
-        for there, choice in itertools.islice(tasks, 20):  # those that differ in one respect
+        for there, choice in itertools.islice(tasks, 19):  # those that differ in one respect, but for the last one
             large = there.cluster.world_size == 4
             yield None if choice == "zero3" else (200.0 if large else 100.0, 30 * GIB if large else GIB, 50.0)
 
@@ -58,7 +61,11 @@ def test_sliders_in_a_browser(tmp_path: Path) -> None:
         ranks.fill("2")
         expect(rows.nth(0)).to_have_text("flat_ddp2008030.00no")  # twice the samples in twice the time
         expect(page.locator(".whatif [role=status]")).to_have_text("Global batch: 16 samples.")
-        page.get_by_label("bucket size").fill("2")
+        page.get_by_label("bucket size").fill("3")
+        ranks.fill("1")
+        expect(rows).to_have_count(1)
+        expect(page.locator(".whatif [role=status]")).to_contain_text("1 of 2 choices were not simulated here")
+        ranks.fill("2")
         page.get_by_label("rate of the links").fill("0")
         expect(page.locator(".whatif [role=status]")).to_contain_text("was not simulated")
         expect(rows).to_have_count(0)
@@ -83,7 +90,6 @@ def test_grid_goes_outwards_until_time_is_up() -> None:
 
 def test_contenders_go_first_and_other_choices_when_there_is_time() -> None:
     """All settings that differ in one respect with the first choices, then with the others."""
-    asked: list[tuple[int, ...]] = []
     planned = dict.fromkeys(("simple_ddp", "flat_ddp", "zero1", "zero3"), FIGURES)
 
     def answers(tasks: Iterator[tuple[Case, str]]) -> Iterator[tuple[float, int, float]]:
@@ -97,7 +103,38 @@ def test_contenders_go_first_and_other_choices_when_there_is_time() -> None:
     assert all({"zero1", "zero3"} <= grid.cells[place].keys() for place in asked)
     assert sum(len(grid.cells[place]) for place in asked) == 25
     page = plan_page(made(zero3=simulation(100, 10, 20)), grid)
-    assert "12 of 324 settings were simulated beforehand, 2 of them with every choice" in page
+    assert "From 25 simulations" in page and "figures for 12 of 324 settings, for 2 of them with every choice" in page
+
+
+def test_time_is_looked_at_before_each_simulation() -> None:
+    """Of one setting's three choices two, if that is when time is up."""
+    moments = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    planned = dict.fromkeys(("simple_ddp", "flat_ddp", "zero1"), FIGURES)
+    with mock.patch("planner.grid.time.perf_counter", lambda: next(moments)):
+        grid = fill(case(), planned, lambda tasks: (FIGURES for _ in tasks), 2.5)
+    assert (grid.simulated, [len(found) for found in grid.cells.values()], grid.seconds) == (2, [3, 2], 4.0)
+
+
+def test_sliders_of_a_plan_begin_with_what_is_recommended_fastest_and_leanest() -> None:
+    """Of choices that are the same class one stands for both; one that cannot be simulated is not tried again."""
+    steps = {
+        "simple_ddp": simulation(100, 20, 8),
+        "flat_ddp": simulation(90, 20, 30),  # does not fit
+        "bucket_ddp_async": simulation(95, 20, 8),
+        "baseline": simulation(95, 20, 8),
+        "zero2": simulation(130, 20, 7),
+        "zero3": replace(simulation(150, 20, 5), reads_bucket_cap=False),
+    }
+    plan = made(**steps, zero1=None)
+    assert contenders(plan.rows) == ["bucket_ddp_async", "flat_ddp", "zero3"]
+    with mock.patch("planner.plan_command.fill") as filled_in:
+        filled(plan, 60, 1)
+    _, planned, _, seconds = filled_in.call_args.args
+    assert list(planned) == ["simple_ddp", "flat_ddp", "bucket_ddp_async", "zero2", "zero3"] and seconds == 60
+    assert planned["zero2"] == (pytest.approx(130), 7 * GIB, pytest.approx(20))
+    assert filled_in.call_args.kwargs["first"] == {"bucket_ddp_async", "flat_ddp", "zero3"}
+    assert filled_in.call_args.kwargs["without_buckets"] == {"zero3"}
+    assert filled(made(zero1=None), 60, 1) is None and contenders(made(zero1=None).rows) == []
 
 
 def test_one_size_of_buckets_stands_for_all_where_it_is_nothing_to_the_choice() -> None:

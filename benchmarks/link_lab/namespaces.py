@@ -11,14 +11,14 @@ from contextlib import contextmanager
 
 from benchmarks.link_lab.shaping import shape
 from benchmarks.link_lab.state import INTERFACE, Lab, all_labs, locked, plan
-from benchmarks.link_lab.tools import ip, require_tools
+from benchmarks.link_lab.tools import RefusedError, ip, require_tools
 from training.errors import UserError
 from training.rates import Rate
 
-CONTROL_CONGESTION = "open('/proc/sys/net/ipv4/tcp_congestion_control', 'w').write('reno')"
-"""Every kernel has Reno, and lets a namespace choose it. A host's own default may be BBR, whose connections go down to
-four packets for 200 ms every ten seconds to see how fast an empty path is (draft-cardwell-iccrg-bbr-congestion-control,
-ProbeRTT): four ranks with dozens of connections and small messages stood still for 200 ms in every fifth step."""
+CONGESTION_CONTROL = "reno"
+"""Of TCP, for all nodes: every kernel has it. A host's own default may be BBR, with which steps of small messages stand
+still time and again (docs/findings.md, stops of 200 ms)."""
+CHOOSE = f"open('/proc/sys/net/ipv4/tcp_congestion_control', 'w').write('{CONGESTION_CONTROL}')"
 ENDING_S = 5.0
 """What processes get between SIGTERM and SIGKILL."""
 
@@ -49,7 +49,6 @@ def build(lab: Lab) -> None:
     for namespace in lab.namespaces:
         ip("netns", "add", namespace)
         ip("-n", namespace, "link", "set", "lo", "up")
-        ip("netns", "exec", namespace, sys.executable, "-c", CONTROL_CONGESTION)
     ip("-n", lab.switch, "link", "add", "switch", "type", "bridge")
     mtu = ("mtu", str(lab.mtu))
     for node in lab.nodes:
@@ -58,8 +57,21 @@ def build(lab: Lab) -> None:
         ip("-n", lab.switch, "link", "set", node.port, "master", "switch", "up")
         ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", INTERFACE)
         ip("-n", node.namespace, "link", "set", INTERFACE, "up")
+        control_congestion(node.namespace)
         shape(lab, node)
     ip("-n", lab.switch, "link", "set", "switch", *mtu, "up")
+
+
+def control_congestion(namespace: str) -> None:
+    """Where that is refused (before Linux 4.15, and in containers that may only read /proc/sys), the default stays."""
+    try:
+        ip("netns", "exec", namespace, sys.executable, "-c", CHOOSE)
+    except RefusedError:
+        print(
+            f"link lab: {namespace} keeps this host's TCP congestion control, since {CONGESTION_CONTROL} was refused; "
+            "with BBR, steps of small messages stand still time and again (docs/findings.md)",
+            file=sys.stderr,
+        )
 
 
 def refuse_foreign(lab: Lab) -> None:
