@@ -69,23 +69,15 @@ def simulate(
         CannotSimulate: the choice or the model cannot run without data; says what stands in the way.
         UserError: what the strategy itself refuses.
     """
-    gc.freeze()  # what was there before need not be looked through for garbage time and again
-    try:
-        return run(Simulation(setting, cluster, operator_costs, collective_costs, contention, rank))
-    finally:
-        gc.collect()  # strategies hold themselves in cycles, and with them everything that they pretend to have
-        gc.unfreeze()
-
-
-def run(simulation: "Simulation") -> Simulated:
-    """In a function of its own, after which nobody holds the simulation. Raises as `simulate`."""
     started = time.perf_counter()
+    simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
     try:
         with simulation.running():
             return simulation.measure(started)
     except UNSIMULATED as error:
-        what = f"{simulation.setting.choice}: {said(error)}"
-        raise CannotSimulate(f"{what}, which needs data that a simulation has not") from error
+        raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
+    finally:
+        gc.collect()  # strategies hold themselves in cycles, and with them everything that they pretend to have
 
 
 class Simulation:

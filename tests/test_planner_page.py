@@ -61,7 +61,7 @@ def test_sliders_in_a_browser(tmp_path: Path) -> None:
         ranks.fill("2")
         expect(rows.nth(0)).to_have_text("flat_ddp2008030.00no")  # twice the samples in twice the time
         expect(page.locator(".whatif [role=status]")).to_have_text("Global batch: 16 samples.")
-        page.get_by_label("bucket size").fill("3")
+        page.get_by_label("bucket size").fill("2")
         ranks.fill("1")
         expect(rows).to_have_count(1)
         expect(page.locator(".whatif [role=status]")).to_contain_text("1 of 2 choices were not simulated here")
