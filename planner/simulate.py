@@ -145,6 +145,7 @@ class Simulation:
             try:
                 yield
             finally:
+                forget_hooks([*module.parameters(), *strategy.gradient_leaves()])
                 self.strategy = None
 
     def measure(self, started: float) -> Simulated:
@@ -217,6 +218,14 @@ class WatchedOptions(StrategyOptions):
 
 def watched(options: StrategyOptions, **changes: Any) -> WatchedOptions:
     return WatchedOptions(**{each.name: getattr(options, each.name) for each in fields(options)} | changes)
+
+
+def forget_hooks(leaves: Sequence[Tensor]) -> None:
+    """Break cycles through hooks of gradients, which C++ holds, too, so that no garbage collector can."""
+    for leaf in leaves:
+        for hooks in (getattr(leaf, "_post_accumulate_grad_hooks", None), leaf._backward_hooks):
+            if hooks:
+                hooks.clear()
 
 
 def host_of(cluster: Cluster) -> Cluster:

@@ -465,7 +465,7 @@ def everything_global() -> list[Any]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind(fails: bool) -> None:
-    before = everything_global()
+    before, alive = everything_global(), simulations_alive()
     make: Callable[[], Any] = BranchesOnWeights if fails else Square
     for kind in ("cpu", "cuda"):
         try:
@@ -473,6 +473,12 @@ def test_nothing_is_left_behind(fails: bool) -> None:
         except CannotSimulate:
             assert fails
     assert everything_global() == before
+    assert simulations_alive() == alive
+
+
+def simulations_alive() -> int:
+    gc.collect()
+    return sum(isinstance(held, Simulation) for held in gc.get_objects())
 
 
 def around_a_simulation() -> tuple[float, float]:
