@@ -116,8 +116,7 @@ def test_links_carry_their_rate_in_both_directions_and_count_it(lab: Lab) -> Non
 
 
 @needs_lab
-def test_connections_do_not_stop_to_measure_their_path(lab: Lab) -> None:
-    """As they would where the host's default is BBR."""
+def test_nodes_use_reno_whatever_the_host_does(lab: Lab) -> None:
     chosen = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
     for node in lab.nodes:
         answer = subprocess.run(
