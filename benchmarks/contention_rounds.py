@@ -27,10 +27,12 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a step and of an all-reduce, alone and while the other goes on, and of handing one over."""
+    """Seconds of a step, and of one of many all-reduces under way, each alone and while the other goes on; of an
+    all-reduce that is waited for before the next; and of handing one over."""
 
     step_s: float
     all_reduce_s: float
+    awaited_s: float
     hand_over_s: float
     step_beside_s: float
     all_reduce_beside_s: float
@@ -38,6 +40,10 @@ class Round:
     @property
     def factors(self) -> tuple[float, float]:
         return self.step_beside_s / self.step_s, self.all_reduce_beside_s / self.all_reduce_s
+
+    @property
+    def together(self) -> float:
+        return self.all_reduce_s / self.awaited_s
 
 
 def measure_rounds(
@@ -47,7 +53,7 @@ def measure_rounds(
 
     Args:
         payload_bytes: Of each all-reduce.
-        seconds: How long each of the three parts of a round takes, about.
+        seconds: How long each of the four parts of a round takes, about.
     """
     model = MLP(DEPTH, WIDTH).to(device)
     step = training_step(model, SAMPLES, device)
@@ -62,10 +68,12 @@ def measure_rounds(
     for _ in range(rounds):
         step_s = timed(step, steps, device)
         all_reduce_s = timed_all_reduces(tensor, calls, device)
+        awaited_s = timed(lambda: dist.all_reduce(tensor), calls, device)
+        tensor.fill_(1.0)
         hand_over_s = timed_hand_overs(model, step, tensor, min(steps, 1 + calls // DEPTH))
         step_beside_s, all_reduce_beside_s = timed_together(step, tensor, calls, device)
         mine = torch.tensor(
-            [step_s, all_reduce_s, hand_over_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64
+            [step_s, all_reduce_s, awaited_s, hand_over_s, step_beside_s, all_reduce_beside_s], dtype=torch.float64
         )
         dist.all_reduce(mine)
         answer.append(Round(*(mine / dist.get_world_size()).tolist()))
@@ -201,6 +209,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, float]:
     return {
         "compute": max(1.0, median(compute)),
         "communication": max(1.0, median(communication)),
+        "together": median(each.together for each in rounds),
         "step_s": median(each.step_s for each in rounds),
         "all_reduce_s": median(each.all_reduce_s for each in rounds),
         "hand_over_s": median(each.hand_over_s for each in rounds),

@@ -36,6 +36,7 @@ class Flight:
         others_s: When the last of the other ranks issues it.
         began_s: When its turn came in its queue.
         late_left_s: Until the last of the others is there; until then it takes nothing from compute.
+        crowding: Factor on its latency while others of its queue are in flight.
         latency_left_s, transfer_left_s: Alone on its link.
     """
 
@@ -45,6 +46,7 @@ class Flight:
     on_done: "Callable[[Flight], None] | None" = None
     ready_s: float = float("inf")
     others_s: float = 0.0
+    crowding: float = 1.0
     began_s: float | None = None
     ended_s: float | None = None
     late_left_s: float = 0.0
@@ -120,7 +122,8 @@ class Clock:
         """
         beside = self._contention.beside(payload_bytes) if contends else Contention()
         others_s = self.now_s + beside.drift * sqrt(self.compute_s - self._level_s)
-        flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s)
+        crowding = crowding_of(cost, beside.together, queue.width)
+        flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s, crowding)
         queue.waiting.append(flight)
         self._begin_next(queue)
         arrears_s, self._arrears_s = self._arrears_s, 0.0
@@ -165,14 +168,15 @@ class Clock:
         """Bring up to now what began earlier, beside compute: at its own pace, whatever else was under way."""
         assert flight.began_s is not None
         slow = flight.beside.communication
-        needed_s = flight.latency_left_s + flight.transfer_left_s * slow
+        needed_s = (flight.latency_left_s + flight.transfer_left_s) * slow
         passed_s = min(self.now_s - flight.began_s, needed_s)
         if passed_s == needed_s:
             flight.ended_s = flight.began_s + needed_s
             flight.latency_left_s = flight.transfer_left_s = 0.0
         else:
-            flight.transfer_left_s -= max(0.0, passed_s - flight.latency_left_s) / slow
-            flight.latency_left_s = max(0.0, flight.latency_left_s - passed_s)
+            done_s = passed_s / slow
+            flight.transfer_left_s -= max(0.0, done_s - flight.latency_left_s)
+            flight.latency_left_s = max(0.0, flight.latency_left_s - done_s)
         until_s = flight.began_s + passed_s
         self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flew_until_s))
         self._flew_until_s = max(self._flew_until_s, until_s)
@@ -188,7 +192,7 @@ class Clock:
         self._begin_next(queue)
 
     def _step(self, most_s: float, computes: bool) -> float:
-        """Advance to the next event, at most by `most_s`; answers with the seconds. Compute slows transfers."""
+        """Advance to the next event, at most by `most_s`; answers with the seconds. Compute slows collectives."""
         stages = {flight: flight.stage for flight in self._active}
         slowness = self._slowness(stages, computes)
         rest = {flight: getattr(flight, stage) * slowness[flight] for flight, stage in stages.items()}
@@ -210,9 +214,21 @@ class Clock:
         for flight, stage in stages.items():
             if stage == TRANSFER:
                 busy[flight.cost.link] = busy.get(flight.cost.link, 0.0) + flight.cost.share
-        return {
-            flight: max(1.0, busy[flight.cost.link]) * (flight.beside.communication if computes else 1.0)
-            if stage == TRANSFER
-            else 1.0
-            for flight, stage in stages.items()
-        }
+        slowness = dict.fromkeys(stages, 1.0)
+        for flight, stage in stages.items():
+            if stage == TRANSFER:
+                slowness[flight] = max(1.0, busy[flight.cost.link])
+            elif stage == LATENCY and self._active[flight].running > 1:
+                slowness[flight] = flight.crowding
+            if computes and stage != LATE:
+                slowness[flight] *= flight.beside.communication
+        return slowness
+
+
+def crowding_of(cost: CollectiveCost, together: float, width: int) -> float:
+    """The factor on latencies with which `width` in flight take `together` times as long, each, as one alone; at least
+    1. Each takes its own transfer and a part of a latency: together * (l + t) = t + crowding * l / width."""
+    if not cost.latency_s:
+        return 1.0
+    each_s = together * (cost.latency_s + cost.transfer_s)
+    return max(1.0, width * (each_s - cost.transfer_s) / cost.latency_s)

@@ -30,7 +30,7 @@ from planner.hardware import calls_itself, is_of
 from training.errors import UserError
 from training.record import write_json
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Measured:
         payload_bytes: Of each all-reduce.
         compute: Duration of a step with all-reduces under way, over that of one alone.
         communication: Duration of an all-reduce while all ranks compute, over that of one alone.
+        together: Duration of one of many all-reduces under way, over that of one that is waited for before the next.
         step_s, all_reduce_s: Alone.
         hand_over_s: Until an asynchronous all-reduce has been handed over in backward, on average. A thread
             that begins it may take the core from the one that hands it over.
@@ -59,6 +60,7 @@ class Measured:
     payload_bytes: int
     compute: float
     communication: float
+    together: float
     step_s: float
     all_reduce_s: float
     hand_over_s: float
@@ -155,6 +157,7 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
                 each.communication,
                 0.0 if is_cuda else each.hand_over_s,
                 each.drift if have_cores else 0.0,
+                each.together,
             )
             for each in same
         }

@@ -78,17 +78,20 @@ class Contention:
 
     Attributes:
         compute: Factor on the duration of compute while a collective is in flight.
-        communication: Factor on the duration of its transfer while the rank computes.
+        communication: Factor on the duration of a collective while the rank computes.
         hand_over_s: How long the rank's own thread is busy with handing a collective over.
         drift: Seconds by which a collective begins later than this rank issues it, since the last of the others is not
             there yet, after a second of compute since all were level. Ranks drift apart as random walks do: with the
             square root of that time.
+        together: How many times as long as alone each of many collectives in flight takes, at least: two whose
+            latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the same cores.
     """
 
     compute: float = 1.0
     communication: float = 1.0
     hand_over_s: float = 0.0
     drift: float = 0.0
+    together: float = 0.0
 
     def beside(self, payload_bytes: float) -> "Contention":
         """Itself: the same beside collectives of any payload."""

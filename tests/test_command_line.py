@@ -189,6 +189,7 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
     record = json.loads(path.read_text())
     assert record["allocator"] == (None if any(map(os.path.exists, OF_GPUS)) or not has_glibc() else TUNABLES)
+    assert record["scheduling"] == ("other" if any(map(os.path.exists, OF_GPUS)) else "batch")
     assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
     reported = command(

@@ -248,6 +248,7 @@ DIFFERENT = {
     "host": ({"host": "other"}, "host (here: a; other: b)"),
     "threads": ({"threads": 2}, "threads (1: a; 2: b)"),
     "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
+    "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},

@@ -1,4 +1,6 @@
-"""Entrypoints start themselves anew with glibc's allocator told to keep freed memory, and lose nothing by that."""
+"""Entrypoints start themselves anew with glibc's allocator told to keep freed memory, and lose nothing by that; their
+threads wait for their turn.
+"""
 
 import json
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from training import environment
-from training.environment import TUNABLES, VARIABLE, has_glibc, keep_freed_memory
+from training.environment import TUNABLES, VARIABLE, has_glibc, prepare_process, schedule_as_batch, scheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_glibc = pytest.mark.skipif(
@@ -19,8 +21,8 @@ SCRIPT = f"""
 import json, os, sys
 print("started", file=sys.stderr)
 sys.path.insert(0, {str(ROOT)!r})
-from training.environment import keep_freed_memory
-keep_freed_memory()
+from training.environment import prepare_process, scheduling
+prepare_process()
 print(json.dumps([os.getpid(), os.environ.get({VARIABLE!r}), sys.argv[1:], sys.flags.optimize, sys.stdin.read()]))
 """
 
@@ -50,5 +52,46 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setattr(environment, "OF_GPUS", [tmp_path] if gpu else [])
     monkeypatch.setattr(os, "confstr", lambda name: library)
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started anew"))
-    keep_freed_memory()
+    asked: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: asked.append(policy))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    prepare_process()
     assert VARIABLE not in os.environ
+    assert asked == [] if gpu else [os.SCHED_BATCH]
+
+
+OF_A_THREAD = f"""
+import os, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from training.environment import prepare_process, scheduling
+prepare_process()
+thread = threading.Thread(target=lambda: print(scheduling()))
+thread.start()
+thread.join()
+"""
+
+
+@needs_glibc
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies are Linux's")
+@pytest.mark.parametrize(("chosen", "expected"), [(os.SCHED_OTHER, "batch"), (os.SCHED_IDLE, "idle")])
+def test_threads_wait_for_their_turn(chosen: int, expected: str) -> None:
+    """In the process that is started anew, too; but not where the user has chosen a policy."""
+    command = [sys.executable, "-c", f"import os; os.sched_setscheduler(0, {chosen}, os.sched_param(0))\n{OF_A_THREAD}"]
+    variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    answer = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert answer.stdout == f"{expected}\n", answer.stderr
+
+
+def test_where_policies_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox may refuse; and where there are no policies, there is nothing to say."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    schedule_as_batch()
+    assert scheduling() == "other"
+    monkeypatch.delattr(os, "SCHED_BATCH")
+    schedule_as_batch()
+    assert scheduling() is None

@@ -61,10 +61,11 @@ def test_a_rank_that_is_late_is_drift(ranks: RankPool) -> None:
 
 
 def test_factors_are_medians_and_never_a_gain() -> None:
-    rounds = [Round(1.0, 10.0, 0.5, beside, 9.0) for beside in (1.5, 3.0, 2.0)]
+    rounds = [Round(1.0, 10.0, awaited, 0.5, beside, 9.0) for beside, awaited in ((1.5, 40.0), (3.0, 20.0), (2.0, 5.0))]
     assert summary(rounds) == {
         "compute": 2.0,
         "communication": 1.0,
+        "together": 0.5,
         "step_s": 1.0,
         "all_reduce_s": 10.0,
         "hand_over_s": 0.5,
@@ -88,6 +89,7 @@ def measured(rate_bytes_per_s: float, compute: float, world_size: int = 2, **cha
         "link_bits_per_s": rate_bytes_per_s * 8,
         "compute": compute,
         "communication": 2 * compute,
+        "together": compute / 10,
         "step_s": 0.01,
         "all_reduce_s": seconds,
         "rounds": 3,
@@ -106,6 +108,7 @@ def test_measurements_are_kept_and_found_by_rate(tmp_path: Path) -> None:
     def at(link: str, ranks: int = 2) -> float:
         found = contention.load(path, hardware.cluster(f"{ranks}xcpu", link)).beside(2**20)
         assert found.communication == pytest.approx(2 * found.compute) and found.hand_over_s == 5e-5
+        assert found.together == pytest.approx(found.compute / 10)
         return found.compute
 
     assert at("1mbit") == 1.0  # the later one of the same rate

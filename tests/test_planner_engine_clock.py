@@ -96,10 +96,11 @@ def test_what_does_not_contend_draws_nothing_out() -> None:
     assert clock.now_s == 4.0 and clock.in_flight_s == 3.0
 
 
-def test_contention_draws_out_both_while_both_go_on() -> None:
-    """Compute of 2 s takes 3 s beside a transfer, which gets through 2 s of its 3 s in that time; then it is alone."""
+@pytest.mark.parametrize("latency", [0.0, 1.5, 3.0])
+def test_contention_draws_out_both_while_both_go_on(latency: float) -> None:
+    """2 s of compute take 3 beside a collective, which gets through 2 s of its 3 in that time; then it is alone."""
     clock = Clock(Contention(compute=1.5, communication=1.5))
-    flight = clock.issue(cost(0.0, 3.0), Queue(1))
+    flight = clock.issue(cost(latency, 3.0 - latency), Queue(1))
     clock.compute(2.0)
     assert clock.now_s == pytest.approx(3.0)
     clock.wait(flight)
@@ -135,6 +136,22 @@ def test_small_messages_take_more_than_large_ones_do() -> None:
     assert clock.now_s == pytest.approx(3.5)
     clock.wait(large)  # by then it had (2.0 - 0.25 + 1.5) / 1.5 of its 3 s
     assert clock.now_s == pytest.approx(3.5 + 3.0 - 3.25 / 1.5)
+
+
+@pytest.mark.parametrize(("together", "expected"), [(0.0, 5.0), (0.6, 5.0), (0.75, 6.0), (1.0, 8.0), (1.25, 10.0)])
+def test_latencies_that_are_work_pass_side_by_side_no_faster_than_measured(together: float, expected: float) -> None:
+    """Two of 4 s in flight, 1 s of each on the link, take at least 8 s times `together`; one by itself takes 4 s."""
+    clock, queue = Clock(Contention(together=together)), Queue(2)
+    flights = [clock.issue(cost(3.0, 1.0), queue) for _ in range(2)]
+    clock.drain()
+    assert clock.now_s == pytest.approx(expected)
+    assert [flight.ended_s for flight in flights] == pytest.approx([expected] * 2)
+    clock.wait(clock.issue(cost(3.0, 1.0), queue))
+    assert clock.now_s == pytest.approx(expected + 4.0)
+    clock.issue(cost(3.0, 1.0, "inside"), Queue(2))
+    clock.issue(cost(3.0, 1.0, "between"), Queue(2))
+    clock.drain()
+    assert clock.now_s == pytest.approx(expected + 8.0), "those of other groups have threads of their own"
 
 
 def test_a_collective_begins_when_the_last_rank_is_there() -> None:

@@ -1,4 +1,5 @@
-"""What a process that trains sets before torch is imported: what libraries read then, and how glibc allocates.
+"""What a process that trains sets before torch is imported: what libraries read then, how glibc allocates, and how the
+kernel schedules.
 
 On a CPU, torch takes each tensor from glibc and gives it back when it is freed. Two defaults of glibc do not suit that:
 
@@ -9,12 +10,18 @@ On a CPU, torch takes each tensor from glibc and gives it back when it is freed.
 - A large tensor has pages of its own, which go back to the system with it, as does the end of the heap when it is free.
   The next tensor pays for each page anew: `flat_ddp` for a model of 32 MiB a sixth of its step.
 
-Strategies that give memory back in each step gain most, in memory and in time (docs/findings.md). Where there is a GPU,
-nothing is changed: tensors come from torch's own allocator there.
+Strategies that give memory back in each step gain most, in memory and in time (docs/findings.md).
+
+And a thread of Gloo that wakes takes the core from the one that runs, often from one that holds the lock that it needs:
+then Gloo's loop asks for that lock again and again until its turn is over, milliseconds later. Threads of Linux's batch
+policy wait for their turn instead, and steps of many small messages take half as long (docs/findings.md).
+
+Where there is a GPU, nothing of this is changed: tensors come from torch's own allocator, and NCCL has no such threads.
 """
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ENVIRONMENT = {
@@ -34,16 +41,33 @@ def prepare_process() -> None:
     """All of it. Starts the process anew if it has to, so call it first."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    keep_freed_memory()
+    if not any(Path(path).exists() for path in OF_GPUS):
+        schedule_as_batch()
+        keep_freed_memory()
+
+
+def schedule_as_batch() -> None:
+    """Have this process's threads, those to come included, not take cores from each other when they wake: `SCHED_BATCH`
+    of sched(7). A policy that the user has chosen stays, as does one that the system lets nobody change."""
+    if scheduling() == "other":
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def scheduling() -> str | None:
+    """Linux's policy of this process, as chrt(1) calls it; None elsewhere."""
+    if not hasattr(os, "SCHED_BATCH"):
+        return None
+    names = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
+    return {**names, os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}.get(os.sched_getscheduler(0), "unknown")
 
 
 def keep_freed_memory() -> None:
     """Start this process anew with `TUNABLES`, which glibc reads only then.
 
-    Returns where the variable is set already, by whomever, where there is a GPU, and where there is no glibc.
+    Returns where the variable is set already, by whomever, and where there is no glibc.
     """
-    is_settled = VARIABLE in os.environ or any(Path(path).exists() for path in OF_GPUS) or not has_glibc()
-    if is_settled or not sys.executable:
+    if VARIABLE in os.environ or not has_glibc() or not sys.executable:
         return
     os.environ[VARIABLE] = TUNABLES
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from training.cause import Ending
 from training.config import RECORD_VERSION, RunConfig
 from training.distributed import Ranks
-from training.environment import VARIABLE
+from training.environment import VARIABLE, scheduling
 from training.errors import UserError
 from training.loop import TrainingResult
 from training.memory import COMPONENTS, ModelSize, peak_rss_bytes
@@ -152,6 +152,7 @@ def run_record(
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
         "allocator": os.environ.get(VARIABLE) or None,
+        "scheduling": scheduling(),
         "link_bits_per_s": int(os.environ["LINK_BITS_PER_S"]) if os.environ.get("LINK_BITS_PER_S") else None,
         "config": config.as_dict(),
         "versions": package_versions(),
