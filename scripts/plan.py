@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.flags import COMMANDS
 from training.cli import OneLineParser, unknown_name
-from training.environment import ENVIRONMENT, keep_freed_memory
+from training.environment import prepare_process
 from training.errors import UserError
 
 DEFAULT = "plan"
@@ -37,8 +37,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments = sys.argv[1:]
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT
     if command not in COMMANDS:
@@ -61,5 +60,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # `record` times operators, which runs have so
+    prepare_process()  # `record` times operators as runs have them
     sys.exit(main())

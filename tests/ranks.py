@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from training.environment import schedule_as_batch
+
 JOB_TIMEOUT_S = 120.0
 FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.parity", "training.run", "torch._dynamo", "torch.distributed.fsdp"])
@@ -97,6 +99,7 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    schedule_as_batch()
     join_group(group, rank, world_size, port)
     while True:
         try:
