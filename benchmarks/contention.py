@@ -103,9 +103,11 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
         from_rank0(partial(keep, path, measured))
         if ranks.is_main:
             print(
-                f"alone: a step {measured.step_s * 1e3:.1f} ms, an all-reduce of {payload / 2**10:,.0f} KiB "
-                f"{measured.all_reduce_s * 1e3:.2f} ms ({measured.bytes_per_s * 8 / 1e9:.3g} Gbit/s), "
+                f"without the other: a step {measured.step_s * 1e3:.1f} ms, one of many all-reduces of "
+                f"{payload / 2**10:,.0f} KiB {measured.all_reduce_s * 1e3:.2f} ms "
+                f"({measured.bytes_per_s * 8 / 1e9:.3g} Gbit/s), "
                 f"{measured.hand_over_s * 1e6:.0f} us to hand it over\n"
+                f"one of many under way takes {measured.together:.2f} times as long as one that is waited for\n"
                 f"both at once: a step takes {measured.compute:.2f} times as long, an all-reduce "
                 f"{measured.communication:.2f} times (half the range over {measured.rounds} rounds: "
                 f"{measured.spread_pct:.0f} %)"

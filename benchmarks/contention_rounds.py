@@ -53,7 +53,7 @@ def measure_rounds(
 
     Args:
         payload_bytes: Of each all-reduce.
-        seconds: How long each of the four parts of a round takes, about.
+        seconds: How long each of the parts of a round takes, about; that of all-reduces one by one up to twice that.
     """
     model = MLP(DEPTH, WIDTH).to(device)
     step = training_step(model, SAMPLES, device)

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.environment import prepare_process, scheduling
 
 if __name__ == "__main__":
     prepare_process()
@@ -53,6 +53,8 @@ def main() -> int:
             parser.error(f"--choices: {unknown_name('strategy', choice, known)}")
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: quartiles need 2 or more")
+    if scheduling() != "batch":
+        parser.error("it needs Linux's batch policy, which this process could not get (a GPU, chrt, or a sandbox)")
     silence_libraries()
     alike = {"global_batch_size": 8, "grad_accum_steps": 1, "train_samples": 8, "eval_samples": 1}
     config = RunConfig(**{**MODELS[options.model], **alike}, device="cpu", backend="gloo")
@@ -64,9 +66,11 @@ def main() -> int:
 
 def measure(config: RunConfig, rounds: int, ranks: Ranks) -> None:
     """Print one choice's step times under both policies, and their ratio. Collective."""
+    schedule_threads(POLICIES["batch"])  # under which a choice settles in runs
     runner = make_runner(config, ranks, load_strategy)
     runner.steps(runner.settling_steps)
     times, _ = time_rounds({name: under(policy, runner) for name, policy in POLICIES.items()}, rounds, ranks)
+    schedule_threads(POLICIES["batch"])
     low, ratio, high = (times["batch"] / times["default"]).quantile([0.25, 0.5, 0.75])
     if ranks.is_main:
         default, batch = times["default"].median(), times["batch"].median()
@@ -81,12 +85,17 @@ def under(policy: str, runner: Runner) -> Runner:
     """The same runner, whose process's threads have this policy while it runs."""
 
     def steps(count: int) -> None:
-        for thread in Path("/proc/self/task").iterdir():
-            with suppress(ProcessLookupError):  # it has just ended
-                os.sched_setscheduler(int(thread.name), getattr(os, policy), os.sched_param(0))
+        schedule_threads(policy)
         runner.steps(count)
 
     return replace(runner, steps=steps)
+
+
+def schedule_threads(policy: str) -> None:
+    """Give all threads of this process that policy."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setscheduler(int(thread.name), getattr(os, policy), os.sched_param(0))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """A clock that no second passes on: one rank's compute, and the collectives that are in flight beside it.
 
 Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
-issued) and then pass through two stages: a latency, at its own pace, and a transfer, which shares its link. Of k
-transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a part
-of it share it without loss until the parts add up to more (fluid model: processor sharing). Between two events
-(something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
+issued) and then pass through two stages: a latency, which others of its queue draw out where it is work of the same
+cores, and a transfer, which shares its link. Of k transfers on one link that each could fill it, each advances at a
+k-th of its own pace; those that can fill only a part of it share it without loss until the parts add up to more (fluid
+model: processor sharing). Compute draws out both. Between two events (something starts or ends) all paces are constant,
+so time advances from event to event and nothing is discretized.
 
 The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
 sooner than all compute before it is done; what it waits for blocks it. But on CUDA, where the host runs ahead, what is
@@ -165,7 +166,8 @@ class Clock:
                 self._end(flight)
 
     def _catch_up(self, flight: Flight) -> None:
-        """Bring up to now what began earlier, beside compute: at its own pace, whatever else was under way."""
+        """Bring up to now what began earlier, beside compute: at its own pace, whatever else was under way. That is on
+        CUDA, where a queue has one under way at a time, and none of its own crowds it."""
         assert flight.began_s is not None
         slow = flight.beside.communication
         needed_s = (flight.latency_left_s + flight.transfer_left_s) * slow

@@ -1,6 +1,7 @@
 """What compute and collectives take from each other while both are under way: kept in a file, looked up.
 
-Every rank trains a small network for a while, then has all-reduces under way, then both at once. On CPU, Gloo's
+Every rank trains a small network for a while, then has all-reduces under way, then one after another, then steps and
+all-reduces at once. On CPU, Gloo's
 threads and the ranks share the cores, so both get slower: the less so the slower the link is, since threads that wait
 for a link leave the cores alone, and the more so the smaller the messages are, since each has work of its own. On CUDA,
 NCCL's kernels take a few of the multiprocessors and part of the memory's rate. So a file holds one measurement for each
@@ -42,9 +43,9 @@ class Measured:
         link_bits_per_s: Of a shaped link; None where nothing limits it.
         payload_bytes: Of each all-reduce.
         compute: Duration of a step with all-reduces under way, over that of one alone.
-        communication: Duration of an all-reduce while all ranks compute, over that of one alone.
+        communication: Duration of one of many all-reduces under way while all ranks compute, over that without.
         together: Duration of one of many all-reduces under way, over that of one that is waited for before the next.
-        step_s, all_reduce_s: Alone.
+        step_s, all_reduce_s: A step, and one of many all-reduces under way, each without the other.
         hand_over_s: Until an asynchronous all-reduce has been handed over in backward, on average. A thread
             that begins it may take the core from the one that hands it over.
         drift: How far ranks drift apart while they compute, as in `planner.contracts.Contention`; on CUDA 0.

@@ -43,7 +43,7 @@ class CollectiveCost:
     """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
 
     Attributes:
-        latency_s: Passes at its own pace, whatever else is in flight.
+        latency_s: Is drawn out by compute and by others of its queue, as far as `Contention` says.
         transfer_s: Is drawn out by others on the same link: those at once on it, whose shares add up to more than 1,
             each advance at 1 / (sum of shares) of their pace.
         link: Name of the link it uses.
@@ -83,8 +83,9 @@ class Contention:
         drift: Seconds by which a collective begins later than this rank issues it, since the last of the others is not
             there yet, after a second of compute since all were level. Ranks drift apart as random walks do: with the
             square root of that time.
-        together: How many times as long as alone each of many collectives in flight takes, at least: two whose
-            latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the same cores.
+        together: How many times as long as one that is waited for each of many collectives in flight takes, at least:
+            two whose latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the
+            same cores.
     """
 
     compute: float = 1.0

@@ -16,7 +16,7 @@ import ddp
 import sharding
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
-from training.environment import OF_GPUS, TUNABLES, has_glibc
+from training.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
 from training.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -189,7 +189,7 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
     record = json.loads(path.read_text())
     assert record["allocator"] == (None if any(map(os.path.exists, OF_GPUS)) or not has_glibc() else TUNABLES)
-    assert record["scheduling"] == ("other" if any(map(os.path.exists, OF_GPUS)) else "batch")
+    assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
     assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
     reported = command(

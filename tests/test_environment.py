@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 needs_glibc = pytest.mark.skipif(
     not has_glibc() or any(map(os.path.exists, environment.OF_GPUS)), reason="glibc, and no GPU"
 )
+of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies are Linux's")
 SCRIPT = f"""
 import json, os, sys
 print("started", file=sys.stderr)
 sys.path.insert(0, {str(ROOT)!r})
-from training.environment import prepare_process, scheduling
+from training.environment import prepare_process
 prepare_process()
 print(json.dumps([os.getpid(), os.environ.get({VARIABLE!r}), sys.argv[1:], sys.flags.optimize, sys.stdin.read()]))
 """
@@ -46,6 +47,7 @@ def test_a_process_starts_anew_once(tmp_path: Path, preset: dict[str, str], expe
     assert said == "started\n" * starts
 
 
+@of_linux
 @pytest.mark.parametrize(("gpu", "library"), [(True, "glibc 2.36"), (False, "musl"), (False, None)])
 def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, library: str | None) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -57,7 +59,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     prepare_process()
     assert VARIABLE not in os.environ
-    assert asked == [] if gpu else [os.SCHED_BATCH]
+    assert asked == ([] if gpu else [os.SCHED_BATCH])
 
 
 OF_A_THREAD = f"""
@@ -72,16 +74,23 @@ thread.join()
 
 
 @needs_glibc
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies are Linux's")
-@pytest.mark.parametrize(("chosen", "expected"), [(os.SCHED_OTHER, "batch"), (os.SCHED_IDLE, "idle")])
-def test_threads_wait_for_their_turn(chosen: int, expected: str) -> None:
+@of_linux
+@pytest.mark.parametrize(("chosen", "expected"), [("SCHED_OTHER", "batch"), ("SCHED_IDLE", "idle")])
+def test_threads_wait_for_their_turn(chosen: str, expected: str) -> None:
     """In the process that is started anew, too; but not where the user has chosen a policy."""
-    command = [sys.executable, "-c", f"import os; os.sched_setscheduler(0, {chosen}, os.sched_param(0))\n{OF_A_THREAD}"]
     variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    answer = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(
+        [sys.executable, "-c", OF_A_THREAD],
+        env=variables,
+        preexec_fn=lambda: os.sched_setscheduler(0, getattr(os, chosen), os.sched_param(0)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert answer.stdout == f"{expected}\n", answer.stderr
 
 
+@of_linux
 def test_where_policies_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sandbox may refuse; and where there are no policies, there is nothing to say."""
 
@@ -92,6 +101,9 @@ def test_where_policies_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     schedule_as_batch()
     assert scheduling() == "other"
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    schedule_as_batch()
+    assert scheduling() is None
     monkeypatch.delattr(os, "SCHED_BATCH")
     schedule_as_batch()
     assert scheduling() is None

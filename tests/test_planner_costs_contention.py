@@ -52,12 +52,12 @@ def drift_with_a_late_rank(late_s: float) -> float:
 
 
 def test_a_rank_that_is_late_is_drift(ranks: RankPool) -> None:
-    """One of four all-reduces of a step waits 0.5 s for it on the other rank: 0.06 s on average. What was computed
+    """One of four all-reduces of a step waits 0.2 s for it on the other rank: 0.025 s on average. What was computed
     before each is between 1 ms and 1 s."""
-    late, mine = ranks.run(2, drift_with_a_late_rank, 0.5), ranks.run(2, drift_with_a_late_rank, 0.0)
+    late, mine = ranks.run(2, drift_with_a_late_rank, 0.2), ranks.run(2, drift_with_a_late_rank, 0.0)
     assert late[0] == late[1] and mine[0] == mine[1]
     assert 0 <= mine[0] < late[0]
-    assert 0.06 < late[0] < 2
+    assert 0.025 < late[0] < 0.8
 
 
 def test_factors_are_medians_and_never_a_gain() -> None:

@@ -157,7 +157,7 @@ def test_a_straggler_computes_longer_and_waits_less(tmp_path: Path) -> None:
     tables = {}
     for factor in ("1", "3"):
         path = tmp_path / f"{factor}.csv"
-        flags = ["--choices", "simple_ddp,bucket_ddp_async", "--straggler", factor, "--csv", str(path), "--jobs", "1"]
+        flags = ["--choices", "simple_ddp,simple_ddp_async", "--straggler", factor, "--csv", str(path), "--jobs", "1"]
         answer = plan(*TINY, *WHERE, *flags)
         assert answer.returncode == 0 and ("computes 3 times as long" in answer.stdout) == (factor == "3")
         tables[factor] = pd.read_csv(path)
@@ -170,7 +170,7 @@ def test_a_straggler_computes_longer_and_waits_less(tmp_path: Path) -> None:
 
 def test_all_wait_for_the_rank_with_the_longest_samples(tmp_path: Path) -> None:
     """Its step is everybody's, and its memory is shown; on four ranks a quarter of the tokens is its own."""
-    tables, four = {}, ["--gpus", "4xL4", "--link", "pcie4", "--choices", "bucket_ddp_async,zero3", "--jobs", "1"]
+    tables, four = {}, ["--gpus", "4xL4", "--link", "pcie4", "--choices", "simple_ddp_async,zero3", "--jobs", "1"]
     for name, lengths in {"uneven": ("64", "128"), "long": ("128", "128"), "short": ("64", "64")}.items():
         path = tmp_path / f"{name}.csv"
         flags = ["--sequence-length", lengths[0], "--longest-sequence-length", lengths[1], "--csv", str(path)]

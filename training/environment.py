@@ -55,11 +55,15 @@ def schedule_as_batch() -> None:
 
 
 def scheduling() -> str | None:
-    """Linux's policy of this process, as chrt(1) calls it; None elsewhere."""
+    """Linux's policy of this process, as chrt(1) calls it; None elsewhere, and where the system does not say."""
     if not hasattr(os, "SCHED_BATCH"):
         return None
+    try:
+        policy = os.sched_getscheduler(0)
+    except OSError:
+        return None
     names = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
-    return {**names, os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}.get(os.sched_getscheduler(0), "unknown")
+    return {**names, os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}.get(policy & ~os.SCHED_RESET_ON_FORK, "unknown")
 
 
 def keep_freed_memory() -> None:
