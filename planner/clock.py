@@ -37,7 +37,6 @@ class Flight:
         others_s: When the last of the other ranks issues it.
         began_s: When its turn came in its queue.
         late_left_s: Until the last of the others is there; until then it takes nothing from compute.
-        crowding: Factor on its latency while others of its queue are in flight.
         latency_left_s, transfer_left_s: Alone on its link.
     """
 
@@ -47,7 +46,6 @@ class Flight:
     on_done: "Callable[[Flight], None] | None" = None
     ready_s: float = float("inf")
     others_s: float = 0.0
-    crowding: float = 1.0
     began_s: float | None = None
     ended_s: float | None = None
     late_left_s: float = 0.0
@@ -123,8 +121,7 @@ class Clock:
         """
         beside = self._contention.beside(payload_bytes) if contends else Contention()
         others_s = self.now_s + beside.drift * sqrt(self.compute_s - self._level_s)
-        crowding = crowding_of(cost, beside.together, queue.width)
-        flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s, crowding)
+        flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s)
         queue.waiting.append(flight)
         self._begin_next(queue)
         arrears_s, self._arrears_s = self._arrears_s, 0.0
@@ -221,16 +218,14 @@ class Clock:
             if stage == TRANSFER:
                 slowness[flight] = max(1.0, busy[flight.cost.link])
             elif stage == LATENCY and self._active[flight].running > 1:
-                slowness[flight] = flight.crowding
+                slowness[flight] = crowding(flight, self._active[flight].width)
             if computes and stage != LATE:
                 slowness[flight] *= flight.beside.communication
         return slowness
 
 
-def crowding_of(cost: CollectiveCost, together: float, width: int) -> float:
-    """The factor on latencies with which `width` in flight take `together` times as long, each, as one alone; at least
-    1. Each takes its own transfer and a part of a latency: together * (l + t) = t + crowding * l / width."""
-    if not cost.latency_s:
-        return 1.0
-    each_s = together * (cost.latency_s + cost.transfer_s)
-    return max(1.0, width * (each_s - cost.transfer_s) / cost.latency_s)
+def crowding(flight: Flight, width: int) -> float:
+    """The factor on its latency with which each of `width` like it in flight takes as long as measured (`together`); at
+    least 1. Each takes its own transfer and a part of a latency: together * (l + t) = t + crowding * l / width."""
+    latency, transfer = flight.cost.latency_s, flight.cost.transfer_s
+    return max(1.0, width * (flight.beside.together * (latency + transfer) - transfer) / latency)

@@ -46,16 +46,17 @@ def test_all_threads_of_the_process_have_the_policy() -> None:
     assert seen == [{os.SCHED_OTHER}, {os.SCHED_BATCH}]
 
 
-def measure_briefly() -> str:
+def measure_briefly() -> tuple[str, set[int]]:
     config = RunConfig(workload="mlp", depth=2, width=8, global_batch_size=4, train_samples=4, choice="zero2")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         measure(config, 2, ranks)
-    return said.getvalue()
+    return said.getvalue(), policies()
 
 
 def test_rank_0_says_times_and_their_ratio(ranks: RankPool) -> None:
-    said, nothing = ranks.run(2, measure_briefly)
+    (said, left), (nothing, _) = ranks.run(2, measure_briefly)
+    assert left == {os.SCHED_BATCH}, "as it was"
     found = re.fullmatch(
         r"zero2 +(.+) ms a step by default, +(.+) ms as batch, ratio (.+) \(quartiles (.+) and (.+), 2 rounds\)\n", said
     )

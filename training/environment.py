@@ -12,11 +12,12 @@ On a CPU, torch takes each tensor from glibc and gives it back when it is freed.
 
 Strategies that give memory back in each step gain most, in memory and in time (docs/findings.md).
 
-And a thread of Gloo that wakes takes the core from the one that runs, often from one that holds the lock that it needs:
-then Gloo's loop asks for that lock again and again until its turn is over, milliseconds later. Threads of Linux's batch
-policy wait for their turn instead, and steps of many small messages take half as long (docs/findings.md).
+And a thread of Gloo that wakes takes the core from the one that runs. Where that one holds a connection's lock, Gloo's
+loop asks for it again and again, for milliseconds. Threads of Linux's batch policy wait for their turn instead, and
+steps of many small messages take half as long (docs/findings.md).
 
-Where there is a GPU, nothing of this is changed: tensors come from torch's own allocator, and NCCL has no such threads.
+Where there is a GPU, nothing of this is changed: tensors come from torch's own allocator there, and what NCCL's threads
+would gain has not been measured.
 """
 
 import os
