@@ -13,7 +13,8 @@ issued in a stream of its own may have begun earlier than the compute that was i
 to the present, and compute pays in arrears for what the two take from each other.
 
 A collective begins when the last rank is there. Ranks with equal work drift apart while they compute, with the square
-root of the time, until one holds them all up.
+root of the time, until one holds them all up. To hand a collective over takes the rank as long as the thread that
+begins it keeps its core: the collective goes on meanwhile, at its own pace.
 """
 
 from collections import deque
@@ -120,7 +121,8 @@ class Clock:
             contends: Whether compute and this one take anything from each other.
         """
         beside = self._contention.beside(payload_bytes) if contends else Contention()
-        others_s = self.now_s + beside.drift * sqrt(self.compute_s - self._level_s)
+        computed_s = self.compute_s - self._level_s
+        others_s = self.now_s + min(beside.drift * sqrt(computed_s), beside.most_late * computed_s)
         flight = Flight(cost, beside, self.now_s, on_done, ready_s, others_s)
         queue.waiting.append(flight)
         self._begin_next(queue)
@@ -130,10 +132,10 @@ class Clock:
         return flight
 
     def _hand_over(self, seconds: float) -> None:
-        """The rank is busy, for as long as was measured, others in flight or not."""
+        """The rank is busy, for as long as was measured, others in flight or not, but takes nothing from them."""
         begin, end = self.now_s, self.now_s + seconds
         while self.now_s < end:
-            self._step(end - self.now_s, computes=True)
+            self._step(end - self.now_s, computes=False)
         self.compute_s += self.now_s - begin
 
     def wait(self, flight: Flight) -> None:

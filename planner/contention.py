@@ -130,8 +130,8 @@ class ByPayload:
 def load(path: str | Path, cluster: Cluster) -> ByPayload:
     """What was measured with as many ranks and the same backend: between two rates that all-reduces reached,
     interpolated by the logarithm of the rate of the cluster's link, beyond them that of the nearest. On CUDA the host
-    hands over while the device computes, which takes nothing from it. Where more ranks than cores share this machine, a
-    rank that waits for others gives them its core, and nothing is lost: there, drift counts as none.
+    hands over while the device computes, which takes nothing from it. Where more ranks than cores share this machine,
+    `most_late_of` says how far they can drift apart.
 
     Raises:
         UserError: there is no such measurement, or the file is none.
@@ -148,7 +148,7 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
         )
     link = cluster.inside if cluster.between is None else cluster.between
     is_cuda = device.kind == "cuda"
-    have_cores = cluster.world_size <= (os.cpu_count() or 1)
+    most_late = most_late_of(cluster.world_size, os.cpu_count() or 1)
     reached = {rate: max(each.bytes_per_s for each in mine if each.link_bits_per_s == rate) for rate in rates_of(mine)}
     found = {}
     for payload, same in groupby(sorted(mine, key=lambda each: each.payload_bytes), lambda each: each.payload_bytes):
@@ -157,13 +157,23 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
                 each.compute,
                 each.communication,
                 0.0 if is_cuda else each.hand_over_s,
-                each.drift if have_cores else 0.0,
+                each.drift,
                 each.together,
+                most_late,
             )
             for each in same
         }
         found[payload] = interpolated(link.bytes_per_s, by_rate)
     return ByPayload(tuple(found), tuple(found.values()))
+
+
+def most_late_of(ranks: int, cores: int) -> float:
+    """How far behind the last rank can be where ranks take turns on cores, as a share of what they have computed. If
+    some run to their end before others begin, w = ranks / cores waves end after 1, 2, ..., w times what one takes: on
+    average after (w + 1) / 2, and the last (w - 1) / 2 later. If all run side by side, all end together. With a core
+    for each rank, there is no such bound: 1."""
+    waves = ranks / cores
+    return (waves - 1) / (waves + 1) if waves > 1 else 1.0
 
 
 def rates_of(measured: Sequence[Measured]) -> set[float | None]:

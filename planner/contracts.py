@@ -83,6 +83,7 @@ class Contention:
         drift: Seconds by which a collective begins later than this rank issues it, since the last of the others is not
             there yet, after a second of compute since all were level. Ranks drift apart as random walks do: with the
             square root of that time.
+        most_late: The last of the others is behind by at most this share of what the rank has computed since then.
         together: How many times as long as one that is waited for each of many collectives in flight takes, at least:
             two whose latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the
             same cores.
@@ -93,6 +94,7 @@ class Contention:
     hand_over_s: float = 0.0
     drift: float = 0.0
     together: float = 0.0
+    most_late: float = 1.0
 
     def beside(self, payload_bytes: float) -> "Contention":
         """Itself: the same beside collectives of any payload."""

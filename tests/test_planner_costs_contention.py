@@ -129,14 +129,16 @@ def test_small_messages_have_factors_of_their_own(tmp_path: Path) -> None:
     assert contention.load(path, hardware.cluster("2xcpu", "1mbit")).beside(2**16).compute == 2.0
 
 
-def test_ranks_without_cores_of_their_own_lose_nothing_by_waiting(tmp_path: Path) -> None:
+def test_ranks_that_take_turns_are_late_by_waves(tmp_path: Path) -> None:
+    """Four ranks on two cores: two end after 1, two after 2, on average 1.5; on one core after 1, 2, 3 and 4."""
     path = tmp_path / "c.json"
     contention.keep(path, measured(1e9, 2.0, world_size=4))
-    cluster, drifts = hardware.cluster("4xcpu", "1gbit"), []
-    for cores in (3, 4):
+    cluster, found = hardware.cluster("4xcpu", "1gbit"), []
+    for cores in (1, 2, 4, 64):
         with mock.patch("os.cpu_count", lambda cores=cores: cores):
-            drifts.append(contention.load(path, cluster).beside(1.0).drift)
-    assert drifts == [0.0, pytest.approx(0.01)]
+            found.append(contention.load(path, cluster).beside(1.0))
+    assert [each.drift for each in found] == pytest.approx([0.01] * 4)
+    assert [each.most_late for each in found] == pytest.approx([1.5 / 2.5, 0.5 / 1.5, 1.0, 1.0])
 
 
 def test_a_gpu_computes_while_its_host_hands_over(tmp_path: Path) -> None:

@@ -130,12 +130,12 @@ def test_small_messages_take_more_than_large_ones_do() -> None:
     small = clock.issue(cost(0.0, 1.0, "inside"), Queue(1), payload_bytes=1)
     large = clock.issue(cost(0.0, 3.0, "between"), Queue(1), payload_bytes=100)
     assert clock.compute_s == 0.5, "handing over takes what was measured, collectives in flight or not"
-    clock.compute(0.75)  # beside both until the small one is over at 2.0 (half its pace)
-    assert clock.now_s == pytest.approx(2.0) and small.ended_s == pytest.approx(2.0)
+    clock.compute(0.5)  # beside both until the small one is over at 1.5 (half its pace)
+    assert clock.now_s == pytest.approx(1.5) and small.ended_s == pytest.approx(1.5)
     clock.compute(1.0)
-    assert clock.now_s == pytest.approx(3.5)
-    clock.wait(large)  # by then it had (2.0 - 0.25 + 1.5) / 1.5 of its 3 s
-    assert clock.now_s == pytest.approx(3.5 + 3.0 - 3.25 / 1.5)
+    assert clock.now_s == pytest.approx(3.0)
+    clock.wait(large)  # by then it had 0.25 and (1.0 + 1.5) / 1.5 of its 3 s
+    assert clock.now_s == pytest.approx(3.0 + 3.0 - 0.25 - 2.5 / 1.5)
 
 
 @pytest.mark.parametrize(("together", "expected"), [(0.0, 5.0), (0.6, 5.0), (0.75, 6.0), (1.0, 8.0), (1.25, 10.0)])
@@ -165,6 +165,25 @@ def test_a_collective_begins_when_the_last_rank_is_there() -> None:
     clock.compute(9.0)
     clock.wait(clock.issue(cost(0.0, 1.0), Queue(1)))
     assert clock.now_s == pytest.approx(7.5 + 9.0 + 1.5 + 1.0)
+
+
+def test_the_last_rank_is_late_by_no_more_than_a_share_of_what_was_computed() -> None:
+    clock = Clock(Contention(drift=0.5, most_late=0.25))
+    clock.compute(1.0)
+    clock.wait(clock.issue(cost(0.0, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(1.0 + 0.25 + 1.0), "not 0.5, the square root"
+    clock.compute(16.0)
+    clock.wait(clock.issue(cost(0.0, 1.0), Queue(1)))
+    assert clock.now_s == pytest.approx(2.25 + 16.0 + 2.0 + 1.0), "not a quarter"
+
+
+def test_a_collective_goes_on_while_it_is_handed_over() -> None:
+    """Whatever takes the rank's core then works on it: one that is waited for takes what it takes alone."""
+    clock, queue = Clock(Contention(2.0, 4.0, hand_over_s=0.5)), Queue(1)
+    clock.wait(clock.issue(cost(0.25, 1.0), queue))
+    assert clock.now_s == pytest.approx(1.25) and clock.compute_s == pytest.approx(0.5)
+    clock.wait(clock.issue(cost(0.0, 0.25), queue))
+    assert clock.now_s == pytest.approx(1.75), "but it takes no less than that"
 
 
 def test_a_collective_that_waits_for_the_last_rank_takes_nothing_from_compute() -> None:
