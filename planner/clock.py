@@ -137,6 +137,7 @@ class Clock:
         while self.now_s < end:
             self._step(end - self.now_s, computes=False)
         self.compute_s += self.now_s - begin
+        self._level_s += self.now_s - begin  # ranks do not drift apart in it
 
     def wait(self, flight: Flight) -> None:
         """Do nothing until `flight` is done."""

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import log
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -168,12 +169,15 @@ def load(path: str | Path, cluster: Cluster) -> ByPayload:
 
 
 def most_late_of(ranks: int, cores: int) -> float:
-    """How far behind the last rank can be where ranks take turns on cores, as a share of what they have computed. If
-    some run to their end before others begin, w = ranks / cores waves end after 1, 2, ..., w times what one takes: on
-    average after (w + 1) / 2, and the last (w - 1) / 2 later. If all run side by side, all end together. With a core
-    for each rank, there is no such bound: 1."""
-    waves = ranks / cores
-    return (waves - 1) / (waves + 1) if waves > 1 else 1.0
+    """How far behind the average rank the last is assumed to be at most, as a share of what the average one took, where
+    ranks take turns on cores. If some run to their end before others begin, they end after 1, 2, ... times what one
+    takes, as many of them at once as there are cores. (If all run side by side, all end together.) With a core for
+    each rank: by as much again, 1.
+    """
+    if ranks <= cores:
+        return 1.0
+    ends = [1 + rank // cores for rank in range(ranks)]
+    return ends[-1] / mean(ends) - 1
 
 
 def rates_of(measured: Sequence[Measured]) -> set[float | None]:

@@ -83,7 +83,7 @@ class Contention:
         drift: Seconds by which a collective begins later than this rank issues it, since the last of the others is not
             there yet, after a second of compute since all were level. Ranks drift apart as random walks do: with the
             square root of that time.
-        most_late: The last of the others is behind by at most this share of what the rank has computed since then.
+        most_late: The last of the others is taken to be behind by at most this share of what the rank has computed.
         together: How many times as long as one that is waited for each of many collectives in flight takes, at least:
             two whose latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the
             same cores.

@@ -34,6 +34,41 @@ def test_ranks_agree_on_what_they_measured(ranks: RankPool) -> None:
         assert min(dataclasses.astuple(each)) > 0
 
 
+class CountedWork:
+    """Done from the given step on; counts how often it is asked."""
+
+    def __init__(self, done_after: int, steps: list[int]) -> None:
+        self._done_after, self._steps, self.asked, self.awaited = done_after, steps, 0, False
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return len(self._steps) >= self._done_after
+
+    def wait(self) -> None:
+        self.awaited = True
+
+
+def test_finished_calls_are_not_asked_after_every_step() -> None:
+    """Of 100 calls, all but the last are done after the first of five steps."""
+    steps: list[int] = []
+    works = [CountedWork(5 if number == 99 else 1, steps) for number in range(100)]
+
+    def step() -> None:
+        time.sleep(0.01)
+        steps.append(1)
+
+    def issue(*_: Any, **__: Any) -> CountedWork:
+        time.sleep(0.001)
+        return next(handles)
+
+    handles, tensor = iter(works), torch.ones(1)
+    with mock.patch.object(contention_rounds.dist, "all_reduce", issue), mock.patch("torch.distributed.barrier"):
+        step_s, all_reduce_s = contention_rounds.timed_together(step, tensor, 100, torch.device("cpu"))
+    assert len(steps) == 5 and all(work.awaited for work in works)
+    assert sum(work.asked for work in works) == 100 + 4
+    assert step_s >= 0.01 and 100 * all_reduce_s >= 0.1 + 5 * step_s - 1e-6, "a step's time is without the issuing"
+
+
 def drift_with_a_late_rank(late_s: float) -> float:
     """Rank 1 begins each step so much later than the other."""
     training_step = contention_rounds.training_step
@@ -130,15 +165,16 @@ def test_small_messages_have_factors_of_their_own(tmp_path: Path) -> None:
 
 
 def test_ranks_that_take_turns_are_late_by_waves(tmp_path: Path) -> None:
-    """Four ranks on two cores: two end after 1, two after 2, on average 1.5; on one core after 1, 2, 3 and 4."""
+    """Four ranks on two cores: two end after 1, two after 2, on average 1.5; on one core after 1, 2, 3 and 4, on three
+    after 1, 1, 1 and 2."""
     path = tmp_path / "c.json"
     contention.keep(path, measured(1e9, 2.0, world_size=4))
     cluster, found = hardware.cluster("4xcpu", "1gbit"), []
-    for cores in (1, 2, 4, 64):
+    for cores in (1, 2, 3, 4, 64):
         with mock.patch("os.cpu_count", lambda cores=cores: cores):
             found.append(contention.load(path, cluster).beside(1.0))
-    assert [each.drift for each in found] == pytest.approx([0.01] * 4)
-    assert [each.most_late for each in found] == pytest.approx([1.5 / 2.5, 0.5 / 1.5, 1.0, 1.0])
+    assert [each.drift for each in found] == pytest.approx([0.01] * 5)
+    assert [each.most_late for each in found] == pytest.approx([1.5 / 2.5, 0.5 / 1.5, 0.75 / 1.25, 1.0, 1.0])
 
 
 def test_a_gpu_computes_while_its_host_hands_over(tmp_path: Path) -> None:

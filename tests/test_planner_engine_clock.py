@@ -186,6 +186,16 @@ def test_a_collective_goes_on_while_it_is_handed_over() -> None:
     assert clock.now_s == pytest.approx(1.75), "but it takes no less than that"
 
 
+def test_ranks_do_not_drift_apart_while_they_hand_over() -> None:
+    clock, queue = Clock(Contention(drift=0.5, hand_over_s=0.25)), Queue(1)
+    for _ in range(3):
+        clock.wait(clock.issue(cost(0.0, 0.125), queue))
+    assert clock.now_s == pytest.approx(3 * 0.25)
+    clock.compute(1.0)
+    clock.wait(clock.issue(cost(0.0, 1.0), queue))
+    assert clock.now_s == pytest.approx(0.75 + 1.0 + 0.5 + 1.0), "as after a second of compute"
+
+
 def test_a_collective_that_waits_for_the_last_rank_takes_nothing_from_compute() -> None:
     clock = Clock(Contention(compute=2.0, drift=0.5))
     clock.compute(4.0)
