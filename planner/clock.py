@@ -1,11 +1,12 @@
 """A clock that no second passes on: one rank's compute, and the collectives that are in flight beside it.
 
 Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
-issued) and then pass through two stages: a latency, which others of its queue draw out where it is work of the same
-cores, and a transfer, which shares its link. Of k transfers on one link that each could fill it, each advances at a
-k-th of its own pace; those that can fill only a part of it share it without loss until the parts add up to more (fluid
-model: processor sharing). Compute draws out both. Between two events (something starts or ends) all paces are constant,
-so time advances from event to event and nothing is discretized.
+issued) and then pass through three stages: a time of idling, in which they take nothing from each other, a latency,
+which others of its queue draw out where it is work of the same cores, and a transfer, which shares its link. Of k
+transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a part
+of it share it without loss until the parts add up to more (fluid model: processor sharing). Compute draws out all
+three. Between two events (something starts or ends) all paces are constant, so time advances from event to event and
+nothing is discretized.
 
 The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
 sooner than all compute before it is done; what it waits for blocks it. But on CUDA, where the host runs ahead, what is
@@ -24,7 +25,8 @@ from math import sqrt
 
 from planner.contracts import CollectiveCost, Contention, ContentionBySize
 
-LATE, LATENCY, TRANSFER = "late_left_s", "latency_left_s", "transfer_left_s"
+LATE, IDLE, LATENCY, TRANSFER = "late_left_s", "idle_left_s", "latency_left_s", "transfer_left_s"
+UNDER_WAY = (IDLE, LATENCY, TRANSFER)
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class Flight:
         others_s: When the last of the other ranks issues it.
         began_s: When its turn came in its queue.
         late_left_s: Until the last of the others is there; until then it takes nothing from compute.
-        latency_left_s, transfer_left_s: Alone on its link.
+        idle_left_s, latency_left_s, transfer_left_s: Alone on its link.
     """
 
     cost: CollectiveCost
@@ -50,16 +52,18 @@ class Flight:
     began_s: float | None = None
     ended_s: float | None = None
     late_left_s: float = 0.0
+    idle_left_s: float = field(init=False)
     latency_left_s: float = field(init=False)
     transfer_left_s: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.idle_left_s = self.cost.idle_s
         self.latency_left_s, self.transfer_left_s = self.cost.latency_s, self.cost.transfer_s
 
     @property
     def stage(self) -> str:
         """What it is in: the name of the attribute that says how much of that is left; `` at the end."""
-        return next((name for name in (LATE, LATENCY, TRANSFER) if getattr(self, name)), "")
+        return next((name for name in (LATE, *UNDER_WAY) if getattr(self, name)), "")
 
     @property
     def is_done(self) -> bool:
@@ -170,15 +174,15 @@ class Clock:
         CUDA, where a queue has one under way at a time, and none of its own crowds it."""
         assert flight.began_s is not None
         slow = flight.beside.communication
-        needed_s = (flight.latency_left_s + flight.transfer_left_s) * slow
+        needed_s = sum(getattr(flight, stage) for stage in UNDER_WAY) * slow
         passed_s = min(self.now_s - flight.began_s, needed_s)
         if passed_s == needed_s:
             flight.ended_s = flight.began_s + needed_s
-            flight.latency_left_s = flight.transfer_left_s = 0.0
-        else:
-            done_s = passed_s / slow
-            flight.transfer_left_s -= max(0.0, done_s - flight.latency_left_s)
-            flight.latency_left_s = max(0.0, flight.latency_left_s - done_s)
+        done_s = float("inf") if passed_s == needed_s else passed_s / slow
+        for stage in UNDER_WAY:
+            left_s = getattr(flight, stage)
+            setattr(flight, stage, max(0.0, left_s - done_s))
+            done_s = max(0.0, done_s - left_s)
         until_s = flight.began_s + passed_s
         self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flew_until_s))
         self._flew_until_s = max(self._flew_until_s, until_s)

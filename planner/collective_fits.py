@@ -117,12 +117,13 @@ class FittedCosts:
         measured, model = volume(base, self.backend, self.world_size), self.models[base]
         payload = payload_bytes * asked.busiest / measured.busiest
         latency, transfer = parts(model, payload)
-        latency, share = latency * asked.hops / measured.hops, asked.share
+        latency, share, idle = latency * asked.hops / measured.hops, asked.share, 0.0
         if base == "broadcast" and (per_byte := self._per_link_byte()) and transfer:
             share = min(1.0, payload_bytes * asked.busiest * asked.share * per_byte / transfer)
             if kind in ISSUED_BY_ALL and self.backend == "gloo" and len(ranks) == self.world_size:
-                latency += self._idle_s(payload, per_byte)
-        return CollectiveCost(latency, transfer, self.link, share)
+                waits, idle = self._waits(payload, per_byte)
+                latency += waits
+        return CollectiveCost(latency, transfer, self.link, share, idle)
 
     def _per_link_byte(self) -> float | None:
         """Seconds of a link, where nothing was faster than the large all-reduces, or broadcasts from all ranks at once,
@@ -137,17 +138,21 @@ class FittedCosts:
         ]
         return min(known, default=None)
 
-    def _idle_s(self, payload: float, per_link_byte: float) -> float:
-        """What broadcasts from all ranks at once take beyond one alone, and beyond all their bytes: time in which they
-        wait for each other and links are free. The more are in flight, the less of it is left. A scatter's messages
+    def _waits(self, payload: float, per_link_byte: float) -> tuple[float, float]:
+        """What broadcasts from all ranks at once take beyond one alone, and beyond all their bytes, since they wait for
+        each other: seconds that messages of 0 bytes take as well, which are work of threads, and those that come with
+        the size, in which links are free. The more are in flight, the less of the latter is left. A scatter's messages
         from a root to all others do as a broadcast's."""
         together = self.models.get(TOGETHER)
         if together is None:
-            return 0.0
+            return 0.0, 0.0
         tree = volume("broadcast", self.backend, self.world_size)
         latency, transfer = parts(self.models["broadcast"], payload)
         bytes_s = self.world_size * payload * tree.busiest * tree.share * per_link_byte
-        return max(0.0, float(together.seconds(self.world_size * payload)) - latency - max(transfer, bytes_s))
+        at_zero, with_size = parts(together, self.world_size * payload)
+        beyond = max(0.0, at_zero + with_size - latency - max(transfer, bytes_s))
+        work = min(beyond, max(0.0, at_zero - latency))
+        return work, beyond - work
 
 
 def from_fits(path: str | Path, cluster: Cluster, scale: bool = False) -> FittedCosts:

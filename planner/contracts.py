@@ -40,7 +40,7 @@ class OperatorCosts(Protocol):
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
+    """How long a collective takes that has its link to itself: `idle_s + latency_s + transfer_s`.
 
     Attributes:
         latency_s: Is drawn out by compute and by others of its queue, as far as `Contention` says.
@@ -50,12 +50,14 @@ class CollectiveCost:
         share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
             side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
             different roots do not disturb each other.
+        idle_s: Is drawn out by compute alone: neither link nor cores are busy with it.
     """
 
     latency_s: float
     transfer_s: float
     link: str
     share: float = 1.0
+    idle_s: float = 0.0
 
 
 class CollectiveCosts(Protocol):

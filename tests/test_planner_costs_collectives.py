@@ -225,12 +225,23 @@ def test_what_broadcasts_at_once_take_beyond_their_bytes_leaves_links_free(tmp_p
     costs = collective_costs.from_fits(write(tmp_path / "a.json"), TWO)
     for kind, payload in (("broadcast", 10**6), ("scatter", 2 * 10**6)):
         cost = costs.cost(kind, payload, (0, 1))
-        assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((2e-3 + 5e-3, 10e-3, 0.5)), kind
+        assert (cost.idle_s, cost.latency_s, cost.transfer_s) == pytest.approx((5e-3, 2e-3, 10e-3)), kind
+        assert cost.share == pytest.approx(0.5), kind
         assert at_once(costs, kind, payload) == pytest.approx(1e-3 + 2e6 * 8e-9)
     assert costs.cost("all_reduce", P, (0, 1)).share == 1
-    assert costs.cost("send", P, (0, 1)).latency_s == pytest.approx(2e-3), "nobody else sends"
+    assert not costs.cost("send", P, (0, 1)).idle_s, "nobody else sends"
     over_nccl = replace(costs, backend="nccl")
-    assert over_nccl.cost("broadcast", P, (0, 1)).latency_s == pytest.approx(2e-3), "whose all-gather is another thing"
+    assert not over_nccl.cost("broadcast", P, (0, 1)).idle_s, "whose all-gather is another thing"
+
+
+def test_what_broadcasts_at_once_take_at_any_size_is_work(tmp_path: Path) -> None:
+    """As above, but two at once take 4 ms + 2P * 8 ns: 8 ms more, of which 2 ms are there without any bytes."""
+    line = {**LINE, "latency_s": 4e-3, "seconds_per_byte": 8e-9}
+    costs = collective_costs.from_fits(write(tmp_path / "a.json", fits=[*FITS[:3], {**FITS[3], "pieces": [line]}]), TWO)
+    cost = costs.cost("broadcast", 10**6, (0, 1))
+    assert (cost.idle_s, cost.latency_s, cost.transfer_s) == pytest.approx((6e-3, 4e-3, 10e-3))
+    assert at_once(costs, "broadcast", 10**6) == pytest.approx(4e-3 + 2e6 * 8e-9)
+    assert costs.cost("broadcast", 1, (0, 1)).idle_s == pytest.approx(6e-9)
 
 
 def test_links_are_as_fast_as_whatever_filled_them_best(tmp_path: Path) -> None:

@@ -10,13 +10,18 @@ from planner.clock import Clock, Queue
 from planner.contracts import CollectiveCost, Contention
 
 seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
-costs = st.builds(CollectiveCost, seconds, seconds, st.sampled_from(["inside", "between"]))
+links = st.sampled_from(["inside", "between"])
+costs = st.builds(CollectiveCost, seconds, seconds, links, idle_s=seconds)
 factors = st.floats(1.0, 3.0)
 CLOSE = 1e-9
 
 
 def cost(latency: float, transfer: float, link: str = "link") -> CollectiveCost:
     return CollectiveCost(latency, transfer, link)
+
+
+def alone_s(one: CollectiveCost) -> float:
+    return one.idle_s + one.latency_s + one.transfer_s
 
 
 def test_one_collective_takes_its_latency_and_its_transfer() -> None:
@@ -72,21 +77,32 @@ def test_a_queue_lets_so_many_run_at_once() -> None:
         assert clock.now_s == end
 
 
-def test_what_could_begin_earlier_has_done_so_and_compute_pays_in_arrears() -> None:
+@pytest.mark.parametrize(("idle", "latency"), [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0)])
+def test_what_could_begin_earlier_has_done_so_and_compute_pays_in_arrears(idle: float, latency: float) -> None:
     """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
     Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
     """
     clock, queue = Clock(Contention(compute=1.5)), Queue(1)
+    one = CollectiveCost(latency, 2.0, "link", idle_s=idle)
     clock.compute(4.0)
-    first = clock.issue(cost(1.0, 2.0), queue, ready_s=1.0)
+    first = clock.issue(one, queue, ready_s=1.0)
     assert (first.began_s, first.ended_s, clock.in_flight_s) == (1.0, 4.0, 3.0)
     assert clock.now_s == clock.compute_s == pytest.approx(5.0)
-    second = clock.issue(cost(1.0, 2.0), queue, ready_s=1.0)
+    second = clock.issue(one, queue, ready_s=1.0)
     assert second.began_s == 4.0 and clock.now_s > 5.0
     clock.wait(second)
     assert clock.now_s == pytest.approx(7.0) and clock.in_flight_s == pytest.approx(6.0)
     late = clock.issue(cost(1.0, 0.0), Queue(1), ready_s=99.0)
     assert late.began_s == clock.now_s, "no later than it is issued"
+
+
+@pytest.mark.parametrize("ready", [3.9, 3.5, 2.5, 1.5])
+def test_what_began_earlier_goes_on_from_where_it_is(ready: float) -> None:
+    """By 4 s it is idling, at its latency, or at its transfer; it ends 3 s after it could begin."""
+    clock = Clock()
+    clock.compute(4.0)
+    clock.wait(clock.issue(CollectiveCost(0.75, 2.0, "link", idle_s=0.25), Queue(1), ready_s=ready))
+    assert clock.now_s == pytest.approx(ready + 3.0)
 
 
 def test_what_does_not_contend_draws_nothing_out() -> None:
@@ -152,6 +168,15 @@ def test_latencies_that_are_work_pass_side_by_side_no_faster_than_measured(toget
     clock.issue(cost(3.0, 1.0, "between"), Queue(2))
     clock.drain()
     assert clock.now_s == pytest.approx(expected + 8.0), "those of other groups have threads of their own"
+
+
+def test_those_that_idle_hold_each_other_up_no_more_than_their_latencies_and_transfers_do() -> None:
+    """Two of 4 s in flight, which idle for 2 of them at once: of the other 2, no latency passes side by side."""
+    clock, queue = Clock(Contention(together=1.0)), Queue(2)
+    flights = [clock.issue(CollectiveCost(1.0, 1.0, "link", idle_s=2.0), queue) for _ in range(2)]
+    clock.drain()
+    assert clock.now_s == pytest.approx(2.0 + 2 * 2.0)
+    assert [flight.ended_s for flight in flights] == pytest.approx([6.0] * 2)
 
 
 def test_a_collective_begins_when_the_last_rank_is_there() -> None:
@@ -247,7 +272,7 @@ programs = st.lists(st.tuples(seconds, costs, st.integers(0, 1)), max_size=8)
 def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list, compute: float, other: float) -> None:
     _, flights = play(issued, Contention(compute, other))
     for flight in flights:
-        assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
+        assert flight.ended_s - flight.began_s >= alone_s(flight.cost) - CLOSE
         assert flight.began_s >= flight.issued_s
     for link in ("inside", "between"):
         carried = sum(one.transfer_s for _, one, _ in issued if one.link == link)
@@ -260,8 +285,8 @@ def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list
 def test_the_total_lies_between_its_bounds(issued: list) -> None:
     clock, _ = play(issued, Contention())
     computed = sum(compute for compute, _, _ in issued)
-    alone = sum(one.latency_s + one.transfer_s for _, one, _ in issued)
-    longest = max((one.latency_s + one.transfer_s for _, one, _ in issued), default=0.0)
+    alone = sum(alone_s(one) for _, one, _ in issued)
+    longest = max((alone_s(one) for _, one, _ in issued), default=0.0)
     assert max(computed, longest) - CLOSE <= clock.now_s <= computed + alone + CLOSE
     assert clock.compute_s == pytest.approx(computed)
     assert clock.now_s == pytest.approx(clock.compute_s + clock.exposed_s), "a rank computes or waits"
@@ -274,7 +299,7 @@ def test_blocking_collectives_add_up(issued: list) -> None:
     for compute, one in issued:
         clock.compute(compute)
         clock.wait(clock.issue(one, queue))
-    assert clock.now_s == pytest.approx(sum(c + one.latency_s + one.transfer_s for c, one in issued))
+    assert clock.now_s == pytest.approx(sum(c + alone_s(one) for c, one in issued))
 
 
 @given(programs)
