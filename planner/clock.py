@@ -2,11 +2,11 @@
 
 Collectives wait in queues (a process group's; each lets so many of its own run at once, in the order in which they were
 issued) and then pass through three stages: a time of idling, in which they take nothing from each other, a latency,
-which others of its queue draw out where it is work of the same cores, and a transfer, which shares its link. Of k
-transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a part
-of it share it without loss until the parts add up to more (fluid model: processor sharing). Compute draws out all
-three. Between two events (something starts or ends) all paces are constant, so time advances from event to event and
-nothing is discretized.
+which others of its queue at work draw out where it is work of the same cores, and a transfer, which shares its link. Of
+k transfers on one link that each could fill it, each advances at a k-th of its own pace; those that can fill only a
+part of it share it without loss until the parts add up to more (fluid model: processor sharing). Compute draws out all
+three: what idles waits for other ranks, which compute, too. Between two events (something starts or ends) all paces are
+constant, so time advances from event to event and nothing is discretized.
 
 The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). What it issues starts no
 sooner than all compute before it is done; what it waits for blocks it. But on CUDA, where the host runs ahead, what is
@@ -18,7 +18,7 @@ root of the time, until one holds them all up. To hand a collective over takes t
 begins it keeps its core: the collective goes on meanwhile, at its own pace.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
@@ -220,12 +220,14 @@ class Clock:
         for flight, stage in stages.items():
             if stage == TRANSFER:
                 busy[flight.cost.link] = busy.get(flight.cost.link, 0.0) + flight.cost.share
+        at_work = Counter(self._active[flight] for flight, stage in stages.items() if stage in (LATENCY, TRANSFER))
         slowness = dict.fromkeys(stages, 1.0)
         for flight, stage in stages.items():
+            queue = self._active[flight]
             if stage == TRANSFER:
                 slowness[flight] = max(1.0, busy[flight.cost.link])
-            elif stage == LATENCY and self._active[flight].running > 1:
-                slowness[flight] = crowding(flight, self._active[flight].width)
+            elif stage == LATENCY and at_work[queue] > 1:
+                slowness[flight] = crowding(flight, queue.width)
             if computes and stage != LATE:
                 slowness[flight] *= flight.beside.communication
         return slowness

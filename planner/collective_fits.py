@@ -51,7 +51,7 @@ class Model(Protocol):
 
 
 def parts(model: Model, payload_bytes: float) -> tuple[float, float]:
-    """Of the seconds that it takes, those in which its link is idle, and those in which it is not: at least what its
+    """Of the seconds that it takes, those in which its link is free, and those in which it is not: at least what its
     bytes take at the rate of large ones. What small ones take beyond that goes by in threads and queues, in which
     others find the link free.
     """
@@ -121,8 +121,8 @@ class FittedCosts:
         if base == "broadcast" and (per_byte := self._per_link_byte()) and transfer:
             share = min(1.0, payload_bytes * asked.busiest * asked.share * per_byte / transfer)
             if kind in ISSUED_BY_ALL and self.backend == "gloo" and len(ranks) == self.world_size:
-                waits, idle = self._waits(payload, per_byte)
-                latency += waits
+                work, idle = self._beyond_bytes(payload, per_byte)
+                latency += work
         return CollectiveCost(latency, transfer, self.link, share, idle)
 
     def _per_link_byte(self) -> float | None:
@@ -138,20 +138,19 @@ class FittedCosts:
         ]
         return min(known, default=None)
 
-    def _waits(self, payload: float, per_link_byte: float) -> tuple[float, float]:
-        """What broadcasts from all ranks at once take beyond one alone, and beyond all their bytes, since they wait for
-        each other: seconds that messages of 0 bytes take as well, which are work of threads, and those that come with
-        the size, in which links are free. The more are in flight, the less of the latter is left. A scatter's messages
+    def _beyond_bytes(self, payload: float, per_link_byte: float) -> tuple[float, float]:
+        """What broadcasts from all ranks at once take beyond one alone, and beyond all their bytes: seconds that those
+        of 0 bytes take as well, which are work of threads, and those that come with the size, in which they wait for
+        each other, and links are free. The more are in flight, the less of the latter is left. A scatter's messages
         from a root to all others do as a broadcast's."""
-        together = self.models.get(TOGETHER)
+        together, one = self.models.get(TOGETHER), self.models["broadcast"]
         if together is None:
             return 0.0, 0.0
         tree = volume("broadcast", self.backend, self.world_size)
-        latency, transfer = parts(self.models["broadcast"], payload)
+        latency, transfer = parts(one, payload)
         bytes_s = self.world_size * payload * tree.busiest * tree.share * per_link_byte
-        at_zero, with_size = parts(together, self.world_size * payload)
-        beyond = max(0.0, at_zero + with_size - latency - max(transfer, bytes_s))
-        work = min(beyond, max(0.0, at_zero - latency))
+        beyond = max(0.0, float(together.seconds(self.world_size * payload)) - latency - max(transfer, bytes_s))
+        work = min(beyond, max(0.0, float(together.seconds(0) - one.seconds(0))))
         return work, beyond - work
 
 

@@ -43,14 +43,14 @@ class CollectiveCost:
     """How long a collective takes that has its link to itself: `idle_s + latency_s + transfer_s`.
 
     Attributes:
-        latency_s: Is drawn out by compute and by others of its queue, as far as `Contention` says.
+        latency_s: Is drawn out by compute and by others of its queue at work, as far as `Contention` says.
         transfer_s: Is drawn out by others on the same link: those at once on it, whose shares add up to more than 1,
             each advance at 1 / (sum of shares) of their pace.
         link: Name of the link it uses.
         share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
             side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
             different roots do not disturb each other.
-        idle_s: Is drawn out by compute alone: neither link nor cores are busy with it.
+        idle_s: In which it waits for what other ranks do: compute alone draws it out. It comes before the others.
     """
 
     latency_s: float

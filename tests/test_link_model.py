@@ -71,8 +71,9 @@ def test_what_a_shaper_lets_through_at_once_hides_no_rate() -> None:
     """An all-reduce as measured on a link of 250 Mbit/s, 31.25 MB/s before headers, whose shaper has an allowance."""
     sizes = 2.0 ** np.array([12, 14, 16, 18, 20, 21, 22, 23, 24])
     times = 1e-3 * np.array([0.503, 0.531, 2.102, 8.418, 33.77, 67.65, 135.30, 270.69, 541.44])
-    fitted = LinkModel.fit(sizes, times)
+    fitted, one = LinkModel.fit(sizes, times), LinkModel.fit(sizes, times, most_pieces=1)
     assert 1 / fitted.pieces[-1].seconds_per_byte == pytest.approx(31e6, rel=0.01)
+    assert 1 / one.pieces[0].seconds_per_byte == pytest.approx(31e6, rel=0.025), "least squares: 32.7e6"
     assert fitted.seconds(sizes[4:]) == pytest.approx(times[4:], rel=0.01)
     assert held_out_error(sizes, times) < 0.01
 

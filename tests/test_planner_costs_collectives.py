@@ -244,6 +244,22 @@ def test_what_broadcasts_at_once_take_at_any_size_is_work(tmp_path: Path) -> Non
     assert costs.cost("broadcast", 1, (0, 1)).idle_s == pytest.approx(6e-9)
 
 
+@pytest.mark.parametrize("payload", [10**3, 10**4, 10**5, 2 * 10**5])
+def test_what_is_work_is_the_same_at_any_size(payload: int, tmp_path: Path) -> None:
+    """To 1 MB all take as long as no bytes do: 1 ms alone, 3 ms at once. So 2 ms are work, however much of either time
+    links are busy at the rate of large ones."""
+
+    def flat_then(fit: dict, latency: float, rate: float) -> dict:
+        line = {"from_bytes": 0.0, "latency_s": latency, "seconds_per_byte": 0.0}
+        return {**fit, "pieces": [line, {"from_bytes": 1e6, "latency_s": 0.0, "seconds_per_byte": rate}]}
+
+    of_links = {**FITS[1], "pieces": [{**LINE, "seconds_per_byte": 1e-9}]}
+    fits = [of_links, flat_then(FITS[2], 1e-3, 1e-9), flat_then(FITS[3], 3e-3, 4e-9)]
+    costs = collective_costs.from_fits(write(tmp_path / "a.json", fits=fits), TWO)
+    cost = costs.cost("broadcast", payload, (0, 1))
+    assert (cost.idle_s, cost.latency_s + cost.transfer_s) == pytest.approx((0.0, 3e-3), abs=1e-9)
+
+
 def test_links_are_as_fast_as_whatever_filled_them_best(tmp_path: Path) -> None:
     """Four ranks: a broadcast has 3/4 P on each link, an all-reduce 3/2 P in P * 10 ns, an all-gather of 4P four times
     3/4 P in 4P * 4 ns: these are faster. In memory, where an all-reduce has to add up, it is so."""

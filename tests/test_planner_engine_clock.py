@@ -96,13 +96,14 @@ def test_what_could_begin_earlier_has_done_so_and_compute_pays_in_arrears(idle: 
     assert late.began_s == clock.now_s, "no later than it is issued"
 
 
-@pytest.mark.parametrize("ready", [3.9, 3.5, 2.5, 1.5])
-def test_what_began_earlier_goes_on_from_where_it_is(ready: float) -> None:
-    """By 4 s it is idling, at its latency, or at its transfer; it ends 3 s after it could begin."""
-    clock = Clock()
+@pytest.mark.parametrize("communication", [1.0, 2.0])
+@pytest.mark.parametrize("ready", [3.9, 3.25, 2.5, 1.5])
+def test_what_began_earlier_goes_on_from_where_it_is(ready: float, communication: float) -> None:
+    """By 4 s it is idling, at its latency, or at its transfer, as far as compute let it; then it has all to itself."""
+    clock = Clock(Contention(communication=communication))
     clock.compute(4.0)
     clock.wait(clock.issue(CollectiveCost(0.75, 2.0, "link", idle_s=0.25), Queue(1), ready_s=ready))
-    assert clock.now_s == pytest.approx(ready + 3.0)
+    assert clock.now_s == pytest.approx(4.0 + 3.0 - (4.0 - ready) / communication)
 
 
 def test_what_does_not_contend_draws_nothing_out() -> None:
@@ -112,11 +113,11 @@ def test_what_does_not_contend_draws_nothing_out() -> None:
     assert clock.now_s == 4.0 and clock.in_flight_s == 3.0
 
 
-@pytest.mark.parametrize("latency", [0.0, 1.5, 3.0])
-def test_contention_draws_out_both_while_both_go_on(latency: float) -> None:
+@pytest.mark.parametrize(("idle", "latency"), [(0.0, 0.0), (0.0, 1.5), (0.0, 3.0), (1.0, 0.5), (3.0, 0.0)])
+def test_contention_draws_out_both_while_both_go_on(idle: float, latency: float) -> None:
     """2 s of compute take 3 beside a collective, which gets through 2 s of its 3 in that time; then it is alone."""
     clock = Clock(Contention(compute=1.5, communication=1.5))
-    flight = clock.issue(cost(latency, 3.0 - latency), Queue(1))
+    flight = clock.issue(CollectiveCost(latency, 3.0 - idle - latency, "link", idle_s=idle), Queue(1))
     clock.compute(2.0)
     assert clock.now_s == pytest.approx(3.0)
     clock.wait(flight)
@@ -177,6 +178,9 @@ def test_those_that_idle_hold_each_other_up_no_more_than_their_latencies_and_tra
     clock.drain()
     assert clock.now_s == pytest.approx(2.0 + 2 * 2.0)
     assert [flight.ended_s for flight in flights] == pytest.approx([6.0] * 2)
+    working, idling = clock.issue(cost(2.0, 0.0), queue), clock.issue(CollectiveCost(2.0, 0.0, "link", 1.0, 3.0), queue)
+    clock.drain()
+    assert (working.ended_s, idling.ended_s) == (6.0 + 2.0, 6.0 + 5.0), "one at work at a time"
 
 
 def test_a_collective_begins_when_the_last_rank_is_there() -> None:

@@ -87,12 +87,13 @@ class LinkModel:
 
     @classmethod
     def fit(cls, payload_bytes: ArrayLike, seconds: ArrayLike, most_pieces: int = 3) -> "LinkModel":
-        """The model of least log ratio to the times (`fit_line`), so that small payloads count as much as large ones,
-        and a few that no line explains, such as what a shaper lets through at once, do not pull the others off theirs.
+        """Lines by Huber's loss of log ratios to the times (`fit_line`), so that small payloads count as much as large
+        ones, and a few that no line explains, such as what a shaper lets through at once, do not pull the others off.
 
-        Of fits with 1 to `most_pieces` pieces, the one with the least Bayesian information criterion (Schwarz,
-        "Estimating the dimension of a model", 1978), by squared log ratios, errors of less than `EQUAL_ENOUGH` counted
-        as that. All places of the breaks are tried, which takes a fit for each pair of distinct sizes.
+        All places of the breaks between them are tried, which takes a fit for each pair of distinct sizes: those of the
+        least absolute log ratios count. Of 1 to `most_pieces` pieces, it is the number with the least Bayesian
+        information criterion (Schwarz, "Estimating the dimension of a model", 1978), by squared log ratios, errors of
+        less than `EQUAL_ENOUGH` counted as that.
 
         Args:
             payload_bytes: At least one; a size may be there several times.
@@ -176,7 +177,7 @@ def best_splits(
 
 
 def fit_line(sizes: Floats, times: Floats) -> tuple[tuple[float, float], float]:
-    """Latency and seconds a byte, both at least 0, of least log ratio to `times`; and all absolute log ratios, summed.
+    """Latency and seconds a byte, both at least 0, by Huber's loss of log ratios; and absolute log ratios, summed.
 
     Gauss and Newton's method with reweighted least squares (Holland and Welsch, "Robust regression using iteratively
     reweighted least-squares", 1977): each step is a linear fit around what the last one predicted, in which what was
