@@ -91,7 +91,8 @@ class PretendedGroup(dist.ProcessGroup):
 
     def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """A flat tensor as large as `parts` together, where Gloo makes one (torch 2.15): for what a scatter's root
-        sends, given back at once, and for a reduce-scatter, which is an all-reduce of a copy."""
+        sends, and what an all-gather receives, given back before it is done, and for a reduce-scatter, which is an
+        all-reduce of a copy."""
         if not parts or self.backend_of(parts) != "gloo" or holds_data(parts[0]):
             return []
         return [torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)]
@@ -128,7 +129,7 @@ class PretendedGroup(dist.ProcessGroup):
                 if holds_data(tensor) and holds_data(own):
                     tensor.copy_(own)
         flat = [tensor for received in outputs for tensor in received]
-        return self._issue("all_gather", nbytes(flat), [*inputs, *flat], flat)
+        return self._issue("all_gather", nbytes(flat), [*inputs, *flat, *self._scratch(flat)], flat)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
         return self.allgather(outputs, inputs, opts)
@@ -141,7 +142,7 @@ class PretendedGroup(dist.ProcessGroup):
     ) -> PretendedWork:
         for output, own in zip(outputs, inputs, strict=True):
             self._gather_here(output, own)
-        return self._issue("all_gather", nbytes(outputs), [*inputs, *outputs], outputs)
+        return self._issue("all_gather", nbytes(outputs), [*inputs, *outputs, *self._scratch(outputs)], outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
         for received, own in zip(outputs, inputs, strict=False):

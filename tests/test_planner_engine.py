@@ -267,7 +267,7 @@ def peak_of_real_ranks(
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
 
-IN_SHORT = [("ddp", "simple_ddp"), ("sharding", "zero3")]
+IN_SHORT = [("ddp", "simple_ddp"), ("sharding", "zero3"), ("sharding", "pytorch_zero3")]
 
 
 @pytest.mark.parametrize("choice", IN_SHORT, ids="-".join)
