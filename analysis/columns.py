@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis.collectives import KINDS
+from analysis.traces.collectives import KINDS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from analysis.errors import TraceError
-from analysis.traces import SUFFIXES, Window, find_windows, group_by_window
+from analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
 from analysis.wording import listed
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.audit import audit
-from analysis.collectives import KINDS
 from analysis.errors import TraceError
-from analysis.exposure import Exposure, exposure
-from analysis.holistic import HolisticFigures, holistic_figures
-from analysis.memory import memory_row
-from analysis.reading import read_trace
-from analysis.timeline import RankTimeline, build_timeline
-from analysis.traces import OWN_NAME, Window, missing_ranks, rank_in_path
+from analysis.metrics.audit import audit
+from analysis.metrics.exposure import Exposure, exposure
+from analysis.metrics.holistic import HolisticFigures, holistic_figures
+from analysis.metrics.memory import memory_row
+from analysis.traces.collectives import KINDS
+from analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
+from analysis.traces.reading import read_trace
+from analysis.traces.timeline import RankTimeline, build_timeline
 from analysis.wording import listed
 from training.config import RECORD_VERSION
 

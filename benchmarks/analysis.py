@@ -102,9 +102,9 @@ def record(folder: Path) -> Path:
 
 def with_kernels(template: dict[str, Any], path: Path) -> dict[str, Any]:
     """The trace; if it is a CPU's, with its operators and Gloo spans once more as a device's kernels."""
-    from analysis.holistic import name_for_hta
-    from analysis.reading import read_trace
-    from analysis.timeline import build_timeline
+    from analysis.metrics.holistic import name_for_hta
+    from analysis.traces.reading import read_trace
+    from analysis.traces.timeline import build_timeline
 
     timeline = build_timeline(read_trace(path), 0, include_last_step=True)
     if timeline.kind == "cuda":

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -29,8 +29,8 @@ import ddp
 import sharding
 from training.cli import OneLineParser, exit_with_error, unknown_name
 from training.config import RunConfig
+from training.data.workloads import WORKLOADS
 from training.errors import UserError
-from training.workloads import WORKLOADS
 
 KINDS = ("none", "background", "foreground")
 COLUMNS = (
@@ -126,8 +126,8 @@ class Windows:
     def __init__(self, options: argparse.Namespace, folder: Path, ranks: Any) -> None:
         from benchmarks.runners import one_global_batch
         from training.checkpoint.session import Checkpoints
+        from training.data.workloads import build_workload
         from training.run import build_strategy, seed_everything
-        from training.workloads import build_workload
 
         registry = sharding.REGISTRY if options.ddp_choice in sharding.REGISTRY.sentences else ddp.REGISTRY
         plain = RunConfig(choice=options.ddp_choice, workload=options.workload, no_profile=True)

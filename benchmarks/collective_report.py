@@ -14,7 +14,7 @@ from analysis.report.collectives_page import PUBLISHED_COLUMNS, Measurements, wr
 from analysis.summary import write_csv
 from benchmarks.collective_rows import OF_ONE_MODEL, busbw_over_algbw, fit_models, model_text
 from benchmarks.sizes import shown_size
-from training.link_model import LinkModel, Piece
+from training.communication.link_model import LinkModel, Piece
 
 MIB = 2**20
 PUBLISHED_MS = {

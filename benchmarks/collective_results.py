@@ -17,7 +17,7 @@ from benchmarks.measured import Measured
 from benchmarks.sizes import shown_size
 from training.distributed import Ranks
 from training.errors import UserError
-from training.record import device_name, package_versions, write_json
+from training.records.record import device_name, package_versions, write_json
 
 SCHEMA_VERSION = 1
 SHOWN = {

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.exposure import bus_factor
+from analysis.metrics.exposure import bus_factor
 from benchmarks.measured import Measured
 from benchmarks.sizes import shown_size
+from training.communication.link_model import LinkModel, held_out_error
 from training.distributed import Ranks
-from training.link_model import LinkModel, held_out_error
 
 OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
 """Columns in which all measurements agree that one model is fitted to."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
     from benchmarks.contention_rounds import PAYLOADS, measure_drift, measure_rounds, summary
     from planner.contention import Measured, keep
     from training.distributed import from_rank0
-    from training.record import device_name
+    from training.records.record import device_name
 
     if ranks.world_size < 2:
         raise UserError("one rank has nobody to communicate with; run with --nproc_per_node=2 or more")

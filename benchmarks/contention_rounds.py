@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.stopwatch import Stopwatch
-from training.synthetic import MLP
+from training.data.synthetic import MLP
+from training.profiling.stopwatch import Stopwatch
 
 PAYLOADS = (64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of an all-reduce."""

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import sharding
 from training.cli import OneLineParser, exit_with_error, unknown_name
-from training.workloads import WORKLOADS
+from training.data.workloads import WORKLOADS
 
 TIMEOUT_S = 1800
 MIB = 2**20

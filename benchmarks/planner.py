@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from training.cli import OneLineParser
-from training.environment import ENVIRONMENT
 from training.errors import UserError
+from training.process.environment import ENVIRONMENT
 
 COMMANDS = {name: f"benchmarks.predictions.{name}_command" for name in ("t4", "memory", "lab")}
 

@@ -11,16 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from reference.pytorch_ddp import bucket_bytes
-from training.allocations import counting_on_all_threads, peak_of_allocations
 from training.config import RunConfig
-from training.data import to_device
+from training.data.sampling import to_device
+from training.data.workload import Workload
+from training.data.workloads import build_workload
 from training.distributed import Ranks
 from training.loop import Unwatched, train
-from training.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
+from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.profiling.stopwatch import Stopwatch
 from training.run import build_strategy, seed_everything
-from training.stopwatch import Stopwatch
 from training.strategy import MicroBatch, Strategy
-from training.workloads import Workload, build_workload
 
 PLAIN = ("local", "bare_loop")
 """A step without communication; a loop around PyTorch DDP without this project's runtime."""

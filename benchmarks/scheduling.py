@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process, scheduling
+from training.process.environment import prepare_process, scheduling
 
 if __name__ == "__main__":
     prepare_process()

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -35,8 +35,8 @@ import sharding
 from benchmarks.variants import SETTINGS, parse_variant
 from training.cli import exit_with_error, unknown_name
 from training.config import RunConfig
+from training.data.workloads import WORKLOADS
 from training.errors import UserError
-from training.workloads import WORKLOADS
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
 LOCAL = "local"

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -31,10 +31,10 @@ import sharding
 from benchmarks.runners import Runner, largest, make_runner
 from training.config import RunConfig
 from training.distributed import Ranks, joined_ranks
-from training.phases import show_phases_on
 from training.run import silence_libraries
-from training.sequence import follow_gradients, recorded_collectives
-from training.watcher import Watcher
+from training.watch.phases import show_phases_on
+from training.watch.sequence import follow_gradients, recorded_collectives
+from training.watch.watcher import Watcher
 
 STEPS, WARMUP_ROUNDS = 5, 2
 

@@ -31,11 +31,11 @@ from ddp.bucket_plan import describe, plan
 from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
 from ddp.link_fit import WATCHED_STEPS, LinkFit
 from ddp.partial_step import only
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
-from training.phases import phase
 from training.replicated import ReplicatedStrategy
 from training.strategy import MicroBatch, are_finite
-from training.traffic import Collective
+from training.watch.phases import phase
 
 
 class BucketDDP(ReplicatedStrategy):

@@ -10,8 +10,8 @@ from itertools import chain
 
 import torch
 
+from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy, by_dtype
-from training.traffic import Collective
 
 
 class FlatDDP(ReplicatedStrategy):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket_plan import Cost, Timeline
-from training.link_model import Piece
+from training.communication.link_model import Piece
+from training.profiling.stopwatch import Clock, Stopwatch
 from training.replicated import bytes_of
-from training.stopwatch import Clock, Stopwatch
 
 WATCHED_STEPS = 4
 SETTLING_STEPS = 1

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy
-from training.traffic import Collective
 
 
 class SimpleDDP(ReplicatedStrategy):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy
-from training.traffic import Collective
 
 
 class AsyncDDP(ReplicatedStrategy):

@@ -7,8 +7,8 @@ itself, within `no_sync()`, and they are all-reduced once, after the last backwa
 
 import torch
 
+from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy
-from training.traffic import Collective
 
 
 class SimpleDDPAccumulated(ReplicatedStrategy):

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy
-from training.traffic import Collective
 
 
 class HookDDP(ReplicatedStrategy):

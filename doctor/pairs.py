@@ -29,7 +29,7 @@ def measure_here(ranks: int, device: str, size_bytes: int, timeout_s: float) -> 
     """
     from torch.multiprocessing import get_context
 
-    from training.loopback import LOOPBACK, LoopbackStore
+    from training.process.loopback import LOOPBACK, LoopbackStore
 
     store = LoopbackStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     context = get_context("spawn")

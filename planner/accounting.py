@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.columns import MODEL_STATES
-from training.reviews import STARS
+from training.data.reviews import STARS
 
 STAGES = {
     "replicated": (),

@@ -17,8 +17,8 @@ from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost
 from planner.hardware import calls_itself, is_of
 from planner.volumes import MESSAGES, volume
+from training.communication.link_model import LinkModel, Piece
 from training.errors import UserError
-from training.link_model import LinkModel, Piece
 
 SCHEMA_VERSION = 1
 ALIKE = {

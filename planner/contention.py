@@ -30,7 +30,7 @@ from planner.cluster import Cluster
 from planner.contracts import Contention
 from planner.hardware import calls_itself, is_of
 from training.errors import UserError
-from training.record import write_json
+from training.records.record import write_json
 
 SCHEMA_VERSION = 5
 

@@ -67,9 +67,9 @@ class CollectiveCosts(Protocol):
         """Of one collective among `ranks` (numbers in the whole world).
 
         Args:
-            kind: As in `training.traffic.Collective`: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
+            kind: As in `Collective`: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
                 `reduce`, `all_to_all`, `send`, `barrier`, ...
-            payload_bytes: As `training.traffic.Collective` counts them.
+            payload_bytes: As `training.communication.traffic.Collective` counts them.
         """
         ...
 

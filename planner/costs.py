@@ -15,7 +15,7 @@ from planner.hardware import efficiency as assumed_efficiency
 from planner.recorded import RecordedCosts, device_of, entries_of, load
 from planner.roofline import Roofline
 from training.errors import UserError
-from training.record import cpu_name
+from training.records.record import cpu_name
 
 
 def roofline(device: Device, efficiency: Efficiency | float | None = None) -> OperatorCosts:

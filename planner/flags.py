@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from training.communication.rates import Rate
 from training.config import AUTO, bucket_cap
 from training.errors import UserError
-from training.rates import Rate
 
 if TYPE_CHECKING:
     from planner.models import Model

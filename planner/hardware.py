@@ -16,8 +16,8 @@ from typing import Any
 from planner.cluster import Cluster, Device, Link
 from planner.contracts import Contention
 from training.cli import unknown_name
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 TABLE = Path(__file__).with_name("hardware.toml")
 CPU = "cpu"
@@ -156,7 +156,7 @@ def is_called(device: Device, name: str) -> bool:
 
 def calls_itself(device: Device) -> str:
     """What hardware of this kind says that it is: a processor its name, a GPU of the table the table's."""
-    from training.record import cpu_name
+    from training.records.record import cpu_name
 
     return cpu_name() if device.kind == CPU else device.name
 

@@ -1,7 +1,7 @@
 """Models by name, from a local `config.json`, or from a few numbers: built without weights, with batches to match.
 
-What is planned is what the runner trains (`training.text`): a classifier with as many labels as reviews have stars, in
-fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
+What is planned is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have
+stars, in fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from training.cli import unknown_name
+from training.data.reviews import STARS
 from training.errors import UserError
-from training.reviews import STARS
 from training.strategy import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")

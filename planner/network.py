@@ -41,7 +41,7 @@ class Issued:
     """A collective, as it is told to who listens.
 
     Attributes:
-        kind, payload_bytes: As in `training.traffic.Collective`.
+        kind, payload_bytes: As in `training.communication.traffic.Collective`.
         backend: That carries it.
         dtype: Of what it sends, without `torch.`.
     """

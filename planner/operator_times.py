@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.calls import is_compute, operator_call
 from planner.contracts import OperatorCall
 from training.errors import UserError
-from training.stopwatch import Stopwatch
+from training.profiling.stopwatch import Stopwatch
 
 MARK = "planner operator "
 PHASES = ("forward", "backward", "optimizer")

@@ -64,7 +64,7 @@ class PretendedDevice(TorchDispatchMode):
 
     Attributes:
         without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
-        phases: The parts of the step that this is in, the innermost last (`training.phases`).
+        phases: The parts of the step that this is in, the innermost last (`training.watch.phases`).
         is_building: Whether the model is being made, whose parameters hold no data whatever they are made from.
     """
 

@@ -24,7 +24,7 @@ from planner.operator_times import PHASES, OnPhase, Step, Timed, operators_of, p
 from planner.recorded import SCHEMA_VERSION
 from planner.sweep import sweep
 from training.errors import UserError
-from training.record import device_name, package_versions, write_json
+from training.records.record import device_name, package_versions, write_json
 from training.strategy import MicroBatch
 
 

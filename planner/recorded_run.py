@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from analysis.choices import last_window
-from analysis.compare import latest_record
+from analysis.comparison.choices import last_window
+from analysis.comparison.compare import latest_record
 from analysis.errors import TraceError
-from analysis.intervals import Intervals, clip, length, minus, union
 from analysis.summary import read_rank, read_record
-from analysis.timeline import RankTimeline
+from analysis.traces.intervals import Intervals, clip, length, minus, union
+from analysis.traces.timeline import RankTimeline
 from planner.volumes import KINDS
+from training.communication.link_model import LinkModel, Piece
 from training.config import RunConfig
 from training.errors import UserError
-from training.link_model import LinkModel, Piece
 
 MOST_RANKS_READ = 8
 """Traces of a run that are read: more say little more of how long a collective takes."""

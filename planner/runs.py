@@ -11,9 +11,10 @@ from planner import models
 from planner.contracts import Setting
 from planner.plan import adamw
 from training.config import RunConfig
-from training.data import epoch_windows, rank_micro_batches
+from training.data.sampling import epoch_windows, rank_micro_batches
+from training.data.workload import Workload
+from training.data.workloads import build_workload
 from training.strategy import MicroBatch
-from training.workloads import Workload, build_workload
 
 PAD_TOKEN = 0
 """The first token of the tokenizer that workload `sample` trains."""
@@ -45,14 +46,14 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
         UserError: workload yelp, and its model is not one that can be built without the hub.
     """
     if config.workload == "yelp":
-        from training import hub
+        from training.data import hub
 
         return models.find(config.model or hub.MODEL).build
     if config.workload in ("sample", "smollm2-360m"):
-        from training.text import random_llama_classifier
+        from training.data.text import random_llama_classifier
 
         return lambda: random_llama_classifier(config.workload, PAD_TOKEN)
-    from training import synthetic
+    from training.data import synthetic
 
     return lambda: synthetic.build(config).model
 
@@ -67,7 +68,7 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
     """
     size = config.micro_batch_size(world_size)
     if config.workload == "yelp":
-        from training import hub
+        from training.data import hub
 
         model = models.find(config.model or hub.MODEL)
         return list(model.micro_batches(config.grad_accum_steps, size, YELP_TOKENS))

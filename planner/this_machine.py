@@ -8,8 +8,8 @@ from statistics import median
 import torch
 
 from planner.cluster import Device
-from training.record import cpu_name
-from training.stopwatch import Stopwatch
+from training.profiling.stopwatch import Stopwatch
+from training.records.record import cpu_name
 
 SIDE = {"cpu": 1024, "cuda": 8192}
 COPIED_BYTES = 64 * 2**20

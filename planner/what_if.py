@@ -5,7 +5,7 @@
   the simulated phase as long. Time between phases, and in phases in which a simulation has no operator, is added as it
   is. What compute and communication took from each other in the recorded steps stays in it. On a GPU, where the host's
   phases say little of when kernels ran, one factor serves all.
-- Collectives: the time that each kept the links, fitted by payload (`training/link_model.py`). Of several in flight at
+- Collectives: the time that each kept the links, fitted by payload (`link_model.py`). Of several in flight at
   once each counts for its share; of all ranks that were read the shortest counts, since the others waited for the last.
 - Another number of ranks: hops and bytes of the algorithms (`planner/volumes.py`). Another rate: transfers in
   proportion, from the rate that the link lab had shaped the link to, or else from what all-reduces reached; latencies
@@ -28,9 +28,9 @@ from planner.recorded_run import Recorded
 from planner.runs import first_micro_batches, setting
 from planner.simulate import simulate
 from planner.volumes import volume
+from training.communication.rates import Rate
 from training.config import RunConfig
 from training.errors import UserError
-from training.rates import Rate
 
 
 @dataclass(frozen=True)

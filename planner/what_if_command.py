@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from planner.flags import require_between
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 if TYPE_CHECKING:
     from planner.recorded_run import Recorded

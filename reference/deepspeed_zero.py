@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from sharding.clipping import clip_shards, clipping_traffic
 from sharding.partition import require_elementwise
 from training.checkpoint.ranges import Piece
-from training.consistency import require_matching_state
+from training.communication.consistency import require_matching_state
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
-from training.memory import ModelSize, expected_state_bytes
+from training.profiling.memory import ModelSize, expected_state_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
-from training.traffic import Collective
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 """DeepSpeed's defaults, in elements; in stage 3, up to which a parameter stays whole, and that one prefetch gathers."""

@@ -24,11 +24,11 @@ from sharding.clipping import clip_shards, clipping_traffic
 from sharding.partition import require_elementwise
 from sharding.units import find_blocks
 from training.checkpoint.ranges import Piece
-from training.consistency import require_matching_state
+from training.communication.consistency import require_matching_state
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
-from training.traffic import Collective
 
 
 class Root(LossOf):

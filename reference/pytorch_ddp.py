@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
-from training.memory import ModelSize
+from training.profiling.memory import ModelSize
 from training.replicated import ReplicatedStrategy
 from training.strategy import MicroBatch
-from training.traffic import Collective
 
 
 class LossOf(nn.Module):

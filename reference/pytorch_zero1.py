@@ -13,10 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reference.pytorch_ddp import PyTorchDDP
 from training.checkpoint.ranges import Piece
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.replicated import bytes_of
 from training.strategy import MakeOptimizer
-from training.traffic import Collective
 
 
 class PyTorchZero1(PyTorchDDP):

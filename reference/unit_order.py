@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from training.agreement import StepAgreement
+from training.communication.agreement import StepAgreement
 from training.errors import OneRankError, UnsupportedError
 
 END = -1

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from analysis.changes import exceeding, signed
-from analysis.choices import report_on_choices
 from analysis.command import report_folder
+from analysis.comparison.changes import exceeding, signed
+from analysis.comparison.choices import report_on_choices
+from analysis.comparison.fairness import FIELDS
+from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
-from analysis.fairness import FIELDS
-from analysis.two_runs import report_on_two_runs
 from scripts.families import FAMILIES, report_root_of
 from training.cli import OneLineParser
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.link_lab import control
 from benchmarks.link_lab.run import Settings, run_at
 from training.cli import OneLineParser
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 MOST_NODES = 100
 SMALLEST_MTU, LARGEST_MTU = 1280, 65535

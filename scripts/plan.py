@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.flags import COMMANDS
 from training.cli import OneLineParser, unknown_name
-from training.environment import prepare_process
 from training.errors import UserError
+from training.process.environment import prepare_process
 
 DEFAULT = "plan"
 WIDTH = 240

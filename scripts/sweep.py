@@ -112,7 +112,9 @@ def sweep(runs: Runs, state: SweepState, goes_on: bool) -> int:
     """
     started = time.monotonic()
     state.begin()
-    from analysis.choices import report_on_choices  # takes seconds, which a mistake on the command line need not wait
+    from analysis.comparison.choices import (
+        report_on_choices,  # takes seconds, which a mistake on the command line need not wait
+    )
 
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []

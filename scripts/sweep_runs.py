@@ -55,7 +55,7 @@ def train(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bo
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from training.loopback import torchrun_on_loopback
+    from training.process.loopback import torchrun_on_loopback
 
     logging.disable(logging.ERROR)  # torchrun reports a failed rank at length; the choice's own line says enough
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.traffic import Collective
+from training.communication.traffic import Collective
 
 
 def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.traffic import Collective
+from training.communication.traffic import Collective
 
 
 class Pending:

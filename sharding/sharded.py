@@ -13,11 +13,11 @@ from sharding.collectives import all_gather
 from sharding.flat import FlatParameters
 from sharding.partition import require_elementwise
 from training.checkpoint.ranges import Piece
-from training.consistency import require_matching_state
+from training.communication.consistency import require_matching_state
+from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
-from training.traffic import Collective
 
 
 class Bucket(Protocol):

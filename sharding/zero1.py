@@ -24,8 +24,8 @@ from sharding.collectives import Pending, all_gather, expected_all_gathers, expe
 from sharding.flat import FlatParameters
 from sharding.sharded import ShardedStrategy
 from sharding.units import around_units, find_blocks, plan_units
+from training.communication.traffic import Collective
 from training.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
-from training.traffic import Collective
 
 
 class GradientBucket:

@@ -33,8 +33,8 @@ from sharding.unit import ReleasedParameters, Unit
 from sharding.units import around_units, find_tables, plan_units
 from sharding.zero2 import FreedGradientBucket
 from training.checkpoint.ranges import Piece
+from training.communication.traffic import Collective
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.traffic import Collective
 
 
 class Zero3(ShardedStrategy):

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from training.board import Board
+from training.watch.board import Board
 
 
 def keep_a_board_and_wait(paths: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from training.environment import schedule_as_batch
+from training.process.environment import schedule_as_batch
 
 JOB_TIMEOUT_S = 120.0
 FORK_SERVER = get_context("forkserver")

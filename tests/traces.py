@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysis.reading import RankTrace, parse_trace
-from analysis.timeline import RankTimeline, build_timeline
+from analysis.traces.reading import RankTrace, parse_trace
+from analysis.traces.timeline import RankTimeline, build_timeline
 from training.config import RECORD_VERSION
 
 

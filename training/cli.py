@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.config import RunConfig, flag_name
-from training.environment import prepare_process
+from training.data.workloads import WORKLOADS
 from training.errors import UserError
+from training.process.environment import prepare_process
 from training.registry import Registry
-from training.workloads import WORKLOADS
 
 
 def train_from_command_line(description: str, registry: Registry, choice_flags: tuple[str, ...]) -> int:

@@ -34,7 +34,7 @@ class StrategyOptions:
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
-        compress: `bf16` or `powersgd`: all-reduce less than the gradients, rounded (`training.compression`).
+        compress: `bf16` or `powersgd`: all-reduce less than the gradients, rounded (`communication.compression`).
         parameter_groups: Function of the module that answers with optimizer parameter groups, as `torch.optim` takes
             them. Default: one group of all trainable parameters.
         clock: Answers with seconds, to strategies that measure. A pretended cluster passes its own.

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from training.data import evaluation_batches, to_device
-from training.phases import begin_step, phase
+from training.data.sampling import evaluation_batches, to_device
+from training.data.workload import Workload
 from training.strategy import MicroBatch, Strategy
-from training.workloads import Workload
+from training.watch.phases import begin_step, phase
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """Names under which a profile shows the parts of an optimizer step."""

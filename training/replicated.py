@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.ranges import share
-from training.compression import Compression
-from training.consistency import require_matching_state
+from training.communication.compression import Compression
+from training.communication.consistency import require_matching_state
+from training.communication.traffic import Collective
 from training.strategy import MakeOptimizer, Strategy
-from training.traffic import Collective
 
 
 class ReplicatedStrategy(Strategy):

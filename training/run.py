@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from training.cause import COMPLETED, Ending
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
-from training.data import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
+from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
+from training.data.workload import Workload
+from training.data.workloads import build_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import AgreedError, NonFiniteError, OneRankError, UserError
-from training.lazy_compiler import compiler_postponed
 from training.loop import TrainingResult, evaluate, train
-from training.memory import ModelSize
-from training.memory_timeline import record_step_memory
-from training.phases import between_steps
-from training.profiling import WindowProfiler, require_window_fits
-from training.progress import training_progress
-from training.record import (
+from training.process.lazy_compiler import compiler_postponed
+from training.profiling.memory import ModelSize
+from training.profiling.memory_timeline import record_step_memory
+from training.profiling.profiler import WindowProfiler, require_window_fits
+from training.records.progress import training_progress
+from training.records.record import (
     choice_folder,
     gather_memory,
     make_run_id,
@@ -33,10 +33,11 @@ from training.record import (
     package_versions,
     write_json,
 )
-from training.run_so_far import RunSoFar
+from training.records.run_so_far import RunSoFar
 from training.strategy import MicroBatch, Strategy
-from training.watcher import watched
-from training.workloads import Workload, build_workload
+from training.watch.cause import COMPLETED, Ending
+from training.watch.phases import between_steps
+from training.watch.watcher import watched
 
 OPTIMIZER = torch.optim.AdamW
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.agreement import (
+from training.checkpoint.ranges import Piece
+from training.communication.agreement import (
     COUNTS_ROW_BYTES,
     RECEIVED_BYTES,
     RESULTS_ROW_BYTES,
@@ -27,15 +28,14 @@ from training.agreement import (
     StepAgreement,
     StepResult,
 )
-from training.checkpoint.ranges import Piece
+from training.communication.consistency import require_same_parameters, require_supported_parameters
+from training.communication.traffic import Collective
 from training.config import StrategyOptions
-from training.consistency import require_same_parameters, require_supported_parameters
 from training.errors import UnsupportedError
-from training.gradient_watch import GradientWatch
-from training.memory import ModelSize, expected_state_bytes, storage_bytes
-from training.phases import phase
-from training.sequence import follow_gradients
-from training.traffic import Collective
+from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.watch.gradient_watch import GradientWatch
+from training.watch.phases import phase
+from training.watch.sequence import follow_gradients
 
 MicroBatch = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

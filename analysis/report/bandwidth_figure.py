@@ -3,11 +3,11 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.bandwidth import bandwidth_by_size, bandwidths, binary_size, size_class
-from analysis.collectives import KINDS
 from analysis.columns import BANDWIDTH_COLUMNS
+from analysis.metrics.bandwidth import bandwidth_by_size, bandwidths, binary_size, size_class
 from analysis.report.figures import COLOURS, styled
 from analysis.report.page import Section, drawing, table
+from analysis.traces.collectives import KINDS
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "cross", "x", "pentagon")
 MEDIAN_COLOUR = "#8C8C8C"

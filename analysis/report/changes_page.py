@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.changes import Run, changes, summary
 from analysis.columns import CHANGE_COLUMNS, PART_COLUMNS, Column
-from analysis.compare import traced_row
-from analysis.fairness import Difference
+from analysis.comparison.changes import Run, changes, summary
+from analysis.comparison.compare import traced_row
+from analysis.comparison.fairness import Difference
+from analysis.metrics.significance import FEWEST_PAIRS
 from analysis.report.compare_figures import lanes_by_choice_figure, loss_figure, parts_figure, step_times_figure
 from analysis.report.fairness_section import audit_lines, banner, fairness_section
 from analysis.report.page import Section, cell, drawing, render, table, titled
-from analysis.significance import FEWEST_PAIRS
 from analysis.summary import write_csv, write_text
 
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}

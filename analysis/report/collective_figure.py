@@ -6,9 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analysis.collectives import KINDS
 from analysis.columns import MIB
 from analysis.report.figures import COLOURS, styled
+from analysis.traces.collectives import KINDS
 
 KIND_PATTERNS = {
     kind: {"shape": shape, "size": 8, "solidity": 0.25, "fgopacity": 0.6}

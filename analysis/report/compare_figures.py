@@ -7,10 +7,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analysis.collectives import KINDS
 from analysis.columns import MIB
-from analysis.compare import IS_REFERENCE, Traced, kinds_run, timed_steps_ms
-from analysis.intervals import Intervals, clip
+from analysis.comparison.compare import IS_REFERENCE, Traced, kinds_run, timed_steps_ms
 from analysis.report.collective_figure import kind_marker
 from analysis.report.exposure_section import PARTS
 from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, styled
@@ -22,6 +20,8 @@ from analysis.report.lanes import (
     longest,
     merged,
 )
+from analysis.traces.collectives import KINDS
+from analysis.traces.intervals import Intervals, clip
 
 VERDICT_SYMBOLS = {"faster": "triangle-left", "slower": "triangle-right", "no difference seen": "circle"}
 BAR_HEIGHT_PX = 28

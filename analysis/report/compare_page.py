@@ -17,10 +17,11 @@ from analysis.columns import (
     SPEED_COLUMNS,
     TRAFFIC_COLUMNS,
 )
-from analysis.compare import Traced, comparison, kinds_run, standings
-from analysis.conclusion import conclusion, fastest
-from analysis.fairness import Difference, bent
-from analysis.labels import labels
+from analysis.comparison.compare import Traced, comparison, kinds_run, standings
+from analysis.comparison.conclusion import conclusion, fastest
+from analysis.comparison.fairness import Difference, bent
+from analysis.comparison.labels import labels
+from analysis.metrics.significance import FEWEST_PAIRS
 from analysis.report.compare_figures import (
     lanes_by_choice_figure,
     loss_figure,
@@ -32,7 +33,6 @@ from analysis.report.fairness_section import audit_lines, banner, fairness_secti
 from analysis.report.memory_figures import memory_by_choice_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.tradeoff_figure import tradeoff_figure
-from analysis.significance import FEWEST_PAIRS
 from analysis.summary import write_csv, write_text
 
 HOW_PAIRED = (

@@ -3,15 +3,15 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.buckets import MOST_PLACES, buckets
-from analysis.collectives import KINDS
 from analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS
-from analysis.exposure import Exposure
+from analysis.metrics.buckets import MOST_PLACES, buckets
+from analysis.metrics.exposure import Exposure
 from analysis.report.bandwidth_figure import bandwidth_section
 from analysis.report.figures import COLOURS, styled
 from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, table
 from analysis.report.straggler_section import straggler_section
+from analysis.traces.collectives import KINDS
 
 PARTS = {
     "compute_ms": ("compute", COLOURS["compute"], ""),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from analysis.columns import Column
-from analysis.fairness import SETTINGS, Difference, bent
+from analysis.comparison.fairness import SETTINGS, Difference, bent
 from analysis.report.page import Section, cell, titled
 
 SETTING = Column("setting", "", "what the runs differ in")

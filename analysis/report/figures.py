@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.intervals import Intervals
 from analysis.report.lanes import (
     MOST_KERNELS,
     bounds,
@@ -21,7 +20,8 @@ from analysis.report.lanes import (
     phase_of,
 )
 from analysis.report.page import readable
-from analysis.timeline import RankTimeline
+from analysis.traces.intervals import Intervals
+from analysis.traces.timeline import RankTimeline
 
 COLOURS = {
     "forward": "#56B4E9",

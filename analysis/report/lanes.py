@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.intervals import Intervals, bridge, clip, minus, union
-from analysis.timeline import PHASES, RankTimeline
+from analysis.traces.intervals import Intervals, bridge, clip, minus, union
+from analysis.traces.timeline import PHASES, RankTimeline
 
 SMALLEST_GAP_US = 30.0
 """Gaps below this are not drawn: nobody could see one."""

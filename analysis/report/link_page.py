@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis.link_rates import CROSSING_COLUMNS, LOCAL, RATE_COLUMNS, crossings, read_rates
+from analysis.comparison.link_rates import CROSSING_COLUMNS, LOCAL, RATE_COLUMNS, crossings, read_rates
 from analysis.report.bandwidth_figure import SYMBOLS
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, render, table
@@ -25,7 +25,7 @@ def write_link_page(folder: Path, rates: Mapping[str, int | None]) -> Path:
     """Write `link_rates.csv` and `link_rates.html` into `folder`, and answer with the page's path.
 
     Args:
-        folder: Has the results of each rate, as `analysis.link_rates.read_rates` takes them.
+        folder: Has the results of each rate, as `analysis.comparison.link_rates.read_rates` takes them.
         rates: Folder in it, and bits a second of its links; None where nothing limits them.
 
     Raises:
@@ -40,7 +40,7 @@ def write_link_page(folder: Path, rates: Mapping[str, int | None]) -> Path:
 
 def link_page(rows: pd.DataFrame) -> str:
     """Args:
-    rows: Of `analysis.link_rates.read_rates`.
+    rows: Of `analysis.comparison.link_rates.read_rates`.
     """
     found = crossings(rows)
     links = list(dict.fromkeys(rows["link"]))

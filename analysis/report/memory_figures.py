@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis.columns import COMPONENTS, MIB, SHARDABLE
-from analysis.memory import OTHER
+from analysis.metrics.memory import OTHER
 from analysis.report.figures import styled
 
 MEMORY_COLOURS = {

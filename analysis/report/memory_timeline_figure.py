@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis.columns import COMPONENTS, MIB
-from analysis.memory import OTHER, memory_timeline
+from analysis.metrics.memory import OTHER, memory_timeline
 from analysis.report.figures import COLOURS, literal
 from analysis.report.memory_figures import MEMORY_COLOURS, roomy
 

@@ -4,10 +4,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analysis.columns import EXPOSURE_COLUMNS, Column
-from analysis.exposure import Exposure
+from analysis.metrics.exposure import Exposure
+from analysis.metrics.stragglers import by_rank, stragglers, verdict
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, table
-from analysis.stragglers import by_rank, stragglers, verdict
 
 LATE_COLUMNS = {
     "rank": EXPOSURE_COLUMNS["rank"],

@@ -6,7 +6,8 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
-from analysis.labels import labels
+from analysis.comparison.labels import labels
+from analysis.metrics.stragglers import stragglers
 from analysis.report.collective_figure import collectives_figure, kinds_seen
 from analysis.report.exposure_section import exposure_sections
 from analysis.report.figures import breakdown_figure, lanes_figure
@@ -16,9 +17,8 @@ from analysis.report.memory_figures import MOST_PANELS, memory_by_component_figu
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.summary_tables import audit_table, collectives_table, memory_table
-from analysis.stragglers import stragglers
 from analysis.summary import WindowAnalysis, failure_of, write_csv, write_text
-from analysis.timeline import RankTimeline
+from analysis.traces.timeline import RankTimeline
 from analysis.wording import listed
 
 KERNEL_COLUMNS = {

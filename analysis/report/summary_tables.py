@@ -4,10 +4,10 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.collectives import KINDS
 from analysis.columns import AUDIT_COLUMNS, COMPONENTS, KIND_COLUMNS, MEMORY_COLUMNS, Column, mib
 from analysis.report.collective_figure import kinds_seen
 from analysis.report.page import BLANK, cell, titled
+from analysis.traces.collectives import KINDS
 
 RANK = Column("rank", "", "rank of the process")
 ROWS = {**COMPONENTS, "model_states": "all states"}

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from benchmarks.link_lab import shaping
 from benchmarks.link_lab.state import Lab, Node, all_labs, choose, locked
 from benchmarks.link_lab.tools import require_tools
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 
 def set_rate(rate: Rate, lab: int | None, node: int | None) -> str:

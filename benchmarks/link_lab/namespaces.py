@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from benchmarks.link_lab.shaping import shape
 from benchmarks.link_lab.state import INTERFACE, Lab, all_labs, locked, plan
 from benchmarks.link_lab.tools import RefusedError, ip, require_tools
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 CONGESTION_CONTROL = "reno"
 """Of TCP, for all nodes: every kernel has it. A host's own default may be BBR, with which steps of small messages stand

@@ -6,8 +6,8 @@ from pathlib import Path
 from analysis.errors import TraceError
 from analysis.report.link_page import write_link_page
 from benchmarks.link_lab.run import Settings, run_at
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 OUTPUT_FLAG = "--output-dir"
 TABLE_FLAG = "--csv"

@@ -12,8 +12,8 @@ from benchmarks.link_lab.counters import COLUMNS, LinkBytes, open_counters, writ
 from benchmarks.link_lab.launch import run_job
 from benchmarks.link_lab.namespaces import lab_network
 from benchmarks.link_lab.state import Lab
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import json
 
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
 from benchmarks.link_lab.tools import RefusedError, ip, tc
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 BUCKET_S = 0.002
 LEAST_BUCKET_BYTES = 72 * 1024

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 FOLDER = Path("/run/ddp-link-lab")
 PREFIX = "ddp-lab"

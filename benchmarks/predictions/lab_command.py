@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.predictions.memory_command import MIB, MODELS
 from training.cli import unknown_name
+from training.communication.rates import Rate
 from training.errors import UserError
-from training.rates import Rate
 
 if TYPE_CHECKING:
     from benchmarks.predictions.held import Held

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -23,13 +23,13 @@ if __name__ == "__main__":
 import ddp
 import sharding
 from training.config import RunConfig
+from training.data.workloads import build_workload
 from training.distributed import Ranks, joined_ranks
 from training.loop import train
-from training.memory import ModelSize
-from training.memory_timeline import Unwatched, record_step_memory
-from training.record import gather_memory
+from training.profiling.memory import ModelSize
+from training.profiling.memory_timeline import Unwatched, record_step_memory
+from training.records.record import gather_memory
 from training.run import build_strategy, micro_batches, seed_everything, silence_libraries
-from training.workloads import build_workload
 
 
 def main() -> None:

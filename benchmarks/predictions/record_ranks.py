@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -26,9 +26,9 @@ from benchmarks.runners import longest_batch_rank, one_global_batch
 from planner.operator_times import OnPhase
 from planner.record import TrainingStep, record, write
 from training.config import RunConfig
+from training.data.workloads import build_workload
 from training.distributed import joined_ranks
 from training.run import seed_everything, silence_libraries
-from training.workloads import build_workload
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.environment import prepare_process
+from training.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()

@@ -34,11 +34,10 @@ from planner.cluster import Cluster, Link
 from planner.contracts import CollectiveCost, Contention, OperatorCosts, Setting, Simulated
 from planner.plan import adamw
 from planner.simulate import simulate
+from training.communication.link_model import LinkModel, Piece
 from training.config import AUTO, RunConfig, StrategyOptions
-from training.link_model import LinkModel, Piece
+from training.data.synthetic import TRANSFORMER_SHAPES, VOCABULARY
 from training.strategy import MicroBatch
-from training.synthetic import VOCABULARY
-from training.workloads import TRANSFORMER_SHAPES
 
 MB = 2**20
 NAIVE_MS, NAIVE_COMMUNICATION_MS = 1406.7, 498.0

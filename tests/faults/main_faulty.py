@@ -220,7 +220,7 @@ def with_fault(real: type, plan: Plan) -> type:
 
     Faulty.__name__ = real.__name__
     if plan.at == "trace":
-        from training import profiling
+        from training.profiling import profiler as profiling
 
         plain = profiling.write_trace
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.scenarios import MARK, ROOT, SCENARIOS, TINY, Scenario, processes_of, run_scenario
-from tests.test_run import record_of
+from tests.training.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
 SAMPLED = ["stopped (SIGSTOP)", "another order", "out of memory"]

@@ -16,7 +16,7 @@ import msgspec
 
 from training.checkpoint.files import FileInfo, problem_of, write_durably
 from training.errors import UserError
-from training.record import to_json
+from training.records.record import to_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -31,8 +31,8 @@ from training.config import RunConfig
 from training.distributed import Ranks, on_every_rank
 from training.errors import UserError
 from training.loop import TrainingResult
-from training.phases import between_steps
 from training.strategy import MicroBatch, Strategy
+from training.watch.phases import between_steps
 
 
 class Checkpoints:

@@ -1,0 +1,103 @@
+"""Reports on all choices of an entrypoint: each one's summary, and all of them side by side."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from analysis.columns import COMPARISON_COLUMNS
+from analysis.command import build_parser, report_folder, report_on_window
+from analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
+from analysis.comparison.fairness import require_comparable
+from analysis.errors import TraceError
+from analysis.report.compare_page import Compared, write_comparison
+from analysis.traces.finding import Window, find_windows
+
+SHOWN = (
+    "choice",
+    "step_time_ms_median",
+    "step_time_ratio",
+    "verdict",
+    "compute_pct",
+    "non_compute_pct",
+    "idle_pct",
+    "overlap_pct",
+    "collective_calls_per_step",
+    "model_states_bytes",
+    "peak_bytes",
+    "peak_ratio",
+    "eval_loss",
+    "eval_accuracy",
+)
+
+
+def report_on_choices(
+    output_dir: Path, report_root: str, choices: Iterable[str], failed: list[str], allowed: Iterable[str] = ()
+) -> Path:
+    """Write `summary.*` of each choice and `compare.*` of all, print the table, answer with the page's path.
+
+    Args:
+        output_dir: Root of `profile/` and of the reports.
+        report_root: Folder of the reports in it: `reports` or `reports_sharding`.
+        choices: Those that have been trained; the latest run of each counts.
+        failed: Those that gave no result, to be named on the page; a choice whose traces are broken is added.
+        allowed: Settings in which the runs may differ, as `analysis.comparison.fairness.FIELDS` has them.
+
+    Raises:
+        TraceError: there is nothing to compare, or the runs are not comparable.
+    """
+    options = build_parser("").parse_args(["--trace-dir", "."])
+    found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
+    records = {choice: record for choice, record in found.items() if record is not None}
+    if not records:
+        raise TraceError("no run record of any choice to compare; train first")
+    differences = require_comparable(records, allowed)
+    traced: dict[str, Traced] = {}
+    incomplete: list[str] = []
+    for choice, record in records.items():
+        if record["config"]["no_profile"]:
+            continue
+        trace_dir = output_dir / "profile" / choice
+        try:
+            window = last_window(trace_dir, record["run_id"])
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root), options)
+            if analysis.problems:  # means over some of the ranks would not compare
+                incomplete.append(choice)
+            else:
+                traced[choice] = keep(analysis)
+        except TraceError as error:  # the choice's times still stand
+            print(f"error: {choice}: {error}", file=sys.stderr)
+            failed.append(choice)
+    compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
+    print_table(compared.table, Console())
+    return write_comparison(compared, output_dir / report_root)
+
+
+def last_window(trace_dir: Path, run_id: str) -> Window:
+    """The last profile window of a run.
+
+    Raises:
+        TraceError: it has no traces.
+    """
+    windows = [window for window in find_windows(trace_dir) if window.run_id == run_id]
+    if not windows:
+        raise TraceError(f"{trace_dir}: no trace of run {run_id}; train again")
+    return windows[-1]
+
+
+def print_table(table: pd.DataFrame, console: Console) -> None:
+    """The most important columns, wide enough for any terminal to wrap none of them."""
+    shown = Table(box=None, pad_edge=False)
+    for name in SHOWN:
+        column = COMPARISON_COLUMNS[name]
+        is_text = name in ("choice", "verdict")
+        shown.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
+    for row in table.to_dict("records"):
+        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in SHOWN))
+    console.print()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(shown)

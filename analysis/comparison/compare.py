@@ -1,0 +1,202 @@
+"""All choices side by side: a row a choice, from its latest run record and that run's traces."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
+from analysis.errors import TraceError
+from analysis.metrics.memory import memory_row
+from analysis.metrics.significance import Estimate, directions, paired_ratio
+from analysis.summary import WindowAnalysis, failure_of, read_record
+from analysis.traces.collectives import KINDS
+from analysis.traces.timeline import RankTimeline
+
+REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline"}
+"""The choice that ratios refer to, by report folder."""
+IS_REFERENCE, UNKNOWN = "reference", "unknown"
+VERDICTS = {-1: "faster", 0: "no difference seen", 1: "slower", None: UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What is kept of a run's traces; the rest of many ranks' events would take too much memory.
+
+    Attributes:
+        summary: The table of `summary.csv`.
+        steps: The table of `exposure.csv`.
+        audit: The table of `audit.csv`.
+        timeline: Of the rank whose lanes stand for all.
+        step: The optimizer step that stands for all.
+    """
+
+    summary: pd.DataFrame
+    steps: pd.DataFrame
+    audit: pd.DataFrame
+    timeline: RankTimeline
+    step: int
+
+    @property
+    def failed_checks(self) -> list[str]:
+        """Subjects of the audit that fail, each once."""
+        return self.audit.loc[self.audit["result"] == "fail", "subject"].unique().tolist()
+
+
+def keep(analysis: WindowAnalysis) -> Traced:
+    """Of the analysed steps the one of median duration (mean over ranks), and in it the rank of median duration; of an
+    even number, the shorter of the two in the middle."""
+    durations = analysis.exposure.steps.pivot_table(index="step", columns="rank", values="step_ms")
+    step = middle(durations.mean(axis="columns"))
+    rank = middle(durations.T[step])
+    timeline = next(timeline for timeline in analysis.timelines if timeline.rank == rank)
+    return Traced(analysis.summary, analysis.exposure.steps, analysis.audit, timeline, step)
+
+
+def middle(values: pd.Series) -> int:
+    """The label of the lower median."""
+    return int(values.sort_values(kind="stable").index[(len(values) - 1) // 2])
+
+
+class Standing(NamedTuple):
+    """How a run's step times stand to another's.
+
+    Attributes:
+        estimate: Of the ratio of step times.
+        p_value: Corrected for the number of comparisons.
+        verdict: One of `VERDICTS`.
+    """
+
+    estimate: Estimate
+    p_value: float
+    verdict: str
+
+
+def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
+    """Of every run but the reference, over the steps that were timed in both; none if the reference was not run."""
+    if reference not in records:
+        return {}
+    base = timed_steps_ms(records[reference])
+    others = [name for name in records if name != reference]
+    estimates = [paired_ratio(base, timed_steps_ms(records[name])) for name in others]
+    answers = zip(others, estimates, directions(estimates, null=1.0), strict=True)
+    return {name: Standing(found, p_value, VERDICTS[sign]) for name, found, (p_value, sign) in answers}
+
+
+def latest_record(choice_dir: Path) -> dict[str, Any] | None:
+    """The newest record of a run that ended well; each newer one that did not gets a warning. None if there is none.
+
+    Raises:
+        TraceError: a record cannot be read.
+    """
+    for path in sorted(choice_dir.glob("*.run.json"), reverse=True):
+        record = read_record(path, failed_too=True)
+        problem = failure_of(record)
+        if not problem:
+            return record
+        print(f"warning: {path}: {problem}, so it is left out", file=sys.stderr)
+    return None
+
+
+def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
+    """Step times in ms by step, without the first step (warm-up), those in which the choice settled, and those that the
+    profiler bent."""
+    began = (record["resumed_from"] or {"step": 0})["step"]
+    times = pd.Series(record["step_time_s"], dtype=float).iloc[began + max(1, record["settling_steps"]) :]
+    return times.dropna() * 1000
+
+
+def comparison(records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str) -> pd.DataFrame:
+    """One row a choice; `docs/csv-columns.md` explains each column.
+
+    Args:
+        records: Run record by choice, in display order.
+        traced: What their traces say; a choice may have none.
+        reference: The choice that ratios refer to.
+
+    Raises:
+        TraceError: there is no record.
+    """
+    if not records:
+        raise TraceError("no run record of any choice to compare; train first")
+    stand = standings(records, reference)
+    base = records.get(reference)
+    rows = []
+    for choice, record in records.items():
+        row = {**run_row(record), **traced_row(traced.get(choice)), "verdict": UNKNOWN}
+        row["loss_difference"] = largest_difference(record, base) if base else float("nan")
+        if choice == reference:
+            row["verdict"] = IS_REFERENCE
+        elif choice in stand:
+            found = stand[choice]
+            row |= {"paired_ratio": found.estimate.value, "pairs": found.estimate.pairs, "verdict": found.verdict}
+            row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
+            row["paired_p_value"] = found.p_value
+        rows.append(row)
+    table = pd.DataFrame(rows).reindex(columns=list(COMPARISON_COLUMNS))
+    for column, ratio in RATIOS.items():
+        of_reference = table.loc[table["choice"] == reference, column]
+        table[ratio] = table[column] / of_reference.iloc[0] if len(of_reference) else float("nan")
+    digits = {column: 4 for column in COMPARISON_COLUMNS if column not in FINE}
+    for column in COUNTS:
+        table[column] = table[column].astype("Int64").astype(object).where(table[column].notna(), None)
+    return table[list(COMPARISON_COLUMNS)].round(digits)
+
+
+FINE = ("paired_p_value", "loss_difference")
+"""Columns in which the fifth digit after the point still says something."""
+COUNTS = ("pairs", "audit_failures")
+"""Whole numbers, or nothing."""
+RATIOS = {
+    "step_time_ms_median": "step_time_ratio",
+    "model_states_bytes": "model_states_ratio",
+    "peak_bytes": "peak_ratio",
+}
+"""Column, and the column of its ratio to the reference choice."""
+
+
+def run_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a run record."""
+    times = timed_steps_ms(record)
+    memory = pd.DataFrame([memory_row(record, held["rank"]) for held in record["memory"]])
+    return {
+        "choice": record["choice"],
+        "run_id": record["run_id"],
+        "world_size": record["world_size"],
+        "backend": record["backend"],
+        "timed_steps": len(times),
+        "step_time_ms_median": times.median(),
+        "step_time_ms_p25": times.quantile(0.25),
+        "step_time_ms_p75": times.quantile(0.75),
+        "samples_per_second": record["samples_per_second"],
+        **{column: memory[column].max() for column in MEMORY_COLUMNS if column in COMPARISON_COLUMNS},
+        "final_train_loss": record["train_loss"][-1],
+        "eval_loss": record["eval"]["loss"],
+        "eval_accuracy": record["eval"]["accuracy"],
+    }
+
+
+def traced_row(traced: Traced | None) -> dict[str, float]:
+    """The figures of a run's traces, means over ranks and steps; NaN without traces."""
+    if traced is None:
+        return dict.fromkeys([*PART_COLUMNS, *SHARE_COLUMNS, *TRAFFIC_COLUMNS, "audit_failures"], float("nan"))
+    return {
+        "profiled_step_ms": traced.steps["step_ms"].mean(),
+        **{column: traced.steps[column].mean() for column in PART_COLUMNS if column in traced.steps},
+        **{column: traced.summary[column].mean() for column in (*SHARE_COLUMNS, *TRAFFIC_COLUMNS)},
+        "audit_failures": int((traced.audit["result"] == "fail").sum()) if len(traced.audit) else float("nan"),
+    }
+
+
+def kinds_run(table: pd.DataFrame) -> list[str]:
+    """The kinds of collective of which a row of `comparison` has at least one call."""
+    return [kind for kind in KINDS if (table[f"{kind}_calls_per_step"] > 0).any()]
+
+
+def largest_difference(record: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The most that two training losses differ by at one optimizer step, in the losses' unit."""
+    apart = pd.Series(record["train_loss"]) - pd.Series(reference["train_loss"])
+    return float(apart.abs().max())

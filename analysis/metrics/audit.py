@@ -1,0 +1,132 @@
+"""Expected against measured: what a run should have done by its own formulas, and what its traces and record show.
+
+A strategy that sends too much, too little or nothing at all still trains and still has a step time; here it is seen.
+Collectives are counted in the trace, in the analysed steps of every rank, and held against the strategy's
+`expected_traffic`. That is the traffic of a full step: the last step of an epoch may have fewer samples and so fewer
+micro-batches, each of which communicates in some strategies. Such steps are left out, and the row says how many steps
+were held against it. Memory at rest is held against the formula of its stage. Steps and samples are held against what
+the configuration asks for.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
+from analysis.traces.collectives import KINDS
+from analysis.traces.timeline import RankTimeline
+
+MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
+"""Padding to the world size and Adam's step counters, which the formula leaves out, stay below the larger of these."""
+
+
+class Check(NamedTuple):
+    """A row of `audit.csv`.
+
+    Attributes:
+        subject: What is checked.
+        rank: On which rank; None for what the whole run has once.
+        unit: Of the figures.
+        expected: By the formula or the configuration.
+        measured: Of several steps, the value that is furthest from what is expected. NaN if the trace does not say.
+        tolerance: The largest difference that passes.
+        steps: How many analysed steps were held against it; None for what is not counted in steps.
+    """
+
+    subject: str
+    rank: int | None
+    unit: str
+    expected: float
+    measured: float
+    tolerance: float = 0.0
+    steps: int | None = None
+
+    @property
+    def difference(self) -> float:
+        return self.measured - self.expected
+
+    @property
+    def result(self) -> str:
+        """`pass`, `fail`, or `unknown` where the trace does not say."""
+        if np.isnan(self.measured):
+            return "unknown"
+        return "pass" if abs(self.difference) <= self.tolerance else "fail"
+
+
+def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.DataFrame:
+    """All checks of a window, a row each; no row without a run record, which says what to expect."""
+    checks = [*_run_checks(record), *_traffic_checks(timelines, record), *_memory_checks(record)] if record else []
+    rows = [{**check._asdict(), "difference": check.difference, "result": check.result} for check in checks]
+    return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64", "steps": "Int64"})
+
+
+def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
+    """Optimizer steps and samples of the run, against its configuration."""
+    config, data = record["config"], record["train_samples"]
+    size = config["global_batch_size"]
+    in_epoch = -(-data // size)
+    steps = min(config["epochs"] * in_epoch, config["max_steps"] or np.inf)
+    whole_epochs, left = divmod(steps, in_epoch)
+    yield Check("optimizer steps", None, "steps", steps, len(record["train_loss"]))
+    seen = sum(record["step_samples"])
+    yield Check("samples trained on", None, "samples", whole_epochs * data + left * size, seen)
+    yield Check("samples evaluated", None, "samples", record["eval_samples"], record["eval"]["samples"])
+
+
+def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
+    """Calls and payload of each kind of collective, in each full step of each rank; unknown if none is full."""
+    expected: dict[str, tuple[int, int]] = {}
+    for part in record["expected_traffic"]:
+        calls, payload = expected.get(part["kind"], (0, 0))
+        expected[part["kind"]] = calls + part["count"], payload + part["payload_bytes"]
+    for timeline in timelines:
+        steps = full_steps(timeline, record)
+        measured = calls_by_step(timeline)
+        for kind, label in KINDS.items():
+            if kind not in expected and kind not in measured["kind"].array:
+                continue
+            calls, payload = expected.get(kind, (0, 0))
+            of_kind = measured[measured["kind"] == kind].set_index("step")[["calls", "bytes"]]
+            mine = of_kind.reindex(steps, fill_value=0)
+            for figure, expects, unit in (("calls", calls, "calls/step"), ("bytes", payload, "bytes/step")):
+                subject = f"{label}: {'payload' if figure == 'bytes' else figure}"
+                found = furthest(mine[figure], expects)
+                yield Check(subject, timeline.rank, unit, expects, found, steps=len(steps))
+
+
+def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
+    """The analysed steps that trained on a whole global batch.
+
+    `ProfilerStep#n` is the optimizer step n, counted from 0, as the profiler starts before the first.
+    """
+    samples = dict(enumerate(record["step_samples"]))
+    whole = record["config"]["global_batch_size"]
+    return [number for number in timeline.steps["number"] if samples.get(number) == whole]
+
+
+def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
+    """Columns step, kind, calls, bytes (NaN if a size is unknown): what one rank issued in each analysed step."""
+    calls = timeline.collectives_by_step()
+    named = calls.assign(kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"))
+    groups = named.groupby(["step", "kind"])["bytes"]
+    table = pd.DataFrame({"calls": groups.size(), "bytes": groups.agg(lambda sizes: sizes.sum(skipna=False))})
+    return table.reset_index()
+
+
+def furthest(values: pd.Series, expected: float) -> float:
+    """The value furthest from `expected`; NaN if one is unknown, or there is none."""
+    if values.empty or values.isna().any():
+        return float("nan")
+    return float(values.iloc[int(np.argmax(np.abs(values.to_numpy(dtype=float) - expected)))])
+
+
+def _memory_checks(record: dict[str, Any]) -> Iterator[Check]:
+    """What each rank holds at rest, by component."""
+    for row in record["memory"]:
+        for component in SHARDABLE:
+            expected = row[f"expected_{component}_bytes"]
+            tolerance = max(MEMORY_TOLERANCE * expected, MEMORY_TOLERANCE_BYTES)
+            label = f"{COMPONENTS[component]} at rest"
+            yield Check(label, row["rank"], "bytes", expected, row[f"{component}_bytes"], tolerance)

@@ -1,0 +1,133 @@
+"""Exposed communication: how long compute had nothing to run because a collective was not done, and who was late.
+
+Of each optimizer step of each rank, every moment belongs to one part: compute; exposed communication, where a
+collective is under way and no compute; exposed memory copies; idle. Exposed communication is laid to the collective
+that was issued first of those under way, since compute needs their results in that order.
+
+A collective can move data only once its last rank has arrived. So its time on a rank is split there: *wait* until the
+last rank's arrival, then *transfer*. Where ranks' calls cannot be matched (`traces.matching`), no wait is claimed.
+
+Bandwidth is that of the collective, not of a rank: its payload over the time from the last arrival to the last rank's
+end. A rank that only sends may be done before, when it has handed its data to the network's buffers. If one is done
+before the last has arrived, data moved without the latter, nobody can tell when, and no bandwidth is given.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from analysis.columns import COLLECTIVE_COLUMNS, EXPOSURE_COLUMNS
+from analysis.traces.intervals import Intervals, clip, length, minus, union
+from analysis.traces.matching import KEY, matched_calls
+from analysis.traces.timeline import RankTimeline
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Times in ms.
+
+    Attributes:
+        steps: A row a rank and step (`EXPOSURE_COLUMNS`); the parts add up to the step.
+        collectives: A row a rank and collective (`COLLECTIVE_COLUMNS`).
+        clocks: A row a rank: rank, offset_ms (of its clock from the first rank's, taken off), residual_ms (half of the
+            collectives end within this of each other after that).
+    """
+
+    steps: pd.DataFrame
+    collectives: pd.DataFrame
+    clocks: pd.DataFrame
+
+
+def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
+    """Match, align and split the collectives of a window; where ranks are missing, nobody knows who was last."""
+    calls, clocks = matched_calls(timelines, is_complete)
+    calls = calls.assign(**_bandwidths(calls))
+    tables = [_split(timeline, calls[calls["rank"] == timeline.rank]) for timeline in timelines]
+    steps = pd.concat([steps for steps, _ in tables], ignore_index=True)
+    if not is_complete:
+        steps[["exposed_wait_ms", "exposed_transfer_ms"]] = np.nan
+    return Exposure(
+        steps=steps,
+        collectives=pd.concat([collectives for _, collectives in tables], ignore_index=True),
+        clocks=clocks,
+    )
+
+
+def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns algbw_gbps and busbw_gbps, the same for all ranks of a collective."""
+    members = [calls[name] for name in KEY]
+    first_done = (calls["end"] - calls["last_arrival"]).groupby(members).transform("min")
+    is_known = calls["is_matched"] & (first_done > 0) & (calls["bytes"] > 0) & ~(calls["group_size"] <= 1)
+    algbw = (calls["bytes"] / calls["done_after"] / 1000).where(is_known)  # bytes a us are MB/s
+    factors = [bus_factor(kind, ranks) for kind, ranks in zip(calls["kind"], calls["group_size"], strict=True)]
+    return {"algbw_gbps": algbw, "busbw_gbps": algbw * np.array(factors, dtype=float)}
+
+
+def bus_factor(kind: str, ranks: float) -> float:
+    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN where it has none, or the group's size is unknown."""
+    others = (ranks - 1) / ranks
+    shared = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), others)
+    return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
+
+
+def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The tables `steps` and `collectives` of one rank; `calls` are in the order of issue."""
+    compute = union(timeline.intervals("compute"))
+    spans = calls[["start", "end"]].to_numpy(float)
+    exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
+    copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
+    wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
+    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float))
+    us = cells[:, 1] - cells[:, 0]
+    waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
+    exposed_us, waited_us = (
+        np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
+    )
+    is_matched = calls["is_matched"]
+    in_us = {
+        "after_backward_ms": calls["start"] - calls["step"].map(_backward_ends(timeline)),
+        "duration_ms": calls["end"] - calls["start"],
+        "wait_ms": (wait_ends - calls["start"]).where(is_matched),
+        "transfer_ms": (calls["end"] - wait_ends).where(is_matched),
+        "exposed_ms": pd.Series(exposed_us, calls.index),
+        "exposed_wait_ms": pd.Series(waited_us, calls.index).where(is_matched),
+        "lateness_ms": calls["lateness"],
+        "done_after_ms": calls["done_after"],
+    }
+    collectives = calls.assign(**{name: values / 1000 for name, values in in_us.items()})[list(COLLECTIVE_COLUMNS)]
+    parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
+    parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
+    steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
+    steps["step_ms"] = (timeline.steps["end"] - timeline.steps["start"]) / 1000
+    bounds = timeline.steps[["start", "end"]].to_numpy()
+    for name, part in parts.items():
+        steps[name] = [length(clip(part, start, end)) / 1000 for start, end in bounds]
+    steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
+    return steps[list(EXPOSURE_COLUMNS)], collectives
+
+
+def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:
+    """Exposed time in cells, cut where a call begins, ends, or has its last rank; and the call that each is laid to.
+
+    Returns:
+        Cells of shape (n, 2), and for each the index of the first-issued call under way, or -1.
+    """
+    edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends]))
+    cells = np.column_stack([edges[:-1], edges[1:]])
+    owner = np.full(len(cells), -1)
+    for index in range(len(calls) - 1, -1, -1):  # so the first one issued has the last word
+        first, last = np.searchsorted(edges, calls[index])
+        owner[first:last] = index
+    begun, ended = (np.searchsorted(exposed[:, side], cells[:, 0], "right") for side in (0, 1))
+    return cells[begun > ended], owner[begun > ended]
+
+
+def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
+    """By step, when its last backward pass ended on the training thread."""
+    backward = timeline.phases[timeline.phases["name"] == "backward"]
+    return {
+        int(number): float(backward.loc[backward["start"].between(start, end), "end"].max())
+        for number, start, end in timeline.steps[["number", "start", "end"]].to_numpy()
+    }

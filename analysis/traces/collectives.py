@@ -1,0 +1,193 @@
+"""The collectives that really ran: kind, payload, start and end, from Gloo spans or from NCCL kernels."""
+
+import re
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.traces.gloo_operators import (
+    OPERATORS,
+    Issued,
+    dtype_of,
+    payload_elements,
+    scatter_root,
+    sends_scatter,
+    sizes_of_spans,
+    span_elements,
+)
+from analysis.traces.reading import COLLECTIVE_KERNEL
+
+COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
+EVERYBODY = "all ranks"
+"""Name of the only process group of a trace that does not name groups."""
+LONGEST_NAME = 100
+"""Characters that are kept of a group's ranks, and of its name."""
+COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
+ITEM_BYTES = {
+    "float": 4,
+    "double": 8,
+    "half": 2,
+    "c10::half": 2,
+    "bfloat16": 2,
+    "c10::bfloat16": 2,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "unsigned char": 1,
+    "signed char": 1,
+    "byte": 1,
+    "bool": 1,
+    "short": 2,
+    "float32": 4,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "float16": 2,
+}
+"""Bytes an element, by the names that the profiler gives to dtypes."""
+
+KINDS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "send_recv": "send or receive",
+    "other": "other",
+}
+"""The kinds that tables show, in display order, and how people call them; barriers and gathers are `other`."""
+
+NCCL_KINDS = (
+    ("allreduce", "all_reduce"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("broadcast", "broadcast"),
+    ("alltoall", "all_to_all"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
+    ("reduce", "reduce"),
+    ("send", "send_recv"),
+    ("recv", "send_recv"),
+)
+
+
+def only_group(info: dict[str, Any]) -> str:
+    """`EVERYBODY` where all groups in a trace's `distributedInfo` have the same ranks; empty where they differ.
+
+    Gloo's events do not say of which group they are, nor do NCCL's older ones. Groups of one rank do not communicate.
+    """
+    groups = info.get("pg_config")
+    sets = [group.get("ranks") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    distinct = {str(ranks) for ranks in sets if isinstance(ranks, list) and len(ranks) > 1}
+    return EVERYBODY if len(distinct) <= 1 else ""
+
+
+def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> pd.DataFrame:
+    """Columns kind, start, end, bytes, group, group_size, dtype, stream, issued; a row for each `c10d::` call.
+
+    A call is matched with the first span of its name and size that began after it and that no earlier call has taken:
+    Gloo's threads take work in the order in which it is issued, but two of them may start theirs in either order. Where
+    this rank only receives from a scatter, the span shows no size: of several such under way at once, order decides.
+    Calls whose span was not recorded are left out.
+
+    Args:
+        world_size: 0 if unknown.
+        group: What `only_group` says. Where it is unknown, so are its size and the payload of what is shared out.
+    """
+    calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
+    waiting: dict[tuple[str, int], deque[Any]] = {}
+    for span in events[events["name"].str.startswith("gloo:")].sort_values("start", kind="stable").itertuples():
+        waiting.setdefault((str(span.name), span_elements(span.args)), deque()).append(span)
+    spans = [_take_spans(call, OPERATORS[str(call.name)], world_size, waiting) for call in calls]
+    dtypes = _dtypes(calls, spans)
+    rows = []
+    for call, taken, dtype in zip(calls, spans, dtypes, strict=True):
+        if taken:
+            issued = OPERATORS[str(call.name)]
+            item_bytes = 0 if issued.position is None else ITEM_BYTES.get(dtype, np.nan)
+            payload = float(payload_elements(call.args, issued, world_size) * item_bytes)
+            start, end = min(span.start for span in taken), max(span.end for span in taken)
+            size = world_size if group and world_size else np.nan
+            if issued.is_share and not (group and world_size):
+                payload = np.nan
+            rows.append([issued.kind, start, end, payload, group, size, dtype, f"gloo {taken[0].tid}", call.start])
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
+
+
+def _take_spans(call: Any, issued: Issued, world_size: int, waiting: dict[tuple[str, int], deque[Any]]) -> list[Any]:
+    """The spans of a call, taken out of `waiting`; none where one of them was not recorded."""
+    taken = []
+    for size in sizes_of_spans(call.args, issued, world_size) or [0]:
+        queue = waiting.get((issued.span, size), deque())
+        while queue and queue[0].start < call.start:
+            queue.popleft()  # of a call before the trace began
+        if not queue:
+            return []
+        taken.append(queue.popleft())
+    return taken
+
+
+def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
+    """The dtype of each call, from its span; empty where that cannot be known.
+
+    The span of a scatter that this rank only receives from does not say. But a reduce-scatter over Gloo is a scatter
+    from each rank, one after the other, so this rank's own lies as many calls away as its rank is from the sender's.
+    """
+    dtypes = [dtype_of(taken[0].args) if taken else "" for taken in spans]
+    scatters = [index for index, call in enumerate(calls) if call.name == "c10d::scatter_"]
+    own = next((scatter_root(calls[index].args) for index in scatters if sends_scatter(calls[index].args)), -1)
+    for place, index in enumerate(scatters):
+        partner = place + own - scatter_root(calls[index].args)
+        if not dtypes[index] and own >= 0 and 0 <= partner < len(scatters):
+            other = calls[scatters[partner]]
+            issued = OPERATORS["c10d::scatter_"]
+            if payload_elements(other.args, issued, 1) == payload_elements(calls[index].args, issued, 1):
+                dtypes[index] = dtypes[scatters[partner]]
+    return dtypes
+
+
+def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str = EVERYBODY) -> pd.DataFrame:
+    """The same, from NCCL kernels, which have a column `launch` beside their own times.
+
+    `bytes` is NaN where the trace does not carry message sizes.
+
+    Args:
+        events: Those of the trace: `record_param_comms` describes a collective where the kernel itself does not.
+        group: That of kernels of which neither says it.
+    """
+    described = {
+        _whole(args, "External id"): args
+        for args in events.loc[events["name"] == "record_param_comms", "args"]
+        if isinstance(args, dict)
+    }
+    rows = []
+    for kernel in kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples():
+        args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
+        if (operator := _whole(args, "External id")) >= 0:
+            args = {**described.get(operator, {}), **args}
+        plain = re.sub(r"[^a-z]", "", str(args.get("Collective name", kernel.name)).lower())
+        kind = next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
+        dtype = str(args.get("dtype", "")).lower()
+        elements = max(_whole(args, "In msg nelems"), _whole(args, "Out msg nelems"))
+        payload = elements * ITEM_BYTES[dtype] if elements >= 0 and dtype in ITEM_BYTES else np.nan
+        stream = f"stream {args.get('stream', '?')}"
+        size, name = max(_whole(args, "Group size"), 0) or np.nan, _group_name(args) or group
+        rows.append([kind, kernel.start, kernel.end, payload, name, size, dtype, stream, kernel.launch])
+    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
+
+
+def _whole(args: dict[str, Any], name: str) -> int:
+    """A whole number among an event's arguments; -1 where it is missing or none."""
+    value = args.get(name)
+    return value if isinstance(value, int) else -1
+
+
+def _group_name(args: dict[str, Any]) -> str:
+    """The process group of an NCCL kernel: its ranks, and its name, as two groups may have the same ranks."""
+    ranks, name = (str(args.get(f"Process Group {part}", "")) for part in ("Ranks", "Name"))
+    parts = (("ranks", ranks.strip("[]")), ("group", name))
+    return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

@@ -1,0 +1,274 @@
+"""Figures of reports, against traces that can be worked out by hand, brute force, and HTA itself."""
+
+import csv
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
+from analysis.command import main, report_folder
+from analysis.comparison.changes import Run, changes
+from analysis.comparison.compare import comparison, keep
+from analysis.errors import TraceError
+from analysis.report.compare_page import Compared, write_comparison
+from analysis.report.summary_page import write_summary
+from analysis.summary import analyse_window
+from analysis.traces import intervals
+from analysis.traces.collectives import gloo_collectives
+from analysis.traces.finding import find_windows
+from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# Intervals -----------------------------------------------------------------------------------------------------------
+
+grid = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=8).map(
+    lambda pairs: np.array(pairs, dtype=float).reshape(-1, 2)
+)
+
+
+def moments(pairs: Any) -> set[int]:
+    """The unit cells that intervals with whole ends cover."""
+    return {cell for start, end in pairs for cell in range(int(start), int(end))}
+
+
+@given(grid, grid)
+def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
+    merged = intervals.union(first)
+    assert moments(merged) == moments(first)
+    assert (merged[1:, 0] > merged[:-1, 1]).all()
+    assert intervals.length(first) == len(moments(first))
+    other = intervals.union(second)
+    assert moments(intervals.minus(merged, other)) == moments(first) - moments(second)
+    assert moments(intervals.clip(first, 5, 20)) == moments(first) & set(range(5, 20))
+
+
+# Figures worked out by hand ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> None:
+    """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
+
+    HTA reckons from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
+    idle (two gaps of 100 in the steps, and 200 between them).
+    """
+    (window,) = find_windows(write_run(tmp_path / "profile" / "x", make))
+    analysis = analyse_window(window)
+    for row in analysis.summary.to_dict("records"):
+        assert row["steps"] == 2 and row["trace_kind"] == ("cpu" if make is cpu_trace else "cuda")
+        assert (row["compute_ms"], row["non_compute_ms"], row["idle_ms"]) == (0.5, 0.2, 0.2)
+        assert row["compute_pct"] == pytest.approx(100 * 1000 / 1800, abs=0.01)
+        assert row["overlap_pct"] == pytest.approx(33.33, abs=0.01)
+        assert row["all_reduce_calls_per_step"] == 1 and row["all_reduce_ms_per_step"] == 0.3
+    if make is cpu_trace:
+        assert analysis.summary["all_reduce_bytes_per_step"].tolist() == [4000, 4000]
+    kernels = analysis.figures.kernels.set_index(["rank", "name"])
+    compute = kernels.loc[(0, "aten::mm" if make is cpu_trace else "gemm")]
+    assert (compute["total_us"], compute["mean_us"], compute["max_us"]) == (600, 300, 300)
+
+
+def test_the_last_step_counts_where_asked_for(tmp_path: Path) -> None:
+    for make in (cpu_trace, cuda_trace):
+        (window,) = find_windows(write_run(tmp_path / make.__name__, make))
+        summary = analyse_window(window, include_last_step=True).summary
+        assert summary["steps"].tolist() == [3, 3] and summary["compute_ms"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "name", ["ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclDevKernel_AllReduce_Sum"]
+)
+def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
+    sizes = {"Collective name": "allreduce", "In msg nelems": 500, "Out msg nelems": 500, "dtype": "BFloat16"}
+    trace_dir = write_run(tmp_path, lambda rank: cuda_trace(rank, name, **sizes))
+    summary = analyse_window(find_windows(trace_dir)[0]).summary
+    assert summary["all_reduce_bytes_per_step"].tolist() == [1000, 1000]
+    assert summary["overlap_pct"].tolist() == pytest.approx([33.33, 33.33], abs=0.01)
+
+
+def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
+    """Two Gloo threads may start two broadcasts in either order."""
+    calls = [
+        event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
+        event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]}),
+    ]
+    spans = [
+        event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),
+        event("user_annotation", "gloo:broadcast", 4, 5, 3, **{"Input Dims": [[16]], "Input type": ["float"]}),
+    ]
+    found = gloo_collectives(parsed(*calls, *spans).events, world_size=2)
+    assert found["bytes"].tolist() == [64, 8] and found["start"].tolist() == [4, 3]
+
+
+# Finding and reading -------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_grouped_by_run_and_step(tmp_path: Path) -> None:
+    write_run(tmp_path, run_id="20261121-090000-aaaa")
+    write_run(tmp_path, run_id="20261121-100000-bbbb")
+    windows = find_windows(tmp_path)
+    assert [window.run_id for window in windows] == ["20261121-090000-aaaa", "20261121-100000-bbbb"]
+    assert [list(window.files) for window in windows] == [[0, 1], [0, 1]]
+
+
+def test_foreign_files_are_read_by_the_rank_that_they_name(tmp_path: Path) -> None:
+    write(tmp_path / "first.json", cuda_trace(1))
+    write(tmp_path / "second.json.gz", cuda_trace(0))
+    (window,) = find_windows(tmp_path)
+    assert {rank: path.name for rank, path in window.files.items()} == {0: "second.json.gz", 1: "first.json"}
+    assert analyse_window(window).summary["trace_kind"].tolist() == ["cuda", "cuda"]
+
+
+def test_other_files_beside_a_run_are_no_traces_of_it(tmp_path: Path) -> None:
+    write(write_run(tmp_path) / "rank_9" / "notes.json", {"a": 1})
+    (window,) = find_windows(tmp_path)
+    assert list(window.files) == [0, 1]
+
+
+def gloo_on_cuda(rank: int) -> dict[str, Any]:
+    """Compute on a device, communication on Gloo's CPU threads."""
+    device = [e for e in cuda_trace(rank)["traceEvents"] if not e["name"].startswith("nccl")]
+    gloo = [e for e in cpu_trace(rank)["traceEvents"] if "c10d" in e["name"] or "gloo" in e["name"]]
+    return {**cpu_trace(rank), "traceEvents": device + gloo}
+
+
+def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_path: Path) -> None:
+    analysis = analyse_window(find_windows(write_run(tmp_path, gloo_on_cuda))[0])
+    for row in analysis.summary.to_dict("records"):
+        assert row["compute_ms"] == 0.5 and row["all_reduce_calls_per_step"] == 1
+        assert np.isnan([row["non_compute_ms"], row["idle_pct"], row["overlap_pct"]]).all()
+    assert "Gloo's CPU threads" in analysis.kind_sentence
+
+
+def test_report_folders() -> None:
+    assert report_folder(Path("profile_runpod/pytorch_zero3"), "reports_sharding") == Path(
+        "reports_sharding/pytorch_zero3"
+    )
+    assert report_folder(Path("/a/profile/x"), "reports") == Path("/a/reports/x")
+    assert report_folder(Path("elsewhere"), "reports") == Path("reports/elsewhere")
+
+
+def test_missing_empty_and_doubled_folders(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such folder"):
+        find_windows(tmp_path / "nowhere")
+    with pytest.raises(TraceError, match="no trace"):
+        find_windows(tmp_path)
+    write(tmp_path / "a.json", cuda_trace(0))
+    write(tmp_path / "b.json", cuda_trace(0))
+    with pytest.raises(TraceError, match="both of rank 0"):
+        find_windows(tmp_path)
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+class Cells(HTMLParser):
+    """Collects the raw values behind the shown ones, by table and column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[tuple[str, str]]] = {}
+        self._table = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "table":
+            self._table = values["id"] or ""
+        if tag == "td":
+            self.tables.setdefault(self._table, []).append((values["data-column"] or "", values["data-value"] or ""))
+
+
+def page_equals_csv(page: Path) -> set[str]:
+    """Every column of the CSV stands in a table of the page, value by value; answers with those that do not."""
+    parser = Cells()
+    parser.feed(page.read_text())
+    shown: dict[str, list[str]] = {}
+    for name in (
+        "kernels",
+        "exposure",
+        "late",
+        "places",
+        "bandwidth",
+    ):  # which no CSV has, or only what they are means of
+        parser.tables.pop(name, None)
+    if audit := parser.tables.pop("audit", None):
+        checks = pd.read_csv(page.with_name("audit.csv"), dtype={"rank": object}).fillna({"rank": "all"})
+        assert [value for name, value in audit if name == "measured"] == checks["measured"].astype(str).tolist()
+        assert [value for name, value in audit if name == "rank"] == checks["rank"].astype(str).tolist()
+    for table in parser.tables.values():
+        of_table: dict[str, list[str]] = {}
+        for name, value in table:
+            of_table.setdefault(name, []).append(value)
+        for name, values in of_table.items():
+            assert name == "" or shown.setdefault(name, values) == values
+    with page.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in rows[0]:
+        if name in shown:
+            assert shown[name] == [row[name] for row in rows], name
+    return set(rows[0]) - set(shown)
+
+
+def test_pages_show_what_the_csv_says_offline_and_escaped(tmp_path: Path) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    (window,) = find_windows(trace_dir)
+    write(trace_dir / f"{window.run_id}.run.json", record_of_eight_steps("x", 0.2))
+    analysis = analyse_window(window)
+    assert analysis.summary["model_states_bytes"].tolist() == [144 * 2**20, 72 * 2**20]
+    summary_html = write_summary(analysis, "<script>alert(1)</script>", tmp_path / "reports" / "x")
+    records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
+    compared = Compared(records, {"other": keep(analysis)}, "pytorch_ddp", ["failed<b>"], [])
+    assert compared.table["step_time_ratio"].tolist() == [1.0, 0.5]
+    assert compared.table["step_time_ms_median"].tolist() == [200.0, 100.0]
+    assert compared.table["peak_bytes"].tolist() == [200 * 2**20] * 2
+    assert compared.table["peak_ratio"].tolist() == [1.0, 1.0]
+    compare_html = write_comparison(compared, tmp_path / "reports")
+    kinds_that_did_not_run = {name for name in KIND_COLUMNS if not name.startswith("all_reduce")}
+    assert page_equals_csv(summary_html) == kinds_that_did_not_run
+    assert not analysis.summary[sorted(kinds_that_did_not_run)].to_numpy().any()
+    assert page_equals_csv(compare_html) == {name for name in kinds_that_did_not_run if "_ms_" not in name}
+    for page in (summary_html, compare_html):
+        text = page.read_text()
+        assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", text), (
+            "something is loaded from elsewhere"
+        )
+        assert "<script>alert" not in text and "failed<b>" not in text and "r<script>" not in text
+
+
+def test_every_column_is_documented(tmp_path: Path) -> None:
+    text = (DOCS / "csv-columns.md").read_text()
+    for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
+        assert name in part.splitlines()[0]
+        documented = re.findall(r"^\| `([^`]+)` \| (.*) \|$", part, re.MULTILINE)
+        assert documented == [(column, shown.meaning) for column, shown in columns.items()]
+    (window,) = find_windows(write_run(tmp_path / "x"))
+    analysis = analyse_window(window)
+    write_summary(analysis, "x", tmp_path)
+    run = Run(record("x", 1.0), keep(analysis))
+    comparison({"x": run.record}, {"x": keep(analysis)}, "x").to_csv(tmp_path / "compare.csv", index=False)
+    changes(run, run).to_csv(tmp_path / "changes.csv", index=False)
+    for name, columns in CSV_COLUMNS.items():
+        assert pd.read_csv(tmp_path / name).columns.tolist() == list(columns)
+
+
+def test_columns_change_with_the_version_of_the_schema() -> None:
+    """If this fails, raise SCHEMA_VERSION, say in docs/csv-columns.md what changed, and put the new hash here."""
+    names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
+    found = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    assert (SCHEMA_VERSION, found) == (2, "06ea2d3edb7d")
+    text = (DOCS / "csv-columns.md").read_text()
+    assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text
+
+
+def test_a_trace_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("", "reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
+    assert "no such trace file" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""Traces and records that are broken or hostile: a message that says what is usable, never a traceback."""
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from analysis.command import main
+from analysis.errors import TraceError
+from analysis.report.summary_page import write_summary
+from analysis.summary import analyse_window
+from analysis.traces.finding import find_windows
+from analysis.traces.reading import LONGEST_NAME
+from analysis.wording import listed
+from tests.analysis.test_audit import TINY
+from tests.ranks import RankPool
+from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write, write_run
+from training.config import RECORD_VERSION
+
+NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
+
+
+def steps_at(*times: tuple[int, float, float]) -> list[dict[str, Any]]:
+    """Steps as (number, start, duration), each with an operator in its first microsecond."""
+    return [
+        part
+        for number, start, duration in times
+        for part in (
+            event("user_annotation", f"ProfilerStep#{number}", start, duration),
+            event("cpu_op", "aten::mm", start, 1),
+        )
+    ]
+
+
+def deep(levels: int = 100_000) -> bytes:
+    return b'{"traceEvents": [{"ph": "X", "args": ' + b'{"a": ' * levels + b"1" + b"}" * levels + b"}]}"
+
+
+UNUSABLE = {
+    "empty": (b"", "is empty"),
+    "cut short": (gzip.compress(json.dumps(cpu_trace()).encode())[:-200], "cut short or damaged"),
+    "cut short, not zipped": (json.dumps(cpu_trace()).encode()[:-200], "not valid JSON"),
+    "gzip of nothing": (gzip.compress(b""), "is empty"),
+    "nested deeply": (b"[" * 100_000, "nested too deeply"),
+    "nested deeply inside": (deep(), "nested too deeply"),
+    "not a trace": (b'{"traceEvents": 3}', "no list traceEvents"),
+    "a list": (b"[1, 2]", "no list traceEvents"),
+    "no text": (b"\x00\xff\x00\xff", "not valid JSON"),
+    "an endless number": (b'{"traceEvents": [{"ph": "X", "ts": ' + b"9" * 10_000 + b"}]}", "nothing to analyse|valid"),
+    "no steps": ([event("cpu_op", "aten::mm", 0, 1)], "no ProfilerStep#"),
+    "no durations": ([{"ph": "X", "cat": "cpu_op", "name": "x", "ts": 1}], "no event with a duration"),
+    "nothing ran": ([event("user_annotation", "ProfilerStep#1", 0, 9)], "nothing ran"),
+    "a device that was not profiled": (
+        [*steps_at((5, 0, 9)), event("user_annotation", "nccl:all_reduce", 1, 1)],
+        "not what ran there; profile the device too",
+    ),
+    "launches alone": ([*steps_at((5, 0, 9)), event("cuda_runtime", "cudaLaunchKernel", 1, 1)], "not what ran there"),
+    "a clock that goes back": (steps_at((5, 2000, 900), (6, 1000, 900), (7, 3000, 900)), "its clock went back"),
+    "a step of weeks": (steps_at((5, 0, 1e13), (6, 2e13, 9)), "lasts longer than a day"),
+}
+
+
+def content(what: Any) -> bytes:
+    return what if isinstance(what, bytes) else json.dumps({"traceEvents": what}).encode()
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_used_is_named_and_the_rest_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    data, message = UNUSABLE[case]
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
+    broken.write_bytes(content(data))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and all(line.startswith("warning: ") for line in warnings)
+    assert str(broken) in warnings[0] and re.search(message, warnings[0]), warnings
+    assert "of rank 1 only" in warnings[1]
+    page = tmp_path / "reports" / "x" / "summary.html"
+    assert "Incomplete: of rank 1 only" in page.read_text()
+    rows = list(csv.DictReader(page.with_suffix(".csv").open()))
+    assert [row["rank"] for row in rows] == ["1"]
+    before = page.read_bytes()
+    whole.write_bytes(content(data))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "1 others" in error, error
+    assert page.read_bytes() == before
+
+
+def test_an_incomplete_run_has_no_figure_that_compares_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    next(trace_dir.glob("rank_0/*")).unlink()
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    assert "no trace of rank 0; copy the missing files here" in capsys.readouterr().err
+    found = analyse_window(find_windows(trace_dir)[0]).exposure
+    assert found.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
+    assert found.steps[["exposed_wait_ms", "exposed_transfer_ms"]].isna().to_numpy().all()
+    assert found.steps["exposed_ms"].tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("20261121-090000-aaaa", "20261121-100000-bbbb"):
+        trace_dir = write_run(tmp_path / "profile" / "x", run_id=run)
+    for path in trace_dir.glob("rank_*/*aaaa*"):
+        path.write_bytes(b"")
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--select", "all"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("warning: a window without a report: ") and printed.err.count("\n") == 1
+    assert printed.out == f"report: {tmp_path / 'reports' / 'x' / 'run_1_20261121-100000' / 'summary.html'}\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: {**cpu_trace(), "traceEvents": cpu_trace()["traceEvents"][8:]}, "not of the same run or window"),
+        (lambda: cuda_trace(0), "is a cpu trace, but"),
+        (lambda: cpu_trace(0, world_size=3), "of 2 ranks, but"),
+    ],
+)
+def test_ranks_that_do_not_belong_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    trace_dir = write_run(tmp_path)
+    write(next(trace_dir.glob("rank_0/*")), change())
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error and not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
+    trace_dir = write_run(tmp_path)
+    write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
+    (problem, _) = analyse_window(find_windows(trace_dir)[0]).problems, None
+    assert "says that it is of rank 1; its name, of rank 0" in problem[0]
+
+
+def test_missing_ranks_are_listed_briefly() -> None:
+    assert [listed(ranks) for ranks in ([3], [0, 3], [0, 1, 3])] == ["3", "0 and 3", "0, 1 and 3"]
+    assert listed(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more"
+
+
+@pytest.mark.parametrize("start", [1e13, 9e16, -1e13])
+def test_an_event_far_from_the_steps_is_left_out_and_counted(start: float) -> None:
+    trace = cuda_trace()
+    trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=99))
+    trace["traceEvents"].append(event("kernel", "far", start, 5, stream=7, correlation=99))
+    found = timeline_of(trace)
+    assert found.left_out == 1 and len(found.kernels) == len(timeline_of(cuda_trace()).kernels)
+
+
+ODD = {
+    "a shape of text": {"Input Dims": [[["a", 2]]], "Input type": ["float"]},
+    "a shape of nothing": {"Input Dims": [[[None, 2]]], "Input type": ["float"]},
+    "a root that is no number": {"Concrete Inputs": ["", "", "", "²"], "Input Dims": [[4]]},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_arguments(case: str) -> None:
+    call = event("cpu_op", "c10d::scatter_" if "root" in case else "c10d::allreduce_", 120, 5, **ODD[case])
+    trace = {"distributedInfo": {"pg_config": [{"ranks": [[0], [1]]}]}, "traceEvents": [*steps_at((5, 0, 900)), call]}
+    assert timeline_of(trace).collectives.empty
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, {"config": 5}, {"memory": 5}, {"memory": [3]}, {"train_loss": None}, "[" * 100_000],
+)
+def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    path = trace_dir / f"{find_windows(trace_dir)[0].run_id}.run.json"
+    whole = {"schema_version": RECORD_VERSION, "ended": {"how": "completed"}, "run_id": "r", "choice": "x"}
+    path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
+    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: ") and error.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace_dir = write_run(tmp_path / "profile" / "x")
+    (tmp_path / "file").touch()
+    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "file")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_an_absurd_number_of_ranks_is_not_believed(tmp_path: Path) -> None:
+    trace = cuda_trace(0)
+    trace["distributedInfo"]["world_size"] = 10**12
+    write(tmp_path / "rank_999999999.json", trace)
+    assert analyse_window(find_windows(tmp_path)[0]).timelines[0].world_size is None
+
+
+# Hostile -------------------------------------------------------------------------------------------------------------
+
+HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cmd|'/c calc'!A1", "a\x00\x1b[31mb\u202e"]
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "x" * 2**20])
+def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
+    for rank in range(2):
+        trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})
+        for part in trace["traceEvents"]:
+            part["name"] = part["name"].replace("gemm", name)
+            if "stream" in part["args"]:
+                part["args"]["stream"] = f"{part['args']['stream']}{name}"
+        trace["distributedInfo"]["backend"] = name
+        write(tmp_path / "traces" / f"rank_{rank}.json", trace)
+    page = write_summary(analyse_window(find_windows(tmp_path / "traces")[0]), "<b>choice", tmp_path / "out")
+    text = page.read_text()
+    script = text.index("</style>")
+    assert "<b>choice" not in text[script:] and (name not in text[script:] or not set("<>\x00") & set(name))
+    assert len(text) < 6e6 and "x" * (LONGEST_NAME + 1) not in text
+    for path in page.parent.glob("*.csv"):
+        for row in csv.reader(path.open()):
+            assert not any(re.match(r"[=@\t\r]|[+-](?![\d.])", field) for field in row), (path.name, row)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
+    trace = cuda_trace(0)
+    trace["distributedInfo"]["world_size"] = 1
+    for number in range(200_000):
+        link = {"stream": 100 + number, "correlation": 1000 + number}
+        trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=link["correlation"]))
+        trace["traceEvents"].append(event("kernel", "ncclDevKernel_AllReduce", 100 + number * 1e-3, 5e-4, **link))
+    write(tmp_path / "rank_0.json", trace)
+    analysis = analyse_window(find_windows(tmp_path)[0])
+    assert len(analysis.timelines[0].kernels) == 200_006
+    assert write_summary(analysis, "x", tmp_path / "out").stat().st_size < 6e6
+
+
+@pytest.mark.parametrize("kernels", [20_000, 40_000])
+def test_many_kernels(tmp_path: Path, kernels: int) -> None:
+    """HTA's own reader fails on this many where their correlations are small numbers."""
+    operators = [event("cpu_op", "aten::mm", 1 + 2 * number, 1) for number in range(kernels)]
+    steps = [event("user_annotation", f"ProfilerStep#{number}", number * 3 * kernels, 3 * kernels) for number in (0, 1)]
+    write(tmp_path / "rank_0.json", {"traceEvents": [*steps, *operators]})
+    summary = analyse_window(find_windows(tmp_path)[0]).summary
+    assert summary["compute_pct"].tolist() == pytest.approx([50], abs=0.01)
+
+
+# Mutated -------------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ddp
+    from training.config import RunConfig
+    from training.distributed import Ranks
+    from training.run import train_and_record
+
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    train_and_record(RunConfig(**TINY, choice="bucket_ddp_async", output_dir=folder), ranks, ddp.load)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def real(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
+    """The traces of a real run of two ranks."""
+    folder = tmp_path_factory.mktemp("real")
+    ranks.run(2, trained, str(folder))
+    (window,) = find_windows(folder / "profile")
+    return {rank: gzip.decompress(path.read_bytes()) for rank, path in window.files.items()}
+
+
+nonsense = st.sampled_from([None, -1e18, 1e300, -5, 0, "x", "12", [], {}, True, 10**400, "ProfilerStep#6", HOSTILE[0]])
+
+
+def mutated(data: st.DataObject, content: bytes) -> bytes:
+    """Bytes lost or changed; or events lost, doubled, moved in time, or with a field replaced by nonsense."""
+    how = data.draw(st.sampled_from(["cut", "flip", "fields", "lose", "shift", "double"]))
+    if how == "cut":
+        return content[: data.draw(st.integers(0, len(content)))]
+    if how == "flip":
+        places = data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=20))
+        changed = bytearray(content)
+        for place, value in places:
+            changed[place] = value
+        return bytes(changed)
+    trace = json.loads(content)
+    events = trace["traceEvents"]
+    chosen = data.draw(st.lists(st.integers(0, len(events) - 1), min_size=1, max_size=60))
+    if how == "fields":
+        marks = [i for i, e in enumerate(events) if str(e.get("name")).startswith(("ProfilerStep", "gloo:", "c10d"))]
+        for index in [*chosen, *data.draw(st.lists(st.sampled_from(marks), max_size=4))]:
+            field = data.draw(st.sampled_from(["ts", "dur", "name", "cat", "args", "ph", "tid", "pid"]))
+            events[index] = {**events[index], field: data.draw(nonsense)}
+    if how == "lose":
+        first = min(chosen)
+        del events[first : first + data.draw(st.integers(1, len(events)))]
+    if how == "double":
+        events += [events[index] for index in chosen]
+    if how == "shift":
+        by = data.draw(st.sampled_from([-1e12, -5e5, 1e3, 1e12]))
+        for index in chosen:
+            if "ts" in events[index]:
+                events[index] = {**events[index], "ts": events[index]["ts"] + by}
+    return json.dumps(trace).encode()
+
+
+@settings(
+    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(data=st.data())
+def test_mutated_real_traces(data: st.DataObject, real: dict[int, bytes], tmp_path_factory: Any) -> None:
+    """Figures that can be, or a message of one line that names a file."""
+    folder = tmp_path_factory.mktemp("mutated")
+    for rank, content in real.items():
+        path = folder / f"rank_{rank}" / NAME
+        path.parent.mkdir()
+        path.write_bytes(mutated(data, content) if rank else content)
+    try:
+        analysis = analyse_window(find_windows(folder)[0])
+    except TraceError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+        return
+    assert all(str(folder) in problem and "\n" not in problem for problem in analysis.problems)
+    steps = analysis.exposure.steps
+    parts = steps[["compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms"]]
+    assert (parts >= -1e-6).to_numpy().all()
+    assert parts.sum(axis="columns").tolist() == pytest.approx(steps["step_ms"].tolist(), rel=5e-3)
+    shares = analysis.summary[["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]].to_numpy(float)
+    assert ((shares >= -0.01) & (shares <= 100.01) | np.isnan(shares)).all()

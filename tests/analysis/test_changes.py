@@ -1,0 +1,253 @@
+"""Two runs of one choice: figures worked out by hand, and the command line with its exit codes."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding, summary
+from analysis.comparison.compare import Traced
+from analysis.traces.collectives import KINDS as LABELS
+from tests.analysis.test_analysis import Cells
+from tests.analysis.test_compare import RHYTHM, timed
+from tests.in_process import compare_runs
+from tests.traces import cpu_trace, record, record_of_eight_steps, write, write_run
+
+OLD, NEW = "20261121-090000-aaaa", "20261121-100000-bbbb"
+
+
+def traced(ms: list[float], calls: float, exposed: float = 0.2) -> Traced:
+    """Of two ranks, which take so long for each profiled step (one 1 ms less, the other 1 ms more), part of it
+    exposed; and make so many all-reduces of 100 bytes."""
+    rows = [
+        {"rank": rank, "step": step, "step_ms": length + 2 * rank - 1, "exposed_transfer_ms": exposed * length}
+        for step, length in enumerate(ms)
+        for rank in (0, 1)
+    ]
+    steps = pd.DataFrame(rows).assign(exposed_wait_ms=0.0, exposed_copy_ms=0.0, idle_ms=0.0)
+    steps["compute_ms"] = steps["step_ms"] - steps["exposed_transfer_ms"]
+    kinds = {"all_reduce_calls_per_step": calls, "all_reduce_bytes_per_step": 100 * calls}
+    kinds |= {"collective_calls_per_step": calls, "collective_bytes_per_step": 100 * calls}
+    table = pd.DataFrame([kinds, kinds]).reindex(columns=[*ZEROS, *kinds]).fillna(dict.fromkeys(ZEROS, 0.0))
+    return Traced(table, steps, pd.DataFrame(columns=["result", "subject"]), None, 0)  # type: ignore[arg-type]
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other")
+ZEROS = [f"{kind}_{what}_per_step" for kind in KINDS for what in ("calls", "bytes")]
+ZEROS += ["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]
+
+
+def by_figure(baseline: Run, run: Run) -> dict[str, Any]:
+    return {row["figure"]: row for row in changes(baseline, run).to_dict("records")}
+
+
+def test_step_times_a_tenth_longer() -> None:
+    """40 steps of 100 ms, times a rhythm whose median is 1.005, and of 110 ms."""
+    rows = by_figure(Run(timed("a", 0.1), None), Run(timed("a", 0.11), None))
+    time, rate = rows["step time"], rows["throughput"]
+    assert (time["baseline"], time["run"], time["change"]) == pytest.approx((100.5, 110.55, 10.05), abs=0.51)
+    assert [time[name] for name in ("change_pct", "interval_low", "interval_high")] == pytest.approx([10] * 3)
+    assert time["p_value"] == 2 / 2**10 and time["result"] == rate["result"] == "worse"
+    assert rate["run"] / rate["baseline"] == pytest.approx(1 / 1.1) and rate["unit"] == "samples/s"
+    assert rate["change_pct"] == pytest.approx(100 / 1.1 - 100)
+    assert rate["interval_low"] == rate["interval_high"] == pytest.approx(100 / 1.1 - 100)
+    assert by_figure(Run(timed("a", 0.11), None), Run(timed("a", 0.1), None))["step time"]["result"] == "better"
+
+
+def test_step_times_that_do_not_differ() -> None:
+    same, wobbly = Run(timed("a", 0.1), None), Run(timed("a", 0.1, 0.01), None)
+    assert by_figure(same, same)["step time"]["result"] == by_figure(same, same)["throughput"]["result"] == "equal"
+    row = by_figure(same, wobbly)["step time"]
+    assert row["result"] == "no difference seen" and row["interval_low"] < 0 < row["interval_high"]
+
+
+def test_without_traces_and_with_few_steps_the_rest_is_unknown() -> None:
+    rows = by_figure(Run(record("a", 0.1), None), Run(record("a", 0.2), None))
+    assert rows["step time"]["change_pct"] == pytest.approx(100) and rows["step time"]["result"] == "unknown"
+    for name in ("exposed wait", "idle", "collectives", "payload"):
+        assert rows[name]["result"] == "unknown" and np.isnan(rows[name]["change"])
+    assert rows["peak memory"]["result"] == "equal" and rows["accuracy"]["baseline"] == 50.0
+
+
+def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted() -> None:
+    """18 profiled steps around 10 ms become 2 ms longer, of which as before a fifth is exposed: 2 to 2.4 ms."""
+    lengths = (10 * RHYTHM[:18]).tolist()
+    longer = [length + 2 for length in lengths]
+    old, new = Run(timed("a", 0.1), traced(lengths, 3)), Run(timed("a", 0.1), traced(longer, 4))
+    rows = by_figure(old, new)
+    step, transfer = rows["profiled step"], rows["exposed transfer"]
+    mean = np.mean(lengths)
+    assert (step["baseline"], step["change"]) == pytest.approx((mean, 2.0))
+    assert step["change_pct"] == step["interval_low"] == pytest.approx(200 / mean)
+    assert transfer["change"] == pytest.approx(0.4) and transfer["change_pct"] == pytest.approx(200 / mean)
+    # six batches, all longer, have p 2/64: with seven figures tested, no data of 18 steps could show it
+    assert step["result"] == transfer["result"] == "unknown" and rows["exposed copies"]["result"] == "equal"
+    lengths, longer = lengths * 3, longer * 3
+    rows = by_figure(Run(timed("a", 0.1), traced(lengths, 3)), Run(timed("a", 0.1), traced(longer, 4)))
+    assert rows["profiled step"]["result"] == rows["exposed transfer"]["result"] == "worse"
+    assert rows["step time"]["result"] == "equal"
+    for name in ("collectives", "payload", "all-reduce: calls", "all-reduce: payload"):
+        assert rows[name]["change_pct"] == pytest.approx(100 / 3) and rows[name]["result"] == "worse"
+    assert "all-gather: calls" not in rows
+    assert by_figure(new, old)["collectives"]["result"] == "better"
+
+
+def test_something_from_nothing_is_more_than_any_percentage() -> None:
+    old, new = Run(record("a", 0.1), traced([1.0], 0)), Run(record("a", 0.1), traced([1.0], 2))
+    table = changes(old, new)
+    assert table.set_index("figure").loc["all-reduce: calls", "change_pct"] == np.inf
+    assert "all-reduce: calls" in exceeding(table, 1e9)["figure"].tolist()
+    assert "all-reduce: calls (from nothing)" in summary(table)
+
+
+def test_single_figures_are_equal_or_unknown() -> None:
+    other = record("a", 0.1) | {"train_loss": [2.0, 1.5], "eval": {"loss": 1.0, "accuracy": None, "samples": 8}}
+    rows = by_figure(Run(record("a", 0.1), None), Run(other, None))
+    assert rows["final training loss"]["change_pct"] == 50 and rows["final training loss"]["result"] == "unknown"
+    assert rows["largest difference of training losses at one step"]["change"] == 0.5
+    assert rows["eval loss"]["result"] == "equal" and np.isnan(rows["accuracy"]["run"])
+
+
+def test_only_what_got_worse_by_more_counts() -> None:
+    slow = changes(Run(timed("a", 0.1), None), Run(timed("a", 0.11), None))
+    assert exceeding(slow, 9.0)["figure"].tolist() == ["step time", "throughput"]
+    assert exceeding(slow, 9.5)["figure"].tolist() == ["step time"] and exceeding(slow, 10.5).empty
+    assert exceeding(changes(Run(timed("a", 0.11), None), Run(timed("a", 0.1), None)), 0).empty
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def run_in(folder: Path, run_id: str, content: dict[str, Any], calls: int = 1) -> Path:
+    """A run of `cpu_trace` as training leaves it; of `calls`, one is the trace's own and one more may be planted."""
+
+    def trace(rank: int) -> dict[str, Any]:
+        made = cpu_trace(rank)
+        again = [
+            {**event, "ts": event["ts"] + 310} for event in made["traceEvents"] if "allreduce" in event["name"] or
+            "gloo:" in event["name"]
+        ]  # fmt: skip
+        return {**made, "traceEvents": made["traceEvents"] + again * (calls - 1)}
+
+    write_run(folder, trace, run_id)
+    config = {**content["config"], "no_profile": False}
+    return write(folder / f"{run_id}.run.json", content | {"run_id": run_id, "config": config})
+
+
+@pytest.fixture
+def zero3(tmp_path: Path) -> Path:
+    """A folder with two runs, the later a tenth slower and with a call more."""
+    folder = tmp_path / "profile" / "zero3"
+    run_in(folder, OLD, timed("zero3", 0.1))
+    run_in(folder, NEW, timed("zero3", 0.11), calls=2)
+    return folder
+
+
+def test_changes_of_two_runs(zero3: Path) -> None:
+    answer = compare_runs(str(zero3), "--baseline", OLD)
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    folder = zero3.parent.parent / "reports_sharding" / "zero3"
+    assert answer.stdout.endswith(f"report: {folder / 'changes.html'}\n")
+    assert "+10.0 % to +10.0 %" in answer.stdout and "figures that are equal" in answer.stdout
+    parser = Cells()
+    parser.feed((folder / "changes.html").read_text())
+    with (folder / "changes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in rows[0]:
+        shown = [value for column, value in parser.tables["changes"] if column == name]
+        assert shown == [row[name] for row in rows], name
+    result = {row["figure"]: row["result"] for row in rows}
+    assert result["step time"] == result["collectives"] == "worse" and result["idle"] == "unknown"
+    text = (folder / "changes.html").read_text()
+    assert "Warning: run does not do what its own formula and configuration say: all-reduce: calls" in text
+    assert "Worse: collectives (+100.0 %)" in text and not (folder / "summary.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--fail-above", "5"], 3, ["step time got worse by more than 5 %: +10.0 %", "collectives", "throughput"]),
+        (["--fail-above", "20"], 3, ["collectives got worse by more than 20 %: +100.0 %"]),
+        (["--fail-above", "150"], 0, []),
+        (["--baseline", NEW, "--fail-above", "0"], 0, []),
+    ],
+)
+def test_exit_codes_of_fail_above(zero3: Path, arguments: list[str], code: int, named: list[str]) -> None:
+    answer = compare_runs(str(zero3), "--baseline", OLD, *arguments)
+    assert answer.returncode == code, answer.stderr
+    assert all(name in answer.stderr for name in named) and bool(answer.stderr) == bool(named)
+    assert "step time" not in answer.stderr or "20" not in arguments
+
+
+def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> None:
+    other = run_in(tmp_path / "kept" / "zero3", OLD, timed("zero3", 0.2))
+    untraced = record_of_eight_steps("zero3", 0.1)
+    write(zero3 / "later.run.json", untraced | {"run_id": "later", "config": untraced["config"] | {"no_profile": True}})
+    arguments = ["--baseline", str(other), "--run", "later", "--output-dir", str(tmp_path / "out")]
+    answer = compare_runs(str(zero3), *arguments)
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    table = pd.read_csv(tmp_path / "out" / "reports_sharding" / "zero3" / "changes.csv").set_index("figure")
+    assert table.loc["step time", "baseline"] == pytest.approx(200, rel=0.02)
+    assert table.loc["collectives", "baseline"] == 1 and np.isnan(table.loc["collectives", "run"])
+    assert table.loc["collectives", "result"] == "unknown"
+
+
+def test_runs_that_differ_are_refused_or_marked(zero3: Path) -> None:
+    run_in(zero3, NEW, timed("zero3", 0.1) | {"threads": 4})
+    run_in(zero3, OLD, timed("zero3", 0.1) | {"threads": 1})
+    answer = compare_runs(str(zero3), "--baseline", OLD)
+    assert answer.returncode == 1 and answer.stderr.count("\n") == 1
+    assert f"threads (1: baseline {OLD}; 4: run {NEW}); train them alike, or give --allow-diff" in answer.stderr
+    answer = compare_runs(str(zero3), "--baseline", OLD, "--allow-different", "threads")
+    assert answer.returncode == 0, answer.stderr
+    page = zero3.parent.parent / "reports_sharding" / "zero3" / "changes.html"
+    assert "These runs differ in more than their run: threads" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["FOLDER"], 2, "for a folder --baseline is missing"),
+        (["FOLDER", "--baseline", "nobody"], 1, f"no such run record; runs in FOLDER: {OLD}, {NEW}"),
+        (["FOLDER", "--baseline", OLD, "--run", "nobody.run.json"], 1, "nobody.run.json: no such run record"),
+        (["nowhere", "--baseline", OLD], 1, "nowhere: no such folder; give ddp, sharding, or profile/<choice>"),
+        (["FOLDER", "--baseline", OLD, "--fail-above", "-1"], 2, "-1: must be a number of percent, 0 or more"),
+        (["FOLDER", "--baseline", OLD, "--fail-above", "much"], 2, "argument --fail-above: invalid"),
+        (["ddp", "--baseline", OLD], 2, "--baseline is for two runs of one choice"),
+        (["ddp", "--fail-above", "3"], 2, "--fail-above is for two runs of one choice"),
+        (["ddp", "--allow-different", "colour"], 2, "learning-rate"),
+    ],
+)
+def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, expected: str) -> None:
+    given = [argument.replace("FOLDER", str(zero3)) for argument in arguments]
+    answer = compare_runs(*given)
+    assert answer.returncode == code and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+    assert expected.replace("FOLDER", str(zero3)) in answer.stderr
+
+
+def test_one_run_alone_and_runs_of_two_choices(tmp_path: Path) -> None:
+    folder = tmp_path / "profile" / "zero3"
+    run_in(folder, OLD, timed("zero3", 0.1))
+    answer = compare_runs(str(folder), "--baseline", OLD)
+    assert (
+        answer.returncode == 1
+        and "no run in it but the baseline that ended well; train again, or give --run" in answer.stderr
+    )
+    run_in(folder, NEW, timed("zero2", 0.1))
+    answer = compare_runs(str(folder), "--baseline", OLD)
+    assert answer.returncode == 1 and "is of zero3, but" in answer.stderr and answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("are_fitted", "of_calls"), [(False, "worse"), (True, "unknown")])
+def test_calls_of_fitted_buckets_differ_by_chance(are_fitted: bool, of_calls: str) -> None:
+    """Each run fits its buckets to what it has measured; bytes are the same in any number of buckets."""
+    calls = {"collectives", *(f"{label}: calls" for label in LABELS.values())}
+    names = [f"{kind}_{what}_per_step" for kind in ("collective", *LABELS) for what in ("calls", "bytes")]
+    old, new = (dict.fromkeys((*names, *HELD), value) for value in (4.0, 5.0))
+    rows = {row.figure: row.result for row in counted_rows(old, new, are_fitted)}
+    assert {rows[name] for name in calls} == {of_calls}
+    assert {result for name, result in rows.items() if name not in calls} == {"worse"}

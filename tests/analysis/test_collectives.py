@@ -1,0 +1,182 @@
+"""Collectives read back from traces that real ranks made: kind, number and bytes, with several under way at once."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from analysis.traces.collectives import KINDS, device_collectives, gloo_collectives
+from analysis.traces.reading import read_trace
+from tests.ranks import RankPool
+from tests.traces import event, parsed
+
+Rows = list[tuple[str, float]]
+
+
+def profiled(body: Callable[[int, int], None]) -> Rows:
+    """Kind and bytes of each collective that `body(rank, size)` issued, in the order in which it did."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        body(rank, size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        seen = gloo_collectives(read_trace(path).events, size)
+    assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
+    return list(zip(seen["kind"], seen["bytes"], strict=True))
+
+
+def scatters_of(rank: int, size: int, share: int, dtype: torch.dtype) -> list[Any]:
+    """A reduce-scatter as Gloo does it here: a scatter from each rank, none of them awaited."""
+    parts = list(torch.ones(size, share, dtype=dtype).unbind())
+    return [
+        dist.scatter(torch.empty(share, dtype=dtype), parts if root == rank else None, group_src=root, async_op=True)
+        for root in range(size)
+    ]
+
+
+def scatters(rank: int, size: int) -> None:
+    """Large and small, fp32 and fp64, of equal and of different lengths, all in flight together."""
+    works = [
+        *scatters_of(rank, size, 5000, torch.float32),
+        *scatters_of(rank, size, 3, torch.float32),
+        *scatters_of(rank, size, 3, torch.float64),
+        *scatters_of(rank, size, 7, torch.bfloat16),
+    ]
+    for work in works:
+        work.wait()
+
+
+def reductions_and_broadcasts(rank: int, size: int) -> None:
+    works = [
+        dist.reduce(torch.ones(elements), dst=elements % size, async_op=True) for elements in (1000, 4, 4, 9, 1000)
+    ]
+    works += [dist.broadcast(torch.ones(elements), src=elements % size, async_op=True) for elements in (8, 2000, 8)]
+    for work in works:
+        work.wait()
+
+
+def messages(rank: int, size: int) -> None:
+    """To the next rank and from the one before, two of each in flight; then a blocking one and one from anybody."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    works = []
+    for elements in (77, 5):
+        works.append(dist.isend(torch.ones(elements), after))
+        works.append(dist.irecv(torch.empty(elements), before))
+    for work in works:
+        work.wait()
+    if rank == 0:
+        dist.send(torch.ones(6), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(6))
+
+
+def coalesced_and_lists(rank: int, size: int) -> None:
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_gather_into_tensor(torch.empty(5 * size), torch.ones(5))
+        dist.all_gather_into_tensor(torch.empty(7 * size), torch.ones(7))
+    manager.wait()
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.reduce_scatter_tensor(torch.empty(5), torch.ones(5 * size))
+        dist.reduce_scatter_tensor(torch.empty(7), torch.ones(7 * size))
+    manager.wait()
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(torch.ones(5))
+        dist.all_reduce(torch.ones(6))
+    manager.wait()
+    dist.reduce_scatter(torch.empty(5), [torch.ones(5) for _ in range(size)])
+    dist.all_gather([torch.empty(4) for _ in range(size)], torch.ones(4))
+    dist.gather(torch.ones(3), [torch.empty(3) for _ in range(size)] if rank == 0 else None, dst=0)
+    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * size))
+    dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_scatters(ranks: RankPool, size: int) -> None:
+    """The payload is the whole tensor that is scattered, also on ranks that only receive from it."""
+    shares = [(5000, 4), (3, 4), (3, 8), (7, 2)]
+    expected = [("scatter", size * share * item) for share, item in shares for _ in range(size)]
+    for rows in ranks.run(size, profiled, scatters):
+        assert rows == expected
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_and_broadcasts(ranks: RankPool, size: int) -> None:
+    expected = [("reduce", 4 * n) for n in (1000, 4, 4, 9, 1000)] + [("broadcast", 4 * n) for n in (8, 2000, 8)]
+    for rows in ranks.run(size, profiled, reductions_and_broadcasts):
+        assert rows == expected
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages(ranks: RankPool, size: int) -> None:
+    for rank, rows in enumerate(ranks.run(size, profiled, messages)):
+        last = [("send_recv", 24)] if rank < 2 else []
+        assert rows == [("send_recv", 4 * elements) for elements in (77, 77, 5, 5)] + last
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_coalesced_and_lists(ranks: RankPool, size: int) -> None:
+    for rows in ranks.run(size, profiled, coalesced_and_lists):
+        assert rows == [
+            ("all_gather", 4 * 12 * size),
+            ("reduce_scatter", 4 * 12 * size),
+            ("all_reduce", 4 * 11),
+            ("reduce_scatter", 4 * 5 * size),
+            ("all_gather", 4 * 4 * size),
+            ("gather", 4 * 3 * size),
+            ("reduce_scatter", 4 * 2 * size),
+            ("all_to_all", 4 * 2 * size),
+            ("barrier", 0),
+        ]
+
+
+def test_a_span_from_before_the_window_goes_to_no_later_call() -> None:
+    """An all-gather issued in the step before still runs when the window begins."""
+    shape = {"Input Dims": [[5]], "Input type": ["float"]}
+    events = [
+        event("user_annotation", "gloo:all_gather", 0, 10, 2, **shape),
+        event("cpu_op", "c10d::_allgather_base_", 20, 1, **{"Input Dims": [[10], [5], [], [], []]}),
+        event("user_annotation", "gloo:all_gather", 22, 4, 2, **shape),
+    ]
+    seen = gloo_collectives(parsed(*events).events, world_size=2)
+    assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[22, 26, 40]]
+
+
+def test_a_scatter_of_unknown_dtype_has_unknown_bytes() -> None:
+    """A bare scatter from another rank: nothing in this rank's trace says what a number takes."""
+    call = {
+        "Input Dims": [[[600]], [], [], [], [], []],
+        "Input type": ["TensorList", "ScalarList", "", "Scalar", "Scalar", "Scalar"],
+        "Concrete Inputs": ["", "[]", "", "1", "True", "-1"],
+    }
+    events = [event("cpu_op", "c10d::scatter_", 0, 1, **call), event("user_annotation", "gloo:scatter", 2, 4, 2)]
+    seen = gloo_collectives(parsed(*events).events, world_size=2)
+    assert seen["kind"].tolist() == ["scatter"] and seen["bytes"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("allreduce", "all_reduce"),
+        ("_allgather_base", "all_gather"),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("all_to_allv", "all_to_all"),
+        ("broadcast", "broadcast"),
+        ("scatter", "scatter"),
+        ("reduce", "reduce"),
+        ("send", "send_recv"),
+        ("recv", "send_recv"),
+    ],
+)
+def test_kinds_that_nccl_names(name: str, kind: str) -> None:
+    args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16", "stream": 20}
+    kernels = pd.DataFrame([{"name": "ncclDevKernel_Generic", "start": 1.0, "end": 2.0, "launch": 0.0, "args": args}])
+    seen = device_collectives(kernels, kernels)
+    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS

@@ -1,0 +1,384 @@
+"""All choices side by side: figures worked out by hand, what the page says in words, and what it refuses."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.comparison.compare import Traced, comparison, keep, standings
+from analysis.comparison.conclusion import conclusion, fastest
+from analysis.comparison.fairness import FIELDS, SETTINGS, bent, differences, require_comparable
+from analysis.comparison.labels import labels
+from analysis.errors import TraceError
+from analysis.report.compare_figures import lanes_by_choice_figure, parts_figure, step_time_figure, traffic_figure
+from analysis.report.compare_page import Compared, comparison_page, write_comparison
+from analysis.report.summary_page import summary_page
+from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
+from analysis.summary import WindowAnalysis, analyse_window
+from analysis.traces.finding import find_windows
+from tests.analysis.test_analysis import page_equals_csv
+from tests.traces import record, record_of_eight_steps, write, write_run
+
+RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
+"""Of a machine, over the steps of a run: some are slower."""
+
+
+def timed(choice: str, seconds: float, jitter: float = 0.0, steps: int = 41) -> dict[str, Any]:
+    """The record of a run whose steps but the first were timed; `jitter` makes every other batch slower or faster."""
+    times = (seconds * RHYTHM * (1 + jitter * np.tile([1, 1, 1, 1, -1, -1, -1, -1], 6)[:41]))[:steps]
+    return record_of_eight_steps(choice, seconds) | {"step_time_s": times.tolist()}
+
+
+def analysed(folder: Path, choice: str, changes: Mapping[str, Any] = MappingProxyType({})) -> WindowAnalysis:
+    """A run of `cpu_trace` with its record."""
+    trace_dir = write_run(folder / "profile" / choice)
+    (window,) = find_windows(trace_dir)
+    write(trace_dir / f"{window.run_id}.run.json", {**record(choice, 0.2), **changes})
+    return analyse_window(window)
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def test_step_times_are_held_against_the_reference_step_by_step() -> None:
+    """40 steps of exactly 1.1 and 0.9 of the reference's, and one that is now above and now below."""
+    records = {"a": timed("a", 0.1), "b": timed("b", 0.11), "c": timed("c", 0.09), "d": timed("d", 0.1, 0.01)}
+    table = comparison(records, {}, "a").set_index("choice")
+    assert table["verdict"].to_dict() == {"a": "reference", "b": "slower", "c": "faster", "d": "no difference seen"}
+    assert table.loc["b", ["paired_ratio", "paired_ratio_low", "paired_ratio_high"]].tolist() == [1.1] * 3
+    assert table.loc["c", "paired_ratio"] == 0.9 and table.loc["a", "pairs"] is None
+    assert table["pairs"].tolist()[1:] == [40] * 3
+    # 10 batches, all on one side: 2 / 2^10, times the three comparisons, and the next no less
+    assert table.loc[["b", "c"], "paired_p_value"].tolist() == pytest.approx([3 / 512] * 2)
+    assert table.loc["d", "paired_ratio_low"] < 1 < table.loc["d", "paired_ratio_high"]
+    assert table["step_time_ratio"].tolist()[:3] == pytest.approx([1, 1.1, 0.9])
+
+
+@pytest.mark.parametrize("steps", [2, 18])
+def test_too_few_steps_and_no_reference_are_unknown(steps: int) -> None:
+    few = {"a": timed("a", 0.1, steps=steps), "b": timed("b", 0.2, steps=steps)}
+    table = comparison(few, {}, "a").set_index("choice")
+    assert table.loc["b", "verdict"] == "unknown" and np.isnan(table.loc["b", "paired_ratio"])
+    assert table.loc["b", "step_time_ratio"] == 2.0 and table.loc["b", "pairs"] == steps - 1
+    alone = comparison({"b": timed("b", 0.2)}, {}, "a")
+    assert alone["verdict"].tolist() == ["unknown"] and alone["step_time_ratio"].isna().all()
+
+
+def test_figures_of_traces_worked_out_by_hand(tmp_path: Path) -> None:
+    """Docstring of `cpu_trace`: of 999 us, 500 compute, 200 exposed transfer, 299 idle; an all-reduce of 4000 bytes."""
+    kept = {"a": keep(analysed(tmp_path, "a"))}
+    table = comparison({"a": record("a", 0.2), "b": record("b", 0.2)}, kept, "a")
+    parts = ["profiled_step_ms", "compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
+    assert table[parts].to_numpy(float)[0].tolist() == pytest.approx([0.999, 0.5, 0, 0.2, 0, 0.299])
+    assert table["all_reduce_calls_per_step"][0] == 1 and table["all_reduce_bytes_per_step"][0] == 4000
+    assert table[[*parts, "overlap_pct", "all_reduce_calls_per_step"]].iloc[1].isna().all()
+    assert table["audit_failures"].tolist() == [0, None]
+    drawn = {bar.name: bar.x[0] for bar in parts_figure(table["choice"], table).data}
+    assert drawn == pytest.approx({"compute": 0.5, "exposed: transfer": 0.2, "idle": 0.299})
+    traffic = [(bar.name, bar.x[0]) for bar in traffic_figure(table).data]
+    assert traffic == [("all-reduce", 1.0), ("all-reduce", 4000 / 2**20)]
+
+
+def test_losses_are_held_against_the_reference_step_by_step() -> None:
+    first, second = record("a", 1.0), record("b", 1.0)
+    second["train_loss"] = [2.0, 1.25]
+    table = comparison({"a": first, "b": second}, {}, "a")
+    assert table["loss_difference"].tolist() == [0.0, 0.25]
+    assert comparison({"b": second}, {}, "a")["loss_difference"].isna().all()
+
+
+def steps_of(rows: list[tuple[int, int, float]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["rank", "step", "step_ms"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0, 5, 30.0), (1, 5, 30.0), (0, 6, 20.0), (1, 6, 22.0), (0, 7, 10.0), (1, 7, 10.0)], (6, 0)),
+        ([(0, 5, 30.0), (1, 5, 28.0), (0, 6, 40.0), (1, 6, 40.0)], (5, 1)),  # the shorter of two, both times
+        ([(0, 5, 9.0), (1, 5, 7.0), (2, 5, 8.0)], (5, 2)),
+    ],
+)
+def test_the_step_and_rank_that_stand_for_all(tmp_path: Path, rows: Any, expected: tuple[int, int]) -> None:
+    analysis = analysed(tmp_path, "a")
+    timelines = [type("Timeline", (), {"rank": rank})() for rank in range(3)]
+    exposure = type("Exposure", (), {"steps": steps_of(rows)})()
+    kept = keep(type("Analysis", (), {**vars(analysis), "timelines": timelines, "exposure": exposure})())  # type: ignore[arg-type]
+    assert (kept.step, kept.timeline.rank) == expected
+
+
+def test_lanes_of_all_choices_begin_at_nought(tmp_path: Path) -> None:
+    """Docstring of `cpu_trace`: in each step compute 0.1 .. 0.4 and 0.5 .. 0.7 ms, all-reduce 0.6 .. 0.9."""
+    kept = {choice: keep(analysed(tmp_path, choice)) for choice in ("a", "b")}
+    figure = lanes_by_choice_figure(kept)
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for trace in figure.data:
+        for lane, begin, width in zip(trace.y, trace.base, trace.x, strict=True):
+            spans.setdefault((lane, trace.name), []).append((round(begin, 3), round(begin + width, 3)))
+    for choice in ("a", "b"):
+        assert spans[choice, "backward"] == [(0.1, 0.4), (0.5, 0.7)]
+        assert spans[choice, "exposed communication"] == [(0.7, 0.9)]
+        assert spans[f"{choice}  collectives", "collective"] == [(0.6, 0.9)]
+        assert spans[choice, "idle"] == [(0.0, 0.1), (0.4, 0.5), (0.9, 0.999)]
+
+
+def test_step_times_are_drawn_with_their_intervals() -> None:
+    records = {"a": timed("a", 0.1), "b": timed("b", 0.2, 0.1), "c": record("c", 0.3)}
+    table = comparison(records, {}, "a")
+    bars, ratios = step_time_figure(table).data
+    assert list(bars.x) == table["step_time_ms_median"].tolist()
+    row = table.set_index("choice").loc["b"]
+    assert list(ratios.y) == ["b"] and list(ratios.x) == [row["paired_ratio"]]
+    assert ratios.x[0] + ratios.error_x.array[0] == pytest.approx(row["paired_ratio_high"])
+    assert ratios.x[0] - ratios.error_x.arrayminus[0] == pytest.approx(row["paired_ratio_low"])
+
+
+# In words ------------------------------------------------------------------------------------------------------------
+
+FAST_PARTS = {"exposed_wait_ms": 10.0, "exposed_transfer_ms": 20.0, "compute_ms": 60.0, "idle_ms": 10.0}
+SLOW_PARTS = {"exposed_wait_ms": 15.0, "exposed_transfer_ms": 35.0, "compute_ms": 58.0, "idle_ms": 10.0}
+
+
+def words(records: dict[str, Any], parts: dict[str, Any] | None = None, spoiled: Any = (), **peaks: float) -> str:
+    """What is said of hand-made runs; `parts` of profiled steps, and peaks of memory in MiB, by choice."""
+    table = comparison(records, {}, "ref").set_index("choice", drop=False)
+    for choice, columns in (parts or {}).items():
+        table.loc[choice, [*columns, "exposed_copy_ms"]] = [*columns.values(), 0.0]
+        table.loc[choice, "profiled_step_ms"] = sum(columns.values())
+        table.loc[choice, ["collective_calls_per_step", "collective_bytes_per_step"]] = [4.0, 2.0 * 2**20]
+    for choice, mib in peaks.items():
+        table.loc[choice, "peak_bytes"] = mib * 2**20
+    best = fastest(table)
+    return conclusion(table.reset_index(drop=True), standings(records, best) if best else {}, spoiled)
+
+
+def test_the_fastest_and_why() -> None:
+    """`fast` is exposed for 20 of 18 ms less (compute takes 2 more, too little to name)."""
+    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1), "alike": timed("alike", 0.1001, 0.01)}
+    text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, ref=10, fast=20, alike=20)
+    assert text == (
+        "fast is fastest here: ref, the reference, takes 2.00 times its step time (95 % interval 2.00 to 2.00, 40 "
+        "pairs of steps). In the profiled steps it spends 18.0 ms a step less than ref: 20.0 ms less on exposed "
+        "communication. Both make 4 collective calls a step with 2.0 MiB. alike cannot be told apart from it. The "
+        "choices ran one after the other, so a machine that changed between them would show in this as well. ref needs "
+        "least memory, 10.0 MiB at the peak of a step, 0.50 of what fast needs; it takes 2.00 times its step time "
+        "(95 % interval 2.00 to 2.00, 40 pairs of steps)."
+    )
+
+
+def test_the_reference_is_the_fastest() -> None:
+    text = words({"ref": timed("ref", 0.1), "b": timed("b", 0.2), "c": timed("c", 0.3)}, ref=10, b=20, c=20)
+    assert text.startswith("ref, the reference, is fastest here: b takes 2.00 times its step time")
+    assert "All others are slower." in text and "It also needs least memory, 10.0 MiB" in text
+
+
+def test_nothing_is_said_of_why_without_traces_or_against_them() -> None:
+    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
+    assert "Without traces of both, nothing says why." in words(records, {"ref": SLOW_PARTS})
+    text = words(records, {"ref": FAST_PARTS, "fast": SLOW_PARTS})
+    assert "The profiled steps do not show why" in text and "less on" not in text
+
+
+def test_no_winner_where_it_cannot_be_told() -> None:
+    text = words({"ref": timed("ref", 0.1001), "b": timed("b", 0.1, 0.01)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
+    assert re.match(r"b has the lowest median .*, but ref, the reference, cannot be told apart from it", text)
+    assert "fastest" not in text and "less" not in text
+    text = words({"ref": record("ref", 0.2), "b": record("b", 0.1)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
+    assert text.startswith("b has the lowest median step time, 100.0 ms against ref's 200.0 ms, but too few steps")
+    assert "fastest" not in text and "less" not in text
+
+
+def test_ties_single_choices_and_untimed_runs() -> None:
+    tied = words({"ref": timed("ref", 0.1), "b": timed("b", 0.1), "c": timed("c", 0.2)})
+    assert tied.startswith("ref and b tie for the lowest median step time") and "All need the same memory" in tied
+    assert words({"ref": timed("ref", 0.1)}) == "Only one choice was run, so there is nothing to compare it with."
+    none = {name: record(name, 0.1) | {"step_time_s": [0.1, None]} for name in ("ref", "b")}
+    assert words(none).startswith("Fewer than two choices have steps that were timed")
+
+
+def test_without_the_reference_the_next_choice_is_the_rival() -> None:
+    text = words({"b": timed("b", 0.1), "c": timed("c", 0.3), "d": timed("d", 0.2)})
+    assert text.startswith("b is fastest here: d takes 2.00 times its step time") and "All others are slower." in text
+
+
+def test_a_fast_choice_that_fails_its_audit_is_suspected(tmp_path: Path) -> None:
+    records = {"ref": timed("ref", 0.2), "b": timed("b", 0.1)}
+    table = comparison(records, {}, "ref")
+    table["audit_failures"] = [0, 2]
+    assert "But b fails its audit" in conclusion(table, standings(records, "b"))
+
+
+def test_what_does_not_compare_is_not_judged() -> None:
+    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
+    text = words(records, spoiled=["step times"], ref=10, fast=20)
+    assert (
+        text
+        == "Step times do not compare here, so no choice wins. ref needs least memory, 10.0 MiB at the peak of a step."
+    )
+    assert words(records, spoiled=["step times", "memory"]) == "Step times do not compare here, so no choice wins."
+
+
+# Fairness ------------------------------------------------------------------------------------------------------------
+
+
+DIFFERENT = {
+    "precision": ({"config": {"precision": "bf16"}}, "precision (fp32: a; bf16: b)"),
+    "batch": ({"config": {"global_batch_size": 16}}, "global batch size (8: a; 16: b)"),
+    "accumulation": ({"config": {"grad_accum_steps": 1}}, "accumulated micro-batches (2: a; 1: b)"),
+    "learning rate": ({"config": {"lr": 0.2}}, "learning rate (0.1: a; 0.2: b)"),
+    "workload": ({"config": {"workload": "sample"}}, "workload (mlp: a; sample: b)"),
+    "model": ({"parameters": 2000}, "parameters (1000: a; 2000: b)"),
+    "optimizer": ({"optimizer": "SGD"}, "optimizer (AdamW: a; SGD: b)"),
+    "steps": ({"train_loss": [1.0]}, "optimizer steps (2: a; 1: b)"),
+    "ranks": ({"world_size": 3}, "ranks (2: a; 3: b)"),
+    "buckets": ({"config": {"bucket_cap_mb": 5}}, "bucket size (auto: a; 5: b)"),
+    "compression": ({"config": {"compress": "bf16"}}, "gradient compression (none: a; bf16: b)"),
+    "early updates": (
+        {"config": {"overlap_optimizer": True}},
+        "optimizer overlapped with communication (no: a; yes: b)",
+    ),
+    "link": ({"link_bits_per_s": 1e9}, "link rate (not shaped: a; 1000 Mbit/s: b)"),
+    "host": ({"host": "other"}, "host (here: a; other: b)"),
+    "threads": ({"threads": 2}, "threads (1: a; 2: b)"),
+    "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
+    "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
+    "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
+    "two": (
+        {"world_size": 3, "config": {"precision": "bf16"}},
+        "precision (fp32: a; bf16: b), ranks (2: a; 3: b); train them alike, or give --allow-different precision "
+        "--allow-different ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_runs_that_differ_stand_in_no_table(case: str) -> None:
+    changes, expected = DIFFERENT[case]
+    said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "holistictraceanalysis": "0.5"}}
+    first, second = record("a", 1.0) | said, record("b", 1.0) | said
+    assert require_comparable({"a": first, "b": second}) == []
+    other = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}
+    with pytest.raises(TraceError) as caught:
+        require_comparable({"a": first, "b": other})
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
+    first, second = record("a", 1.0), record("b", 1.0)
+    second["config"]["lr"], second["device_name"] = 0.2, "other"
+    with pytest.raises(TraceError, match=r"differ in device \(cpu: a; other: b\); .* --allow-different device$"):
+        require_comparable({"a": first, "b": second}, ["learning-rate"])
+    found = require_comparable({"a": first, "b": second}, ["learning-rate", "device"])
+    assert [str(difference) for difference in found] == ["learning rate (0.1: a; 0.2: b)", "device (cpu: a; other: b)"]
+    assert bent(found) == ["step times", "losses"] and bent(found[:1]) == ["losses"]
+
+
+def test_what_a_record_does_not_say_differs_from_nothing() -> None:
+    assert differences({"a": record("a", 1.0), "b": record("b", 1.0) | {"host": "x", "threads": 3}}) == []
+
+
+def test_fields_are_words_of_a_command_line() -> None:
+    assert len(FIELDS) == len(set(FIELDS)) == len(SETTINGS)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", field) for field in FIELDS)
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Compared:
+    """Two choices, of which `other` is as fast again; `changes` are to its record."""
+    slow = timed("pytorch_ddp", 0.2)
+    fast = timed("other", 0.1) | changes
+    traced: dict[str, Traced] = {}
+    for choice, content in (("pytorch_ddp", slow), ("other", fast)):
+        traced[choice] = keep(analysed(folder, choice, content))
+    records = {"pytorch_ddp": slow, "other": fast}
+    return Compared(records, traced, "pytorch_ddp", ["failed<b>"], require_comparable(records, allowed))
+
+
+def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
+    page = write_comparison(compared(tmp_path), tmp_path)
+    left_out = page_equals_csv(page)
+    table = pd.read_csv(tmp_path / "compare.csv")
+    assert {name.rsplit("_", 3)[0] for name in left_out} == {
+        "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"
+    }  # fmt: skip
+    assert not table[sorted(left_out)].to_numpy().any()
+    text = page.read_text()
+    body = text[text.index("<body>") : text.index("</main>")]
+    headings = re.findall("<h2[^>]*>(.*?)</h2>", body)
+    assert headings == [
+        "What differs besides the choice",
+        "What the figures say",
+        "Step time",
+        "Memory against step time",
+        "Where the time went",
+        "The same as shares",
+        "One step of each choice",
+        "Memory",
+        "Traffic",
+        "Training loss",
+    ]
+    assert "Nothing. The run records agree" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
+    assert "other is fastest here: pytorch_ddp, the reference, takes 2.00 times" in body
+    assert "than 0.0e+00 nats" in body
+    assert "failed<b>" not in body and "Warning" not in body
+
+
+def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
+    """Compressed gradients, above all; and no run without them stands beside."""
+    assert labels(None) == labels(record("a", 1.0)) == []
+    settings = record("a", 1.0)["config"] | {"compress": "bf16", "overlap_optimizer": True}
+    said = {"config": settings, "link_bits_per_s": 250_000_000, "remarks": ["2 buckets fit this <link>"]}
+    with pytest.raises(TraceError, match="differ in gradient compression"):
+        compared(tmp_path, **said)
+    marked = record("other", 0.1) | said
+    page = comparison_page(compared(tmp_path, tuple(FIELDS), **said))
+    summary = summary_page(analysed(tmp_path, "other", marked), "other")
+    for text in (page, summary):
+        assert "Gradients are compressed (bf16)" in text and "shaped to 250 Mbit/s" in text
+        assert "updated while other buckets" in text and "other: 2 buckets fit this &lt;link&gt;." in text
+
+
+def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Path) -> None:
+    wrong = {"device_name": "<i>", "expected_traffic": [{"kind": "all_reduce", "count": 2, "payload_bytes": 4000}]}
+    found = compared(tmp_path, ("device",), **wrong)
+    text = comparison_page(found)
+    body = text[text.index("<body>") : text.index("</main>")]
+    assert "These runs differ in more than their choice: device (cpu: pytorch_ddp; &lt;i&gt;: other)" in body
+    assert "where these figures differ: step times." in body and "&lt;i&gt;: other" in body and "<i>" not in body
+    assert "Step times do not compare here, so no choice wins." in body and "fastest here" not in body
+    assert "Warning: other does not do what its own formula and configuration say: all-reduce: calls" in body
+    assert found.table["audit_failures"].tolist()[1] >= 2  # of each rank
+
+
+def test_a_page_without_any_traces(tmp_path: Path) -> None:
+    records = {name: timed(name, 0.1) for name in ("baseline", "zero1")}
+    page = write_comparison(Compared(records, {}, "baseline", [], []), tmp_path)
+    assert {"profiled_step_ms", "overlap_pct", "all_reduce_calls_per_step"} <= page_equals_csv(page)
+    assert "One step of each choice" not in page.read_text()
+
+
+names = st.text(st.characters(categories=["Ll", "Nd"], include_characters="_"), min_size=1, max_size=14)
+
+
+@given(st.lists(st.tuples(names, st.floats(80, 800), st.floats(20, 400)), min_size=1, max_size=8))
+def test_labels_of_points_cover_each_other_as_little_as_can_be(points: Any) -> None:
+    """Never more than if each stood to the right of its point; and not at all where points lie apart."""
+    shifts = place_labels([name for name, _, _ in points], [(x, y) for _, x, y in points], [])
+    assert len(shifts) == len(points)
+    apart = [(name, 100.0 + 10 * index, 100.0 + 60 * index) for index, (name, _, _) in enumerate(points[:6])]
+    boxes = []
+    for (name, x, y), (dx, dy) in zip(
+        apart, place_labels([n for n, _, _ in apart], [(x, y) for _, x, y in apart], []), strict=True
+    ):
+        half = len(name) * LETTER_PX / 2
+        boxes.append((x + dx - half, y + dy - 9, x + dx + half, y + dy + 9))
+    assert not any(common_area(a, b) for i, a in enumerate(boxes) for b in boxes[:i])

@@ -1,0 +1,212 @@
+"""Exposed communication: traces worked out by hand, and an independent computation on a grid of microseconds."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from analysis.metrics.exposure import bus_factor, exposure
+from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
+from analysis.traces.matching import KEY, clock_offsets
+from analysis.traces.timeline import RankTimeline
+from tests.traces import cpu_trace, cuda_trace, event, timeline_of
+
+PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
+
+
+def timeline(
+    rank: int,
+    steps: list[Any],
+    compute: list[Any],
+    calls: list[Any],
+    copies: list[Any] | None = None,
+    world_size: int = 2,
+) -> RankTimeline:
+    """Made of pairs of times in us; `calls` are (kind, bytes, start, end), issued in this order.
+
+    A call may have two members more: the name of its group, and the group's size."""
+    kernels = [("compute", "0", "mm", start, end, start) for start, end in compute]
+    kernels += [("memory", "1", "copy", start, end, start) for start, end in copies or []]
+    kernels += [("communication", "2", "x", start, end, start) for _, _, start, end, *_ in calls]
+    rows = [
+        (kind, start, end, size, *(group or (EVERYBODY, world_size)), "float", "2", start)
+        for kind, size, start, end, *group in calls
+    ]
+    numbered = [(number, start, end) for number, (start, end) in enumerate(steps)]
+    return RankTimeline(
+        rank=rank,
+        world_size=world_size,
+        kind="cpu",
+        path=Path("trace"),
+        steps=pd.DataFrame(numbered, columns=["number", "start", "end"]),
+        phases=pd.DataFrame([("backward", 0.0, 50.0)], columns=["name", "start", "end"]),
+        kernels=pd.DataFrame(kernels, columns=["lane", "stream", "name", "start", "end", "launch"]),
+        collectives=pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES),
+    )
+
+
+@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+def test_a_trace_worked_out_by_hand(make: Any) -> None:
+    """Docstring of `cpu_trace`: a step of 999 us with 500 of compute and 300 of communication, 100 of it under compute.
+    Both ranks arrive together, so all that is exposed is transfer; 299 us are idle."""
+    found = exposure([timeline_of(make(rank), rank) for rank in range(2)])
+    for row in found.steps.to_dict("records"):
+        assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, 0.299])
+    for row in found.collectives.to_dict("records"):
+        assert (row["wait_ms"], row["transfer_ms"], row["exposed_ms"]) == pytest.approx((0, 0.3, 0.2))
+        assert row["lateness_ms"] == 0
+        if make is cpu_trace:
+            assert row["bytes"] == 4000 and row["algbw_gbps"] == row["busbw_gbps"] == pytest.approx(4000 / 300 / 1000)
+            assert row["after_backward_ms"] == pytest.approx(-0.19)
+
+
+def test_waiting_is_laid_to_the_late_rank() -> None:
+    """Rank 1 arrives at 80; rank 0 is there from 20 on and computes until 40. Both end at 100.
+
+    On rank 0, 20 us are hidden, then 40 us are waiting and 20 transfer. Rank 1 computes until 80: only transfer."""
+    first = timeline(0, [(0, 120)], [(0, 40)], [("all_reduce", 2000, 20, 100)])
+    second = timeline(1, [(0, 120)], [(0, 80)], [("all_reduce", 2000, 80, 100)])
+    found = exposure([first, second])
+    assert found.steps[PARTS].to_numpy().tolist() == [
+        pytest.approx([0.04, 0.04, 0.02, 0, 0.02]),
+        pytest.approx([0.08, 0, 0.02, 0, 0.02]),
+    ]
+    rows = found.collectives.set_index("rank")
+    assert rows["late_rank"].tolist() == [1, 1] and rows["lateness_ms"].tolist() == pytest.approx([0.06, 0.06])
+    assert rows["wait_ms"].tolist() == pytest.approx([0.06, 0]) and rows["transfer_ms"].tolist() == [0.02, 0.02]
+    assert rows["exposed_wait_ms"].tolist() == pytest.approx([0.04, 0])
+    assert rows["algbw_gbps"].tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_of_two_under_way_the_first_issued_is_to_blame() -> None:
+    calls = [("all_reduce", 8, 10, 50), ("all_reduce", 8, 20, 70)]
+    found = exposure([timeline(rank, [(0, 100)], [(0, 15)], calls) for rank in range(2)])
+    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.035, 0.02] * 2)
+
+
+def test_clocks_of_two_hosts_are_aligned() -> None:
+    """Rank 1's clock is 5 ms ahead; on one clock, it is 10 us late in each of three all-reduces, which end together."""
+    calls = [("all_reduce", 8, start, start + 60) for start in (100, 200, 300)]
+    ahead = [("all_reduce", 8, 5010 + start, 5060 + start) for _, _, start, _ in calls]
+    found = exposure([timeline(0, [(0, 400)], [(0, 90)], calls), timeline(1, [(5000, 5400)], [(5000, 5090)], ahead)])
+    assert found.clocks["offset_ms"].tolist() == [0, 5] and found.clocks["residual_ms"].tolist() == [0, 0]
+    assert found.collectives["late_rank"].eq(1).all()
+    assert found.collectives.groupby("rank")["wait_ms"].max().tolist() == pytest.approx([0.01, 0])
+
+
+def test_ends_that_scatter_are_no_difference_of_clocks() -> None:
+    rng = np.random.default_rng(0)
+    ends = rng.normal(0, 1000, size=(2, 40)) + 1e6 * np.arange(40)
+    calls = pd.DataFrame(
+        [(rank, 0, EVERYBODY, place, "all_reduce", ends[rank, place]) for rank in range(2) for place in range(40)],
+        columns=["rank", *KEY, "kind", "end"],
+    )
+    assert clock_offsets(calls, [0, 1])["offset_ms"].tolist() == [0, 0]
+
+
+def test_what_ranks_do_not_share_is_not_split() -> None:
+    """At one place they differ in kind, and at one in size: no last arrival, so no wait is claimed."""
+    calls = [("all_reduce", 8, 10, 20), ("broadcast", 8, 30, 40), ("all_reduce", 8, 50, 60)]
+    other = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 30, 40), ("all_reduce", 16, 50, 60)]
+    found = exposure([timeline(rank, [(0, 100)], [(0, 5)], each) for rank, each in enumerate((calls, other))])
+    known = found.collectives["wait_ms"].notna()
+    told = ["late_rank", "lateness_ms", "transfer_ms", "exposed_wait_ms", "done_after_ms", "algbw_gbps", "busbw_gbps"]
+    assert found.collectives.loc[known, told].notna().all(axis=None)
+    assert found.collectives.loc[~known, told].isna().all(axis=None) and (~known).sum() == 4
+    assert found.collectives.loc[known, "sequence"].tolist() == [0, 0]
+    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.01] * 6)
+
+
+def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
+    """Rank 1's second call of step 0 is missing: nobody can tell which is whose there; step 1 is whole."""
+    calls = [("all_reduce", size, start, start + 10) for size, start in ((8, 10), (8, 30), (8, 50), (8, 110), (8, 130))]
+    both = [calls, [call for call in calls if call[2] != 30]]
+    found = exposure([timeline(rank, [(0, 100), (100, 200)], [(0, 5)], each) for rank, each in enumerate(both)])
+    assert found.collectives.groupby("step")["wait_ms"].apply(lambda waits: waits.notna().all()).tolist() == [
+        False,
+        True,
+    ]
+    assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
+
+
+def test_kernels_launched_before_the_first_step_are_no_idle_time() -> None:
+    """One launched before the window, and one whose launch was not recorded, run from 0 to 60 and from 70 to 90."""
+    trace = cuda_trace()
+    trace["traceEvents"] += [
+        event("cuda_runtime", "cudaLaunchKernel", -500, 4, correlation=77),
+        event("kernel", "late", 0, 60, tid=7, stream=7, correlation=77),
+        event("kernel", "lost", 70, 20, tid=7, stream=7, correlation=78),
+    ]
+    first, second = exposure([timeline_of(trace)]).steps.to_dict("records")
+    assert first["compute_ms"] - second["compute_ms"] == pytest.approx(0.08)
+    assert second["idle_ms"] - first["idle_ms"] == pytest.approx(0.08)
+
+
+def test_where_ranks_are_missing_nobody_is_called_late() -> None:
+    """Two of three ranks, whose world the traces give as three; and two whose third file could not be read."""
+    calls = [("all_reduce", 8, 10, 20)]
+    for world_size, is_complete in ((3, True), (2, False)):
+        made = [timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=world_size) for rank in range(2)]
+        found = exposure(made, is_complete).collectives
+        assert found[["late_rank", "wait_ms", "busbw_gbps"]].isna().all(axis=None) and len(found) == 2
+
+
+def test_a_rank_that_communicates_nothing() -> None:
+    found = exposure([timeline(0, [(0, 100)], [(0, 60)], [])])
+    assert found.collectives.empty and found.steps[PARTS].iloc[0].tolist() == pytest.approx([0.06, 0, 0, 0, 0.04])
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)]
+)
+def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
+    assert bus_factor(kind, 4) == factor
+    assert np.isnan(bus_factor("all_reduce", float("nan")))
+
+
+spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda s: (s[0], s[0] + s[1])), max_size=6)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(spans, spans, spans), min_size=2, max_size=3), st.integers(1, 60))
+def test_parts_against_a_grid(ranks: list[Any], cut: int) -> None:
+    """Each microsecond of two steps is given to one part by the definition, one by one."""
+    fewest = min(len(calls) for _, calls, _ in ranks)
+    steps = [(0, cut), (cut, 90)]
+    made = []
+    for rank, (compute, calls, copies) in enumerate(ranks):
+        calls = sorted(calls)[:fewest]
+        made.append(timeline(rank, [(0, 90)], compute, [("broadcast", 8, *span) for span in calls], copies, len(ranks)))
+    made = [
+        dataclasses.replace(
+            t, steps=pd.DataFrame([(n, *span) for n, span in enumerate(steps)], columns=["number", "start", "end"])
+        )
+        for t in made
+    ]
+    found = exposure(made)
+    assert found.steps[PARTS].sum(axis="columns").tolist() == pytest.approx(found.steps["step_ms"].tolist())
+    waits = {(row.rank, row.step, row.sequence): row.wait_ms for row in found.collectives.itertuples()}
+    for rank, t in enumerate(made):
+        busy, copied = covered(t.intervals("compute")), covered(t.intervals("memory"))
+        waiting, moving = set(), set()
+        for step, (begin, end) in enumerate(steps):
+            inside = t.collectives[t.collectives["issued"].between(begin, end - 1)]
+            for place, call in enumerate(inside.sort_values("issued", kind="stable").itertuples()):
+                wait = waits[(rank, step, place)]
+                arrived = call.start + (0 if np.isnan(wait) else round(1000 * wait))
+                waiting |= covered([(call.start, arrived)]) - moving - busy
+                moving |= covered([(arrived, call.end)]) - waiting - busy
+        for step, (begin, end) in enumerate(steps):
+            cells = covered([(begin, end)])
+            parts = [busy, waiting, moving, copied - busy - waiting - moving]
+            row = found.steps[(found.steps["rank"] == rank) & (found.steps["step"] == step)].iloc[0]
+            assert [row[part] for part in PARTS[:4]] == pytest.approx([len(part & cells) / 1000 for part in parts])
+
+
+def covered(pairs: Any) -> set[int]:
+    return {cell for start, end in pairs for cell in range(int(start), int(end))}

@@ -1,0 +1,403 @@
+"""Pages in a browser: what a reader sees, by mouse and by keyboard, in both themes, and that nothing foreign runs."""
+
+import csv
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from analysis.columns import Column
+from analysis.comparison.compare import keep
+from analysis.metrics.holistic import HolisticFigures
+from analysis.report.compare_page import Compared, write_comparison
+from analysis.report.many_ranks import representatives
+from analysis.report.page import Section, drawing, readable, render, table
+from analysis.report.summary_page import lanes_section, write_summary
+from analysis.summary import analyse_window
+from analysis.traces.finding import Window, find_windows
+from analysis.traces.timeline import RankTimeline
+from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
+LARGEST_PAGE = 6_000_000
+HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"</script><!--\x00\x1b\u202e{{ 7 * 7 }}%{x}"""
+RUN_ID = "20261121-093000-0001"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+Opener = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser_pages(browser: Browser) -> Iterator[tuple[Opener, list[str]]]:
+    """Opens each page once, and collects what it complains of and what it asks the network for."""
+    complaints: list[str] = []
+    pages: dict[str, Page] = {}
+
+    def opened(path: Path, **options: Any) -> Page:
+        key = f"{path} {options}"
+        if key not in pages:
+            page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}).new_page()
+            page.on("console", lambda message: complaints.append(message.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
+            page.on(
+                "request", lambda request: None if request.url[:4] == "file" else complaints.append(request.url[:99])
+            )
+            page.goto(path.as_uri())
+            page.wait_for_selector("html[data-drawn]", timeout=60_000)
+            pages[key] = page
+        return pages[key]
+
+    yield opened, complaints
+
+
+@pytest.fixture
+def open_page(browser_pages: tuple[Opener, list[str]]) -> Iterator[Opener]:
+    """`open_page(path, **options of a browser context)`; the test fails if a page complains or asks the network."""
+    opened, complaints = browser_pages
+    yield opened
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reports on a hand-made run of two ranks, with a kernel of a hostile name, and a comparison."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    def make(rank: int) -> dict[str, Any]:
+        trace = cpu_trace(rank)
+        trace["traceEvents"] += [
+            event("cpu_op", HOSTILE * 10_000, 1450.0, 30),
+            event("cpu_op", "aten::short", 1720.0, 5),
+        ]
+        return trace
+
+    trace_dir = write_run(folder / "profile" / "x", make, RUN_ID)
+    content = record("x", 0.2) | {"run_id": RUN_ID}
+    content["memory"][0]["timeline"]["where"][1] = HOSTILE
+    write(trace_dir / f"{RUN_ID}.run.json", content)
+    (window,) = find_windows(trace_dir)
+    analysis = analyse_window(window)
+    write_summary(analysis, HOSTILE, folder)
+    records = {"pytorch_ddp": record("pytorch_ddp", 0.2), "other": record("other", 0.1)}
+    write_comparison(Compared(records, {"other": keep(analysis)}, "pytorch_ddp", [], []), folder)
+    return folder
+
+
+ROWS = pd.DataFrame({"name": ["b", "a", "c", "d"], "size": [9.0, float("nan"), 10.0, 9.0]})
+COLUMNS = {"name": Column("name", "", "who"), "size": Column("size", "MiB", "how much it holds", 0.5)}
+
+
+@pytest.fixture(scope="module")
+def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of the parts alone, as any author makes it."""
+    figure = go.Figure(go.Bar(x=[1, 2], y=[3, 4], name=HOSTILE, hovertemplate=HOSTILE))
+    sections = [
+        Section("Sizes", table=table("sizes", ROWS, COLUMNS), figure=drawing(figure)),
+        Section(HOSTILE, HOSTILE),
+    ]
+    path = tmp_path_factory.mktemp("small") / "page.html"
+    path.write_text(render(HOSTILE, [HOSTILE], sections, banner=f"Incomplete: rank 1 {HOSTILE}"))
+    return path
+
+
+def order(page: Page, of_table: str, column: str) -> list[str]:
+    cells = page.locator(f"#{of_table} tbody td[data-column='{column}']")
+    return [cell.get_attribute("data-value") or "" for cell in cells.all()]
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    [("summary.html", "light", 1280), ("summary.html", "dark", 390), ("compare.html", "light", 1280)],
+)
+def test_pages_fit_and_draw_every_figure_where_it_stays(
+    folder: Path, open_page: Opener, name: str, scheme: str, width: int
+) -> None:
+    viewport = {"viewport": {"width": width, "height": 800}} if width < 1280 else {}
+    page = open_page(folder / name, color_scheme=scheme, **viewport)
+    assert page.locator("html").get_attribute("data-theme") == scheme
+    figures = page.locator(".plot").count()
+    assert figures >= 5 and page.locator(".plot .main-svg:first-of-type").count() >= figures
+    assert page.locator("html").evaluate("root => root.scrollWidth") == width
+    shifts = """() => new Promise(done => {
+        new PerformanceObserver(list => done(list.getEntries().reduce((sum, shift) => sum + shift.value, 0)))
+            .observe({type: 'layout-shift', buffered: true});
+        setTimeout(() => done(0), 200);
+    })"""
+    assert page.evaluate(shifts) < 0.001
+    levels = [int(heading.evaluate("heading => heading.tagName[1]")) for heading in page.locator("h1, h2, h3").all()]
+    assert levels[0] == 1 and set(levels[1:]) == {2}
+    unnamed = page.locator(".plot:not([aria-label]), [role=region]:not([aria-label]), html:not([lang])")
+    assert unnamed.count() == 0 and page.locator("main").count() == 1
+    assert (folder / name).stat().st_size < LARGEST_PAGE
+
+
+CONTRAST = """() => {
+    const light = text => {
+        const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const under = element => {
+        for (let at = element; at; at = at.parentElement) {
+            const colour = getComputedStyle(at).backgroundColor;
+            if (!/, 0\\)$/.test(colour)) return colour;
+        }
+    };
+    const chosen = 'h1, h2, p, a:not(.skip), button, small, td, li, code, .xtick text, .ytick text, .legendtext';
+    const ratios = [...document.querySelectorAll(chosen)].filter(e => !e.closest('[hidden]')).map(element => {
+        const style = getComputedStyle(element);
+        const colour = element.closest('svg') ? style.fill : style.color;
+        const [less, more] = [light(colour), light(under(element))].sort((a, b) => a - b);
+        return (more + 0.05) / (less + 0.05);
+    });
+    return Math.min(...ratios);
+}"""
+
+
+@needs_browser
+def test_the_theme_is_chosen_by_keyboard_remembered_and_followed_by_figures(folder: Path, open_page: Opener) -> None:
+    """In each theme text has a contrast of at least 4.5 (WCAG 2.2, 1.4.3)."""
+    page = open_page(folder / "summary.html", color_scheme="light")
+    paper = "() => document.querySelector('.plot').layout.template.layout.paper_bgcolor"
+    idle = "() => document.querySelector('.plot').data.find(trace => trace.name === 'idle').marker.color"
+    light = page.evaluate(paper), page.evaluate(idle)
+    assert page.evaluate(CONTRAST) >= 4.5
+    page.get_by_role("button", name="Theme").press("Enter")
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    dark = page.evaluate(paper), page.evaluate(idle)
+    assert light[0] == "#ffffff" and len({*light, *dark}) == 4 and page.evaluate(CONTRAST) >= 4.5
+    page.reload()
+    page.wait_for_selector("html[data-drawn]")
+    assert page.locator("html").get_attribute("data-theme") == "dark" and page.evaluate(paper) == dark[0]
+    page.get_by_role("button", name="Theme").click()
+    assert page.locator("html").get_attribute("data-theme") == "light" and page.evaluate(paper) == light[0]
+
+
+@needs_browser
+def test_print_is_light_and_whole(folder: Path, open_page: Opener) -> None:
+    page = open_page(folder / "summary.html", color_scheme="dark", viewport={"width": 390, "height": 800})
+    widths = "() => [...document.querySelectorAll('.main-svg')].map(svg => +svg.getAttribute('width'))"
+    page.emulate_media(media="print")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
+    assert set(page.evaluate(widths)) == {700}
+    assert not page.locator("#theme, nav, .zoom").filter(visible=True).count()
+    assert page.locator(".scroll").first.evaluate("box => getComputedStyle(box).overflowX") == "visible"
+    page.emulate_media(media="screen", color_scheme="dark")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert min(page.evaluate(widths)) < 390
+
+
+@needs_browser
+def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opener) -> None:
+    page = open_page(small_page)
+    heading = page.get_by_role("columnheader", name="size")
+    heading.get_by_role("button").click()
+    assert order(page, "sizes", "name") == ["b", "d", "c", "a"], "by number, ties as they were, the unknown last"
+    assert heading.get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Enter")
+    assert order(page, "sizes", "name") == ["c", "b", "d", "a"] and heading.get_attribute("aria-sort") == "descending"
+    page.get_by_role("columnheader", name="name").get_by_role("button").press("Space")
+    assert order(page, "sizes", "name") == ["a", "b", "c", "d"] and heading.get_attribute("aria-sort") == "none"
+    assert order(page, "sizes", "size") == ["", "9.0", "10.0", "9.0"]
+
+
+@needs_browser
+def test_headings_say_what_they_mean_by_mouse_keyboard_and_touch(small_page: Path, open_page: Opener) -> None:
+    page = open_page(small_page)
+    tip, button = page.get_by_role("tooltip"), page.get_by_role("columnheader", name="size").get_by_role("button")
+    page.get_by_role("columnheader", name="name").get_by_role("button").focus()
+    page.keyboard.press("Tab")
+    expect(tip).to_have_text("size, MiB: how much it holds")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    page.locator("#sizes tbody td").nth(1).hover()
+    expect(tip).to_have_text("size, MiB: how much it holds")
+    assert page.locator(f"#{button.get_attribute('aria-describedby')}").text_content() == "how much it holds"
+    phone = open_page(small_page, has_touch=True, is_mobile=True, viewport={"width": 390, "height": 800})
+    phone.get_by_role("columnheader", name="size").get_by_role("button").tap()
+    expect(phone.get_by_role("tooltip")).to_be_visible()
+
+
+@needs_browser
+def test_everything_is_reached_by_keyboard(small_page: Path, open_page: Opener) -> None:
+    page = open_page(small_page)
+    page.reload()
+    reached = []
+    for _ in range(7):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.innerText.trim().split('\\n')[0]"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", reached
+    assert reached[:3] == ["Skip to the figures", "Theme: light", "Sizes"]
+    assert reached[4:7] == ["name", "name", "size"], "the box that scrolls, and both headings"
+    page.locator("nav a").first.press("Enter")
+    assert page.url.endswith("#s1") and page.locator("section#s1 h2").text_content() == "Sizes"
+    assert page.get_by_role("note").text_content().startswith("Incomplete: rank 1 <script>")
+
+
+@needs_browser
+def test_lanes_zoom_to_a_kernel(folder: Path, open_page: Opener) -> None:
+    """The all-reduce of step 6 runs from 600 to 900 us, `aten::short` from 720 to 725 us."""
+    page = open_page(folder / "summary.html", color_scheme="light")
+    plot = page.locator(".plot").first
+    bars = plot.evaluate("""plot => plot.data.flatMap(trace => trace.y.map((lane, at) =>
+        [lane, trace.text[at], trace.base[at], trace.x[at]])).filter(bar => bar[1])""")
+    assert ["rank 0 kernels 1", "aten::short", 0.72, 0.005] in bars
+    assert ["rank 1 collectives 1", "gloo:all_reduce", 0.6, 0.3] in bars
+    span = "plot => plot.layout.xaxis.range[1] - plot.layout.xaxis.range[0]"
+    for _ in range(3):
+        page.get_by_role("button", name="Zoom in").press("Enter")
+    assert plot.evaluate(span) == pytest.approx(0.999 / 8)
+    assert page.locator(".zoom output").text_content() == "0.437 to 0.562 ms"
+    page.get_by_role("button", name="Later").press("Enter")
+    assert plot.evaluate("plot => plot.layout.xaxis.range[0]") == pytest.approx(0.4371 + 0.0624, abs=1e-3)
+    page.get_by_role("button", name="Whole step").click()
+    assert plot.evaluate("plot => plot.layout.xaxis.range") == pytest.approx([0, 0.999])
+    area = plot.locator(".nsewdrag").bounding_box()
+    assert area is not None
+    for place, act in ((0.71, page.mouse.down), (0.73, page.mouse.up)):
+        page.mouse.move(area["x"] + area["width"] * place / 0.999, area["y"] + area["height"] / 2, steps=5)
+        act()
+    assert plot.evaluate(span) == pytest.approx(0.02, abs=0.002)
+    row = plot.evaluate("plot => plot.layout.yaxis.categoryarray.indexOf('rank 0 kernels 1')")
+    lanes = plot.evaluate("plot => plot.layout.yaxis.categoryarray.length")
+    page.mouse.move(area["x"] + area["width"] * 0.6, area["y"] + area["height"] * (lanes - row - 0.5) / lanes, steps=5)
+    expect(plot.locator(".hoverlayer")).to_contain_text("aten::short")
+    expect(plot.locator(".hoverlayer")).to_contain_text("0.005 ms, from 0.720 ms")
+
+
+@needs_browser
+def test_figures_on_the_page_are_those_of_the_csv(folder: Path, open_page: Opener) -> None:
+    for name, tables in (("summary", ["time", "collectives", "memory"]), ("compare", ["speed"])):
+        page = open_page(folder / f"{name}.html", color_scheme="light")
+        with (folder / f"{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        compared = 0
+        for of_table in tables:
+            for column in rows[0]:
+                if shown := order(page, of_table, column):
+                    assert shown == [row[column] for row in rows], column
+                    compared += 1
+        assert compared > 5
+
+
+@needs_browser
+def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opener) -> None:
+    """`open_page` fails on any dialog, error or request."""
+    for page in (open_page(folder / "summary.html", color_scheme="light"), open_page(small_page)):
+        assert page.locator("h1").text_content().startswith("<script>alert(1)</script><img")
+        assert "\x1b" not in page.content() and "\u202e" not in page.content()
+        assert page.locator("img, main a[href^=javascript]").count() == 0
+    assert (folder / "summary.html").stat().st_size < LARGEST_PAGE
+
+
+def test_readable() -> None:
+    assert readable("a\x00b\ud800c\u202ed\tè\n") == "a\ufffdb\ufffdc\ufffdd\tè\n"
+    assert readable("x" * 2_000_000) == "x" * 119 + "…" and readable("x" * 120) == "x" * 120
+
+
+def test_the_slowest_is_not_who_waits() -> None:
+    """Rank 0 waits 8 of its 10 ms; rank 2 waits for nobody."""
+    steps = pd.DataFrame({"rank": [0, 1, 2], "step_ms": [10.0, 10.0, 9.0], "exposed_wait_ms": [8.0, 5.0, 0.0]})
+    assert representatives(steps, most=2) == {0: "fastest", 1: "median", 2: "slowest"}
+    assert representatives(steps) == {0: "", 1: "", 2: ""}
+
+
+RANKS = 64
+
+
+def without_hta(timelines: list[RankTimeline], *_: Any) -> HolisticFigures:
+    """Any figures: what HTA says of 64 ranks is of no concern here, and takes long."""
+    ranks = [timeline.rank for timeline in timelines]
+    parts = {"compute_us": 1000.0, "non_compute_us": 400.0, "idle_us": 600.0, "total_us": 2000.0}
+    kernels = {"kernel_type": "COMPUTATION", "name": "aten::mm", "total_us": 1.0, "mean_us": 1.0, "max_us": 1.0}
+    overlap = pd.DataFrame({"rank": ranks, "overlap_pct": [float(rank) for rank in ranks]})
+    return HolisticFigures(pd.DataFrame({"rank": ranks} | parts), overlap, pd.DataFrame([{"rank": 0} | kernels]))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 ranks: the later a rank, the longer its second operator and the later it arrives; rank 63 is the slowest."""
+    folder = tmp_path_factory.mktemp("many")
+
+    def make(rank: int) -> dict[str, Any]:
+        trace = cpu_trace(rank, RANKS)
+        for each in trace["traceEvents"]:
+            if each["name"] == "aten::add_":
+                each["dur"] = 100 + rank
+            if each["name"] == "gloo:all_reduce":
+                each["ts"], each["dur"] = each["ts"] + rank, each["dur"] - rank
+        return trace
+
+    files = {}
+    for rank in range(RANKS):
+        files[rank] = write(folder / f"rank_{rank}" / f"{RUN_ID}.step7.pt.trace.json.gz", make(rank))
+    content = record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID}
+    content["memory"] = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
+    write(folder / f"{RUN_ID}.run.json", content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("analysis.summary.holistic_figures", without_hta)
+        write_summary(analyse_window(Window(RUN_ID, 7, files)), "x", folder / "reports")
+    return folder / "reports"
+
+
+@needs_browser
+def test_many_ranks_are_three_ranks_and_their_spread(many: Path, open_page: Opener) -> None:
+    page = open_page(many / "summary.html")
+    assert (many / "summary.html").stat().st_size < LARGEST_PAGE and len(pd.read_csv(many / "summary.csv")) == RANKS
+    expect(page.locator("section").first).to_contain_text("rank 0 (fastest), rank 32 (median), rank 63 (slowest)")
+    heat = page.locator(".plot").first.evaluate("plot => plot.data.map(map => [map.z.length, map.z[0].length])")
+    assert heat == [[RANKS, 2], [RANKS, 2]]
+    waits = page.locator(".plot").first.evaluate("plot => plot.data[1].z.map(row => row[0])")
+    assert waits == pytest.approx([(63 - rank) / 1000 for rank in range(RANKS)])
+    for of_table, rows in (("time", 3), ("exposure", 3), ("late", 3), ("memory", 3 * 7), ("collectives", 3)):
+        assert page.locator(f"#{of_table} tbody tr").count() == rows, of_table
+        assert page.locator(f"#{of_table} tfoot tr").count() == rows, of_table
+    states = page.locator("#memory tfoot tr", has_text="all states")
+    shown = [row.locator("td").nth(2).get_attribute("data-value") for row in states.all()]
+    held = pd.read_csv(many / "summary.csv")["model_states_bytes"]
+    assert [float(value or "nan") for value in shown] == [held.min(), held.median(), held.max()]
+    lanes = page.locator(".plot").nth(1).evaluate("plot => [...new Set(plot.data.flatMap(trace => trace.y))]")
+    assert {lane.split()[1] for lane in lanes} == {"0", "32", "63"}
+
+
+@needs_browser
+def test_many_kernels_stay_light(tmp_path: Path, open_page: Opener) -> None:
+    """20,000 kernels a step, with gaps that must be bridged in steps, and 5,000 collectives, each on its own stream."""
+
+    def timeline(rank: int) -> RankTimeline:
+        events = [event("user_annotation", "ProfilerStep#5", 0.0, 2e6)]
+        for index in range(20_000):
+            name, stream = ("ncclDevKernel_AllReduce", 100 + index) if index % 4 == 0 else ("gemm" + "<float>" * 900, 7)
+            more = {"stream": stream, "correlation": index + 1}
+            events.append(event("cuda_runtime", "cudaLaunchKernel", index * 100.0, 1, correlation=index + 1))
+            events.append(event("kernel", name, index * 100.0 + 2, 40, tid=stream, **more))
+        return dataclasses.replace(
+            timeline_of({"traceEvents": events}, rank, True), path=tmp_path / f"rank_{rank}" / "t.json"
+        )
+
+    path = tmp_path / "page.html"
+    path.write_text(render("many kernels", [], [lanes_section([timeline(0), timeline(1)], 5)]))
+    assert path.stat().st_size < LARGEST_PAGE - 500_000, "room for the other sections"
+    page = open_page(path)
+    bars = page.locator(".plot").evaluate("plot => plot.data.reduce((sum, trace) => sum + trace.y.length, 0)")
+    assert 1200 < bars <= 4000 + 2400
+    lanes = page.locator(".plot").evaluate("plot => plot.layout.yaxis.categoryarray")
+    assert len(lanes) == 2 * (1 + 1 + 4), "compute, its kernels, and four of the streams"
+    expect(page.locator("main")).to_contain_text("of 40,000 kernels of the step")

@@ -1,0 +1,212 @@
+"""`scripts/doctor.py` as a user runs it: what it says first, exit codes, JSON, and inputs of every kind."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from scripts import doctor as script
+from tests.in_process import run_in_process
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "doctor"
+
+
+def doctor(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
+    return run_in_process(script, *arguments, stdin=stdin)
+
+
+def test_verdict_first_then_everything_to_act_on() -> None:
+    answer = doctor(str(DATA / "shm-full" / "2_26.log"))
+    assert answer.returncode == 3 and answer.stderr == ""
+    lines = answer.stdout.splitlines()
+    assert lines[0].startswith("Verdict: /dev/shm is too small or full") and lines[1] == "  certain; rule shm-full"
+    assert f"{DATA}/shm-full/2_26.log:1: [2026-04-22 21:34:20] worker-4" in lines[2]
+    order = [
+        "Why",
+        "Try",
+        "  NCCL_SHM_DISABLE: 1",
+        "      does: ",
+        "      costs: ",
+        "To confirm",
+        "Source",
+        "Looked at",
+    ]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(part)) for part in order]
+    assert places == sorted(places)
+
+
+def test_unknown_says_what_was_looked_at() -> None:
+    answer = doctor(str(DATA / "clean" / "nccl_2_21.log"))
+    assert answer.returncode == 0 and answer.stderr == ""
+    assert answer.stdout.startswith(
+        "Verdict: unknown.\nNo rule found anything wrong in NCCL's log of 2 ranks, 15 lines"
+    )
+
+
+def test_other_findings_after_the_verdict() -> None:
+    answer = doctor(str(DATA / "gpu-off-the-bus" / "no_xid_and_timeout.log"))
+    first, rest = answer.stdout.split("Found as well")
+    assert (
+        "rule gpu-off-the-bus" in first and "rule watchdog-timeout" in rest and "docs/hangs.md#watchdog-timeout" in rest
+    )
+
+
+def test_topology_from_standard_input_is_drawn() -> None:
+    topology = (DATA / "socket-despite-infiniband" / "with_topology" / "topology.txt").read_bytes()
+    answer = doctor("-", stdin=topology)
+    assert answer.returncode == 0 and "standard input: topology of 2 GPUs" in answer.stdout
+    assert re.search(r"^GPU0 +X +NV18 +PIX +SYS +0 *$", answer.stdout, re.MULTILINE)
+    assert "GPU1: nearest network card mlx5_bond_0" in answer.stdout
+    assert "pairs across NUMA nodes, over PCIe: none" in answer.stdout
+
+
+def test_a_matrix_wider_than_the_terminal_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GPUs and 8 cards: every row with its name and all its links."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [*(f"GPU{index}" for index in range(16)), *(f"mlx5_{index}" for index in range(8))]
+    rows = ["\t" + "\t".join(names)]
+    for one in names:
+        rows.append("\t".join([one, *(" X " if one == other else "NV18" for other in names)]))
+    answer = doctor("-", stdin="\n".join(rows).encode())
+    for one in names:
+        (row,) = re.findall(rf"^{one} .*$", answer.stdout, re.MULTILINE)
+        assert row.split() == [one, *("X" if one == other else "NV18" for other in names)]
+
+
+def test_json_has_what_the_page_documents() -> None:
+    answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
+    content = json.loads(answer.stdout)
+    assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
+    fields = {*content, *content["findings"][0], *content["findings"][0]["evidence"][0]}
+    assert fields <= set(re.findall(r"`(\w+)`", section))
+    assert content["topologies"][0]["nearest_nics"] == {"GPU0": ["mlx5_0"], "GPU1": ["mlx5_bond_0"]}
+    assert content["processes"][0]["transports"] == {"0-8": ["NET/Socket"]}
+    assert json.loads(doctor("--json", str(DATA / "clean" / "gloo.log")).stdout)["verdict"] == "unknown"
+
+
+def test_every_flag_is_documented() -> None:
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
+    documented = re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE)
+    actions = script.build_parser()._actions
+    assert sorted(documented) == sorted(
+        action.option_strings[-1] for action in actions if action.option_strings[1:] == [] and action.option_strings
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "nothing to look at; name files or folders, - for standard input, or --live"),
+        (["--live", "--ranks", "-1"], "-1: must be 0 or more"),
+        (["--live", "--ranks", "1"], "--ranks 1: one rank has no pair; give 2 or more"),
+        (["--sized", "1"], "unrecognized arguments"),
+        (["--live", "--timeout", "0"], "must be a number above 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = doctor(*arguments)
+    assert answer.returncode == 2 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("empty.log", b" \n\n", ": empty"),
+        ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
+        ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
+        ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
+        ("log.gz", gzip.compress(b"NCCL INFO"), ": compressed; unpack it first"),
+        ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
+        ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
+        ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),
+        ("topo.txt", b"\tGPU0\tGPU1\nGPU0\t X \tSYS\n", ":1: the header names GPU1, but no row of it follows"),
+    ],
+)
+def test_hostile_files_are_one_line(name: str, content: bytes, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    answer = doctor(str(path))
+    assert answer.returncode == 1 and answer.stderr == f"error: {path}{answer.stderr.split(str(path), 1)[1]}"
+    assert expected in answer.stderr and answer.stderr.count("\n") == 1 and "Traceback" not in answer.stderr
+
+
+def test_a_truncated_log_with_a_huge_line_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(b"loss 0.1\r" * 200_000 + b"\n\xff\xfe" + (DATA / "memlock" / "2_19.log").read_bytes()[:110])
+    answer = doctor(str(path))
+    assert answer.returncode == 3 and "rule memlock" in answer.stdout and f"{path}:2: " in answer.stdout
+
+
+def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None:
+    path = tmp_path / "evil.log"
+    path.write_text("h:1:1 [0] NCCL WARN \x1b]0;title\x07\x1b[2J\x9b31m\u202eDuplicate GPU detected [bold]x[/bold]\n")
+    answer = doctor(str(path))
+    assert answer.returncode == 3 and "Duplicate GPU detected [bold]x[/bold]" in answer.stdout
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
+
+
+@pytest.mark.parametrize("arguments", [["--rules"], ["--json", "x"]])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+    """As `| head` does."""
+    (tmp_path / "x").write_bytes((DATA / "memlock" / "2_19.log").read_bytes())
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
+    answer = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert answer.returncode == 1 and answer.stderr == ""
+
+
+def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
+    """As a shell makes one of <(dmesg)."""
+    os.mkfifo(tmp_path / "pipe")
+    content = (DATA / "memlock" / "2_19.log").read_bytes()
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,), daemon=True)
+    writer.start()
+    answer = doctor(str(tmp_path / "pipe"))
+    assert answer.returncode == 3 and "rule memlock" in answer.stdout
+
+
+def test_a_record_of_another_editor_is_read(tmp_path: Path) -> None:
+    record = {"version": 1, "rank": 3, "world_size": 4, "step": 1, "entries": []}
+    (tmp_path / "a.flight.json").write_text(json.dumps(record), encoding="utf-8-sig")
+    assert "flight recorder of rank 3" in doctor(str(tmp_path / "a.flight.json")).stdout
+
+
+def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
+    """As a run leaves it: what is of no use is passed over, and said nothing about."""
+    folder = tmp_path / "profile" / "zero3"
+    (folder / "rank_0").mkdir(parents=True)
+    (folder / "rank_0" / "20261121-093000-1f2e.step8.pt.trace.json.gz").write_bytes(gzip.compress(b"{}"))
+    (folder / "notes.json").write_text("{}")
+    for rank in (0, 1, 2):
+        name = f"20261121-093000-1f2e.rank_{rank}.flight.json"
+        (folder / name).write_bytes((DATA / "rank-behind" / "own" / name).read_bytes())
+    answer = doctor(str(tmp_path / "profile"))
+    assert answer.returncode == 3 and answer.stderr == "" and "rank 1 never issued it" in answer.stdout
+    (tmp_path / "nothing").mkdir()
+    answer = doctor(str(tmp_path / "nothing"))
+    assert answer.returncode == 1 and "no log, topology, run record or flight-recorder dump in it" in answer.stderr
+
+
+def test_found_and_a_file_that_is_missing() -> None:
+    answer = doctor("missing.log", str(DATA / "memlock" / "2_19.log"))
+    assert answer.returncode == 3 and answer.stderr == "error: missing.log: no such file or folder\n"
+
+
+def test_help_and_reading_need_no_torch() -> None:
+    path = DATA / "clean" / "gloo.log"
+    code = f"import runpy, sys; sys.argv = ['doctor.py', '{path}']\n"
+    code += "try: runpy.run_path('scripts/doctor.py', run_name='__main__')\n"
+    code += "except SystemExit: print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.endswith("False\n"), answer.stderr

@@ -1,0 +1,115 @@
+"""NCCL's logs of all generations as facts."""
+
+from pathlib import Path
+
+import pytest
+
+from doctor.inputs import read_inputs
+from doctor.nccl_log import Process, differences, read_processes
+from doctor.texts import to_text
+
+CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
+
+
+def read(*names: str) -> list[Process]:
+    return read_inputs([str(CLEAN / name) for name in names]).facts.processes
+
+
+def parse(*lines: str) -> list[Process]:
+    return read_processes([to_text("log", "\n".join(lines).encode())])
+
+
+def test_2_4() -> None:
+    zero, one = read("nccl_2_4.log")
+    assert (zero.rank, zero.world_size, zero.version, zero.interface, zero.is_ready) == (0, 2, "2.4.8", "eth0", True)
+    assert dict(zero.transports[0, 1]) == {"SHM": 1} and dict(one.transports[1, 0]) == {"P2P/IPC": 1}
+    assert len(zero.warnings) == 1 and one.rank == 1
+
+
+def test_2_10_under_mpirun() -> None:
+    zero, one = read("nccl_2_10.log")
+    assert [process.host for process in (zero, one)] == ["n1", "n2"]
+    assert (zero.version, zero.fabric, zero.gdr, zero.interface) == ("2.10.3", "InfiniBand", True, "bond0")
+    assert zero.address == "10.0.0.1" and zero.used("NET/IB") and "mlx5_1:1/IB" in (zero.cards or "")
+
+
+def test_2_21() -> None:
+    zero, one = read("nccl_2_21.log")
+    assert (zero.version, zero.network, zero.fabric) == ("2.21.5", "Socket", "Socket")
+    assert dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1} and dict(one.transports[1, 0]) == {"SHM": 1}
+    assert zero.devices == {0: "0", 1: "1"} and not zero.used("NET/") and zero.gdr is None
+
+
+def test_2_30_with_time_stamps() -> None:
+    (zero,) = read("nccl_2_30.log")
+    assert (zero.host, zero.rank, zero.world_size, zero.version) == ("node-11", 0, 16, "2.30.7")
+    assert (zero.fabric, zero.gdr) == ("RoCE", True)
+    assert dict(zero.transports[0, 8]) == {"NET/IB": 1} and dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1}
+
+
+def test_2_2_without_the_word_nccl() -> None:
+    (process,) = parse(
+        "gpu-103:18553:18553 [0] INFO NET : Using interface enp3s0:192.168.144.103<0>",
+        "gpu-103:18553:18553 [0] INFO Using internal Network Socket",
+        "NCCL version 2.2.13+cuda9.0",
+        "gpu-103:18553:18612 [0] INFO comm 0x7fa42c00a3b0 rank 0 nranks 2",
+        "gpu-103:18553:18611 [0] include/socket.h:371 WARN Connection closed by remote peer",
+    )
+    assert (process.interface, process.network, process.version, process.rank) == ("enp3s0", "Socket", "2.2.13", 0)
+    assert [line.number for line in process.warnings] == [5]
+
+
+@pytest.mark.parametrize(
+    ("line", "pair", "transport"),
+    [
+        ("Ring 00 : 3 -> 4 [receive] via NET/IB/0", (3, 4), "NET/IB"),
+        ("Ring 00 : 0[1a000] -> 1[1b000] via direct shared memory", (0, 1), "SHM"),
+        ("Channel 00 : 0[1b000] -> 1[1c000] via P2P/IPC", (0, 1), "P2P/IPC"),
+        ("Channel 00 : 0[1b000] -> 1[1c000] via P2P/direct pointer", (0, 1), "P2P/direct"),
+        ("Channel 01/0 : 0[0] -> 1[1] via SHM/direct/direct", (0, 1), "SHM"),
+        ("Channel 13/0 : 9[1] -> 8[0] via P2P/CUMEM/read", (9, 8), "P2P/CUMEM"),
+        ("Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/1", (0, 8), "NET/Socket"),
+        ("Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/1/GDRDMA", (0, 8), "NET/AWS"),
+    ],
+)
+def test_transports(line: str, pair: tuple[int, int], transport: str) -> None:
+    (process,) = parse(f"h:1:2 [0] NCCL INFO {line}")
+    assert list(process.transports) == [pair] and list(process.transports[pair]) == [transport]
+    assert process.rank == (pair[1] if "[receive]" in line else pair[0])
+
+
+def test_rank_is_that_of_the_largest_communicator() -> None:
+    (process,) = parse(
+        "h:1:2 [3] NCCL INFO ncclCommInitRank comm 0x1 rank 11 nranks 16 cudaDev 3 busId 1 - Init COMPLETE",
+        "h:1:2 [3] NCCL INFO ncclCommSplit comm 0x2 rank 1 nranks 2 cudaDev 3 busId 1 - Init COMPLETE",
+    )
+    assert (process.rank, process.world_size) == (11, 16)
+
+
+def test_one_process_with_two_devices_shares_what_is_said_once() -> None:
+    zero, one = parse(
+        "h:1:2 [0] NCCL INFO Using network IB",
+        "h:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 - Init COMPLETE",
+        "h:1:3 [1] NCCL INFO comm 0x2 rank 1 nranks 2 cudaDev 1 - Init COMPLETE",
+    )
+    assert zero.network == one.network == "IB"
+
+
+def test_which_ranks_differ() -> None:
+    lines = []
+    for rank, (version, network, interface) in enumerate([("2.21.5", "IB", "ib0"), ("2.27.3", "Socket", "eth0")] * 2):
+        start = f"h{rank}:{rank + 1}:1 [0] NCCL INFO"
+        lines += [f"{start} NCCL version {version}+cuda12.4", f"{start} Using network {network}"]
+        lines += [f"{start} Bootstrap : Using {interface}:10.0.0.{rank + 1}<0>"]
+        lines += [f"{start} comm 0x1 rank {rank} nranks 4 cudaDev 0 - Init START"]
+    assert differences(parse(*lines)) == [
+        "NCCL version differs: 2.21.5 (ranks 0, 2); 2.27.3 (ranks 1, 3)",
+        "fabric differs: IB (ranks 0, 2); Socket (ranks 1, 3)",
+        "interface differs: ib0 (ranks 0, 2); eth0 (ranks 1, 3)",
+    ]
+    assert differences(parse(*lines[:4])) == []
+
+
+def test_environment_and_dots_at_the_end() -> None:
+    (process,) = parse("h:1:1 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 1.")
+    assert process.environment == {"NCCL_IB_DISABLE": "1"}

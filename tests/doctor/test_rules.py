@@ -1,0 +1,183 @@
+"""Every rule finds its own inputs and names the right cause first; none takes another's; clean inputs stay unknown."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from doctor.diagnosis import Finding, diagnose
+from doctor.facts import Facts
+from doctor.inputs import read_inputs
+from doctor.machine import Machine
+from doctor.predicates import PREDICATES
+from doctor.rulebook import all_rules
+from doctor.texts import LONGEST_LINE, to_text
+
+DATA = Path(__file__).parents[1] / "data" / "doctor"
+DOCS = Path(__file__).parents[2] / "docs"
+CASES = sorted(path for rule in DATA.iterdir() if rule.name != "clean" for path in rule.iterdir())
+CLEAN = sorted((DATA / "clean").iterdir())
+MEASURED = {"slow-pair"}
+"""Rules without a file to read: they see only what `--live` measured (tests/doctor/test_live.py)."""
+
+
+def findings(*paths: Path) -> list[Finding]:
+    inputs = read_inputs([str(path) for path in paths])
+    assert inputs.problems == []
+    return diagnose(inputs.facts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
+def test_own_input_gives_the_right_verdict(case: Path) -> None:
+    found = findings(case)
+    assert found[0].rule.name == case.parent.name
+    assert found[0].lines, "a verdict quotes what it rests on"
+    for line in found[0].lines:
+        if line.number:
+            text = Path(line.path).read_text().split("\n")[line.number - 1]
+            assert line.text.strip()[:80] in text
+
+
+@pytest.mark.parametrize("case", CLEAN, ids=lambda case: case.name)
+def test_clean_input_is_unknown(case: Path) -> None:
+    assert findings(case) == []
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.name)
+def test_every_pattern_and_predicate_is_tried(rule: object) -> None:
+    """A pattern that matches none of its rule's inputs, or a predicate that sees nothing in them, would be untested."""
+    if rule.name in MEASURED:
+        return
+    cases = [read_inputs([str(case)]).facts for case in sorted((DATA / rule.name).iterdir())]
+    for pattern in rule.compiled:
+        assert any(facts.search(pattern) for facts in cases), pattern.pattern
+    of_machine = {"interface_not_here", "small_shm", "small_memlock", "cumem_on_some_ranks"}
+    if rule.predicate and rule.predicate not in of_machine:
+        assert any(PREDICATES[rule.predicate](facts) for facts in cases)
+
+
+def test_rules_are_complete() -> None:
+    names = [rule.name for rule in all_rules()]
+    assert len(set(names)) == len(names) and {path.name for path in DATA.iterdir()} - {"clean"} == set(names) - MEASURED
+    assert {rule.predicate for rule in all_rules()} - {None} == set(PREDICATES)
+    for rule in all_rules():
+        assert rule.patterns or rule.predicate
+        assert rule.sources and all(source.startswith("https://") for source in rule.sources)
+        assert rule.advice.steps and rule.confirm and rule.why
+
+
+def test_the_guide_follows_the_rules() -> None:
+    from doctor.guide import rules_as_markdown
+
+    page = (DOCS / "hangs.md").read_text()
+    guide, rules = page.split("## Rules\n")
+    assert rules.split("prints.\n\n")[1].strip() == rules_as_markdown(), (
+        "docs/hangs.md ends with what python scripts/doctor.py --rules prints; put it there again"
+    )
+    for name in re.findall(r"\(rule ([a-z0-9-]+)\)", rules):
+        assert f"### {name}\n" in rules
+    assert "--live" in guide and "NCCL_DEBUG=INFO" in guide
+
+
+def test_advice_differs_in_virtual_machines() -> None:
+    unknown = findings(DATA / "p2p-acs-iommu" / "lspci.txt")[0]
+    assert [heading for heading, _ in unknown.advice] == ["Try, on bare metal", "Try, in a virtual machine"]
+    virtual = findings(DATA / "p2p-acs-iommu" / "vm_with_hang")[0]
+    ((heading, advice),) = virtual.advice
+    assert heading == "Try, in a virtual machine" and advice.steps[0].startswith("Leave ACS")
+
+
+@pytest.mark.parametrize("with_topology", [True, False])
+def test_p2p_across_numa_never_from_topology_alone(with_topology: bool) -> None:
+    """The same topology, and the same channels, without a hang in the first collectives: nothing."""
+    case = DATA / "p2p-across-numa" / "case"
+    log = "\n".join(line for line in (case / "nccl.log").read_text().splitlines() if "Watchdog" not in line)
+    facts = Facts(texts=[to_text("nccl.log", log.encode())])
+    if with_topology:
+        facts.topologies = read_inputs([str(case / "topology.txt")]).facts.topologies
+    assert diagnose(facts) == []
+    late = (case / "nccl.log").read_text().replace("SeqNum=2,", "SeqNum=20000,")
+    found = diagnose(Facts(texts=[to_text("late", late.encode())], topologies=facts.topologies))
+    assert [finding.rule.name for finding in found] == ["watchdog-timeout"]
+
+
+def test_a_rule_before_the_symptoms_that_follow_from_it() -> None:
+    together = findings(DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed")
+    assert [finding.rule.name for finding in together] == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
+
+
+def test_cumem_on_some_ranks_of_a_host() -> None:
+    fallback = "cuMem host allocations do not appear to be working; falling back to a /dev/shm/ based implementation."
+    lines = [f"a:1:1 [0] NCCL INFO {fallback}", "a:2:2 [1] NCCL INFO Using network Socket"]
+    found = diagnose(Facts(texts=[to_text("log", "\n".join(lines).encode())]))
+    assert [finding.rule.name for finding in found] == ["cumem-host"]
+    everywhere = "\n".join(f"a:{pid}:1 [0] NCCL INFO {fallback}" for pid in (1, 2))
+    assert diagnose(Facts(texts=[to_text("log", everywhere.encode())])) == []
+
+
+def machine(**changes: object) -> Machine:
+    healthy = Machine(
+        shm_bytes=2**35,
+        shm_free_bytes=2**34,
+        memlock_bytes=None,
+        interfaces={"lo": "unknown", "eth0": "up"},
+        infiniband=["mlx5_0"],
+        is_virtual=False,
+        environment={"NCCL_SOCKET_IFNAME": "=eth0"},
+        gpus=[],
+        topology="",
+        versions={},
+        port="29500 free",
+        iommu="",
+    )
+    return Machine(**{**vars(healthy), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"environment": {"NCCL_SOCKET_IFNAME": "^lo,docker"}}, []),
+        ({"environment": {"GLOO_SOCKET_IFNAME": "eth7"}}, ["interface-not-found"]),
+        ({"shm_bytes": 2**26, "shm_free_bytes": 2**26}, ["shm-full"]),
+        ({"shm_free_bytes": 0}, ["shm-full"]),
+        ({"memlock_bytes": 2**23}, ["memlock"]),
+        ({"memlock_bytes": 2**23, "infiniband": []}, []),
+    ],
+)
+def test_rules_about_this_machine(changes: dict[str, object], expected: list[str]) -> None:
+    assert [finding.rule.name for finding in diagnose(Facts(machine=machine(**changes)))] == expected
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.name)
+def test_no_pattern_explodes(rule: object) -> None:
+    """Long lines made of what a pattern begins with, repeated, must not take more than a moment."""
+    seeds = [
+        "a",
+        " ",
+        "1",
+        "[",
+        "NCCL WARN ",
+        "Got completion status=",
+        "ACSCtl: SrcValid- ",
+        "NVRM: Xid (",
+        "a:1:1 [0] ",
+    ]
+    for pattern in rule.compiled:
+        seeds.append(re.sub(r"\\.|[\[\]{}()*+?|^$]", "", pattern.pattern)[:40] or "x")
+    lines = [(seed * LONGEST_LINE)[:LONGEST_LINE] for seed in seeds]
+    start = time.process_time()
+    for pattern in rule.compiled:
+        for line in lines:
+            pattern.search(line)
+    assert time.process_time() - start < 1.0
+
+
+def test_a_large_log_takes_seconds() -> None:
+    """20,000 lines, most of them long and hostile; 256 MiB is read at most."""
+    hostile = ("x-" * 2000 + "\n" + "a:1:1 [0] " * 400 + "\n" + "Channel 00 : " * 300 + "\n") * 200
+    usual = "n:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\nn:1:2 [0] NCCL INFO step done\n" * 10_000
+    start = time.process_time()
+    assert diagnose(Facts(texts=[to_text("log", (hostile + usual).encode())])) == []
+    assert time.process_time() - start < 8

@@ -1,0 +1,133 @@
+"""Memory by formulas: published figures to the printed digit, and terms against what torch really builds and keeps."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from planner import models
+from planner.accounting import STAGES, Decoder, FeedForward, Term, formula, least_ranks, state_bytes, total
+from training.profiling.memory import ModelSize, expected_state_bytes
+
+GIB = 2**30
+LARGEST_BUILT = 10e9
+"""Parameters of the models that are built here; modules of more layers take seconds."""
+
+
+def test_zero_table() -> None:
+    """Rajbhandari et al., figure 1: 7.5 B parameters, 64 ranks, K = 12."""
+    in_gb = {stage: sum(state_bytes(7.5e9, 64, stage, "mixed").values()) / 1e9 for stage in STAGES}
+    assert {stage: f"{held:.1f}" for stage, held in in_gb.items()} == {
+        "replicated": "120.0",
+        "zero1": "31.4",
+        "zero2": "16.6",
+        "zero3": "1.9",
+    }
+    assert [formula(stage, "mixed") for stage in STAGES] == ["16", "4 + 12/N", "2 + 14/N", "16/N"]
+
+
+def test_large_feed_forward_example() -> None:
+    """126 pairs of layers of 16384 and 53248 features: 819 GiB of fp32 weights, as much of gradients, twice for Adam;
+    41 devices of 80 GiB hold the states, and 35 of 95 GiB.
+    """
+    shape = FeedForward(16384, 53248, 126)
+    parameters = total(shape.parameter_terms())
+    states = state_bytes(parameters, 1, "zero3", "bf16")
+    assert [held / GIB for held in states.values()] == [819, 819, 1638]
+    assert least_ranks(parameters, "zero3", "bf16", 80 * GIB) == 41
+    assert least_ranks(parameters, "zero3", "bf16", 95 * GIB) == 35
+    assert least_ranks(parameters, "replicated", "bf16", 80 * GIB) is None
+    per_token = total(shape.activation_terms(1, 1, "bf16"))
+    assert per_token == 126 * (16384 + 53248) * 2
+
+
+def test_sharing_activations_lowers_the_number_of_ranks() -> None:
+    """By hand: (100 + 0.5 x 40) / N + 0.5 x 40 < 30 from N = 13 on (12 gives exactly 30)."""
+    assert least_ranks(100 / 16, "zero3", "fp32", 30, activation_bytes=40, sharded_activations=0.5) == 13
+    assert least_ranks(100 / 16, "zero3", "fp32", 30, activation_bytes=40) is None
+    assert least_ranks(100 / 16, "zero3", "fp32", 50, activation_bytes=40) == 11
+
+
+@pytest.mark.parametrize(("stage", "shards"), STAGES.items())
+def test_states_are_those_that_runs_are_held_against(stage: str, shards: tuple[str, ...]) -> None:
+    assert state_bytes(1000, 4, stage, "fp32") == expected_state_bytes(ModelSize(1000, 4000, 4000), 4, shards)
+
+
+@pytest.mark.parametrize("name", models.table())
+def test_published_models(name: str) -> None:
+    """Each built-in shape has as many parameters as the published model; the formula counts the classifier's."""
+    model = models.table()[name]
+    assert model.parameters is not None and model.source
+    decoder = Decoder.of(model.configuration())
+    if decoder is not None:
+        head = 0 if model.configuration().tie_word_embeddings else decoder.vocab * decoder.d_model
+        without_head = total(decoder.parameter_terms()) - decoder.labels * decoder.d_model
+        assert without_head + head == model.parameters
+    if model.parameters < LARGEST_BUILT:
+        with torch.device("meta"):
+            if model.kind == models.TOKENS:
+                module = AutoModelForCausalLM.from_config(model.configuration())
+            else:
+                module = AutoModelForImageClassification.from_config(model.configuration(num_labels=1000))
+        assert sum(parameter.numel() for parameter in module.parameters()) == model.parameters
+        assert decoder is None or model.elements() == total(decoder.parameter_terms())
+
+
+def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -> int:
+    """Storage that autograd keeps after forward, parameters left out; with padding where there are several samples."""
+    module = LlamaForSequenceClassification(config).train()
+    left_out = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in left_out:
+            kept[storage.data_ptr()] = storage  # which keeps its address from being used again
+        return tensor
+
+    mask = torch.ones(samples, tokens, dtype=torch.long)
+    mask[1:, tokens // 2 :] = 0
+    ids = torch.randint(1, config.vocab_size, (samples, tokens)) * mask
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        module(input_ids=ids, attention_mask=mask, labels=torch.zeros(samples, dtype=torch.long))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
+def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
+    """But for a few numbers a sample, at the head."""
+    tokens = 24
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        vocab_size=100,
+        pad_token_id=0,
+        num_labels=5,
+        use_cache=False,
+    )
+    decoder = Decoder.of(config)
+    assert decoder is not None
+    terms = decoder.activation_terms(samples, tokens, precision)
+    kept = kept_bytes(config, samples, tokens, precision)
+    assert 0 <= kept - total(terms) < 200 * samples
+
+
+def test_no_formula_where_none_is_known() -> None:
+    gpt2 = Decoder.of(models.find("gpt2").configuration())
+    assert gpt2 is not None and gpt2.activation_terms(1, 8, "fp32") == []
+    assert Decoder.of(models.find("resnet-50").configuration()) is None
+
+
+def test_terms_add_up() -> None:
+    assert total([Term("a", "", 1.5), Term("b", "", 2)]) == 3.5

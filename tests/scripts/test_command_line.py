@@ -1,0 +1,287 @@
+"""The command lines as a user runs them: real processes, exit codes, and what they say."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import ddp
+import sharding
+from tests.in_process import compare_runs
+from tests.traces import record, write, write_run
+from training.data.workloads import WORKLOADS
+from training.process.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "80", "--eval-samples", "4"]
+TIMEOUT_S = 240
+
+
+def command(*arguments: str, under: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [*(under or [sys.executable]), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
+def test_help_lists_everything_and_loads_no_torch(name: str, family: Any) -> None:
+    script = f"import runpy, sys; sys.argv = ['{name}', '--help']\n"
+    script += f"try: runpy.run_path('{name}', run_name='__main__')\n"
+    script += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    answer = command("-c", script)
+    assert answer.stdout.endswith("False False\n")
+    for listed, sentence in {**family.REGISTRY.sentences, **WORKLOADS}.items():
+        assert listed in answer.stdout and sentence in answer.stdout
+
+
+def test_every_flag_is_documented() -> None:
+    from analysis.command import build_parser
+    from scripts import compare_runs
+    from training.config import RunConfig, flag_name
+
+    text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
+    documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
+    flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
+    parsers = (compare_runs.build_parser(), build_parser(""))
+    reports = [action.option_strings[-1] for parser in parsers for action in parser._actions if action.option_strings]
+    assert documented == ["--ddp-choice", *flags[1:], *(flag for flag in reports if flag != "--help")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--ddp-choice", "bucket_dpp"], "unknown strategy 'bucket_dpp'; did you mean bucket_ddp_async"),
+        (["--ddp-choice", "flat_ddp", "--workload", "sampel"], "unknown workload 'sampel'; did you mean sample"),
+        (["--ddp-choice", "flat_ddp", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
+        (["--ddp-choice", "flat_ddp", "--max-steps", "many"], "invalid int value: 'many'"),
+        (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
+        (["--ddp-choice", "flat_ddp"], "not started by torchrun; run: torchrun --standalone --nproc_per_node=2"),
+        ([], "--ddp-choice"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = command("main_ddp.py", *arguments)
+    assert answer.returncode != 0 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_the_other_flag_of_main_shard() -> None:
+    answer = command("main_shard.py", "--shard-choice", "baselin")
+    assert answer.returncode == 2 and "unknown strategy 'baselin'; did you mean baseline" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sharding", "2", "--shard-choice", "zero1"], "for one, use torchrun main_shard.py"),
+        (["ddp", "2", "--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
+        (["sharding", "0"], "RANKS 0: must be at least 1"),
+        (["sharding", "3", "--global-batch-size", "8"], "nearest that does: 6 or 12"),
+        (["sharding", "2", "--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
+        (["shading", "2"], "invalid choice: 'shading'"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = command("scripts/sweep.py", *arguments)
+    assert answer.returncode == 2 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def trained(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Traces and records of choices as a run leaves them; `changes` to the record of each."""
+    for choice, change in changes.items():
+        trace_dir = write_run(folder / "profile" / choice)
+        content = record(choice, 0.1) | {"run_id": "20261121-093000-0001"} | change
+        content["config"] = content["config"] | {"no_profile": False}
+        write(trace_dir / "20261121-093000-0001.run.json", content)
+
+
+def test_compare_what_has_been_trained(tmp_path: Path) -> None:
+    trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
+    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]
+    assert table.verdict.tolist() == ["reference", "unknown"] and "unknown" in answer.stdout
+    assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"baseline": {}, "zero1": {"world_size": 4}}, "they differ in ranks (2: baseline; 4: zero1)"),
+        ({}, "no run record of any choice to compare; train first"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: Any, expected: str) -> None:
+    trained(tmp_path, changes)
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 1 and answer.stdout == "" and not (tmp_path / "reports_sharding").exists()
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_what_may_differ_is_compared_with_a_warning(tmp_path: Path) -> None:
+    trained(tmp_path, {"baseline": {}, "zero1": {"device_name": "other"}})
+    allow = ["--allow-different", "device", "--allow-different", "host"]
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path), *allow)
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert (
+        "These runs differ in more than their choice: device"
+        in (tmp_path / "reports_sharding" / "compare.html").read_text()
+    )
+
+
+def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:
+    trained(tmp_path, {"baseline": {}, "zero1": {"run_id": "20261121-100000-0002"}})
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and "error: zero1: " in answer.stderr and "no trace of run" in answer.stderr
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.step_time_ms_median.tolist() == [100.0, 100.0]
+
+
+def test_one_rank_says_it_once_under_torchrun(tmp_path: Path) -> None:
+    """torchrun itself says more about a rank that failed; this project says one line."""
+    answer = command(
+        "--nproc_per_node=2",
+        "main_ddp.py",
+        "--ddp-choice",
+        "flat_ddp",
+        *TINY,
+        "--global-batch-size",
+        "6",
+        "--output-dir",
+        str(tmp_path),
+        under=TORCHRUN,
+    )
+    assert answer.returncode != 0
+    assert answer.stderr.count("error: flat_ddp: --global-batch-size 6 does not divide") == 1
+
+
+def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
+    trained = command(
+        "--nproc_per_node=2",
+        "main_ddp.py",
+        "--ddp-choice",
+        "bucket_ddp_async",
+        *TINY,
+        "--output-dir",
+        str(tmp_path),
+        under=TORCHRUN,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout.count("bucket_ddp_async: done, median step") == 1 and trained.stderr == ""
+    (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
+    record = json.loads(path.read_text())
+    assert record["allocator"] == (None if any(map(os.path.exists, OF_GPUS)) or not has_glibc() else TUNABLES)
+    assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
+    assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
+    trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
+    reported = command(
+        "scripts/analyze_traces_ddp.py",
+        "--trace-dir",
+        trace_dir,
+        "--select",
+        "all",
+        "--enable-multiprocessing",
+        "--include-last-step",
+    )
+    assert reported.returncode == 0 and reported.stderr == "", reported.stderr
+    (page,) = (tmp_path / "reports" / "bucket_ddp_async").glob("run_0_*/summary.html")
+    assert reported.stdout == f"report: {page}\n"
+
+
+@pytest.mark.exhaustive  # .ci/run makes this sweep itself
+def test_sweep(tmp_path: Path) -> None:
+    """All choices, one of which cannot: it is named, the others are compared, and the exit code says so."""
+    (tmp_path / "profile" / "flat_ddp").mkdir(parents=True)
+    (tmp_path / "profile" / "flat_ddp" / "rank_1").write_text("in the way")
+    answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_ddp.sh"])
+    assert answer.returncode == 1
+    assert "error: flat_ddp: rank 1: --output-dir" in answer.stderr and "error: failed: flat_ddp" in answer.stderr
+    assert "6 of 7 choices" in answer.stdout and "Traceback" not in answer.stderr
+    assert "open " + str(tmp_path / "reports" / "compare.html") in answer.stdout
+    table = pd.read_csv(tmp_path / "reports" / "compare.csv")
+    others = [name for name in ddp.CHOICES if name != "flat_ddp"]
+    assert table.choice.tolist() == others and table.final_train_loss.nunique() == 1
+    assert all((tmp_path / "reports" / name / "summary.html").exists() for name in others)
+
+
+@pytest.mark.slow
+def test_sweep_of_sharding(tmp_path: Path) -> None:
+    """Every choice that is installed computes the same, and its memory stands in the comparison."""
+    answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_shard.sh"])
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    folder = tmp_path / "reports_sharding"
+    table = pd.read_csv(folder / "compare.csv")
+    assert table.choice.tolist() == list(sharding.CHOICES)
+    assert table.final_train_loss.tolist() == pytest.approx([table.final_train_loss[0]] * len(table), rel=1e-4)
+    assert table[["step_time_ratio", "peak_ratio", "model_states_ratio"]].iloc[0].tolist() == [1.0, 1.0, 1.0]
+    assert table.peak_bytes.ge(table.model_states_bytes).all() and table.model_states_bytes.gt(0).all()
+    assert all((folder / name / "summary.html").exists() for name in sharding.CHOICES)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.exhaustive
+def test_many_runs_end_well(tmp_path: Path) -> None:
+    """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
+    for attempt in range(30):
+        answer = command(
+            "--nproc_per_node=2",
+            "main_ddp.py",
+            "--ddp-choice",
+            "simple_ddp_async",
+            *TINY,
+            "--max-steps",
+            "2",
+            "--no-profile",
+            "--output-dir",
+            str(tmp_path),
+            under=TORCHRUN,
+        )
+        assert answer.returncode == 0, f"run {attempt}: {answer.stderr}"
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert left.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_thin_benchmark(tmp_path: Path, rounds: int) -> None:
+    path = tmp_path / "table.csv"
+    flags = ["--choices", "pytorch_ddp,zero3,bare_loop", "--workload", "mlp", "--depth", "2", "--width", "8"]
+    answer = command(
+        "--nproc_per_node=2", "benchmarks/strategies.py", *flags, f"--rounds={rounds}", f"--csv={path}", under=TORCHRUN
+    )
+    assert answer.returncode == 0, answer.stderr
+    table = pd.read_csv(path)
+    section = (
+        (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/strategies.py`")[1].split("\n## ")[0]
+    )
+    documented = re.findall(r"^\| (`[a-z_0-9`, ]+`) \| ", section, re.MULTILINE)
+    assert table.columns.tolist() == [name for row in documented for name in re.findall(r"\w+", row)]
+    assert table.choice.tolist() == ["pytorch_ddp", "zero3", "bare_loop", "local"][: 4 if rounds else 3]
+    assert table.world_size.eq(2).all() and table.rounds.eq(rounds).all() and table.workload.eq("mlp").all()
+    elements = table.elements[0]
+    expected = table.set_index("choice").expected_resting_bytes
+    assert expected["bare_loop"] == 16 * elements and expected["zero3"] == 8 * elements
+    assert table.resting_bytes.ge(table.expected_resting_bytes).all()
+    assert table.peak_bytes.ge(table.resting_bytes).all()
+    assert table.ratio_median.notna().all() == bool(rounds)
+    if rounds:
+        assert table.ratio_median[0] == 1.0 and table.step_ms_median.gt(0).all()

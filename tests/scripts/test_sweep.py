@@ -1,0 +1,160 @@
+"""An interrupted sweep goes on, also within a choice; what is passed on to its runs. No run is really made."""
+
+import contextlib
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import ddp
+from analysis.errors import TraceError
+from scripts import sweep as script
+from training.checkpoint.manifest import folder_name
+
+CHOICES = list(ddp.CHOICES)
+Train = Callable[[str, list[str]], bool]
+
+
+class Sweep:
+    """`scripts/sweep.py ddp 2` in `folder`, in this process.
+
+    Attributes:
+        asked: The arguments of each run that it starts.
+        ignored: The signals that it takes no more when it ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: dict[str, list[str]] = {}
+        self.report_problem: BaseException | None = None
+
+    def run(self, *arguments: str, train: Train = lambda *_: True) -> subprocess.CompletedProcess[str]:
+        self.asked = {}
+
+        def started(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bool:
+            self.asked[choice] = arguments
+            return train(choice, arguments)
+
+        def reported(*_: object) -> Path:
+            if self.report_problem:
+                raise self.report_problem
+            return self.folder / "compare.html"
+
+        out, error = io.StringIO(), io.StringIO()
+        command = ["sweep.py", "ddp", "2", "--output-dir", str(self.folder), *arguments]
+        with (
+            mock.patch.object(sys, "argv", command),
+            mock.patch.object(script, "train", started),
+            mock.patch("analysis.comparison.choices.report_on_choices", reported),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(error),
+        ):
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                code = script.main()
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+            finally:
+                self.ignored = [number for number in handlers if signal.getsignal(number) == signal.SIG_IGN]
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())
+
+    def checkpoints(self, choice: str) -> Path:
+        return self.folder / "checkpoints" / choice
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path)
+
+
+def stopped_in(last: str) -> Train:
+    def train(choice: str, arguments: list[str]) -> bool:
+        if choice == last:
+            raise KeyboardInterrupt
+        return True
+
+    return train
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> None:
+    """In its first choice, too; and from nothing that a sweep before it has finished."""
+    sweep.run(train=stopped_in(CHOICES[3]))
+    answer = sweep.run(train=stopped_in(CHOICES[last]))
+    assert answer.returncode == 130 and "the same command with --resume goes on" in answer.stderr
+    assert sweep.ignored == [signal.SIGINT, signal.SIGTERM], "a second Ctrl-C shows no traceback"
+    answer = sweep.run("--resume")
+    assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
+    again = sweep.run("--resume")
+    assert again.returncode == 2 and "--resume: no interrupted sweep" in again.stderr
+
+
+def test_a_choice_that_failed_is_trained_again(sweep: Sweep) -> None:
+    assert sweep.run(train=lambda choice, _: choice != CHOICES[1]).returncode == 1
+    assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"), [(KeyboardInterrupt(), 130), (TraceError("not comparable"), 1)], ids=["stopped", "failed"]
+)
+def test_a_report_alone_is_made_again(sweep: Sweep, problem: BaseException, code: int) -> None:
+    sweep.report_problem = problem
+    assert sweep.run().returncode == code
+    sweep.report_problem = None
+    assert sweep.run("--resume").returncode == 0 and sweep.asked == {}
+
+
+def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
+    sweep.run("--checkpoint-every", "2", train=stopped_in(CHOICES[1]))
+    for choice in CHOICES[:2]:
+        (sweep.checkpoints(choice) / folder_name(2)).mkdir(parents=True)
+    assert sweep.run("--checkpoint-every", "2", "--resume").returncode == 0
+    assert [choice for choice, arguments in sweep.asked.items() if "--resume" in arguments] == [CHOICES[1]]
+
+
+def test_checkpoints_of_other_runs_are_left_alone(sweep: Sweep) -> None:
+    """A new sweep does not go on from them, nor one that saves none."""
+    (sweep.checkpoints(CHOICES[0]) / folder_name(2)).mkdir(parents=True)
+    for flags in (["--checkpoint-every", "2"], []):
+        sweep.run(*flags, train=stopped_in(CHOICES[0]))
+        assert "--resume" not in sweep.asked[CHOICES[0]]
+    sweep.run("--resume")
+    assert "--resume" not in sweep.asked[CHOICES[0]]
+
+
+def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
+    flags = ["--checkpoint-every", "2", "--checkpoint-dir", str(sweep.folder / "saved")]
+    sweep.run(*flags, train=stopped_in(CHOICES[1]))
+    for choice, arguments in sweep.asked.items():
+        at = arguments.index("--checkpoint-dir")
+        assert arguments[at + 1] == str(sweep.folder / "saved" / choice)
+    (sweep.folder / "saved" / CHOICES[1] / folder_name(2)).mkdir(parents=True)
+    other = sweep.run("--checkpoint-every", "2", "--resume")
+    assert other.returncode == 2 and f"had checkpoint_dir {sweep.folder / 'saved'}, this one has none" in other.stderr
+    sweep.run(*flags, "--resume")
+    assert "--resume" in sweep.asked[CHOICES[1]] and "--resume" not in sweep.asked[CHOICES[2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--resume", "latest"], "--resume latest: a sweep goes on with its own choices, so give --resume alone"),
+        (["--resume=runs/step_00000002"], "--ddp-choice NAME --resume runs/step_00000002"),
+        (["--checkpoint-dir", "saved"], "must be with --checkpoint-every or --resume"),
+    ],
+)
+def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str) -> None:
+    answer = sweep.run(*arguments)
+    assert answer.returncode == 2 and answer.stdout == "" and not sweep.asked
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:
+    assert script.given_to_resume(["ddp", "--resume", "2", "--lr", "0.1"]) == ""

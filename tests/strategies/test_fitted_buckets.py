@@ -1,0 +1,175 @@
+"""Buckets that fit the link and parameters that are updated early compute what all others do, and agree over ranks."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp
+from ddp.bucket_ddp_async import BucketDDP
+from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
+from ddp.partial_step import only
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, TOLERANCE, assert_parity, load, oracle, train_on_rank
+from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.communication.agreement import NonFiniteError
+from training.config import RunConfig, StrategyOptions
+from training.errors import UnsupportedError, UserError
+from training.profiling.stopwatch import Stopwatch
+
+BUCKETS = ("ddp", "bucket_ddp_async")
+STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)
+
+
+@pytest.mark.parametrize("model", ["plain", "tied", "frozen", "odd"])
+def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
+    results = ranks.run(2, train_on_rank, BUCKETS, model, STEPS, "sgd", None, False, {"bucket_cap_mb": "auto"})
+    assert_parity(results, oracle(model, STEPS, "sgd"), len(STEPS) / 3 * TOLERANCE["sgd"])
+
+
+def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
+    """Names of the parameters in each bucket after the fit, the strategy's remarks, and the steps' clock readings.
+
+    Rank 0's clock goes evenly, the others' ever faster, so that each rank by itself would plan for another timeline.
+    """
+    readings = itertools.count()
+    rank = dist.get_rank()
+    strategy = BucketDDP(
+        build(model),
+        OPTIMIZERS["sgd"],
+        StrategyOptions(bucket_cap_mb="auto", clock=lambda: tick * next(readings) ** (1 + rank)),
+    )
+    names = {parameter: name for name, parameter in strategy.trainable.items()}
+    for step in range(WATCHED_STEPS + 1):
+        strategy.forward_backward([make_batch(model, 2, 10 * step + rank)])
+        strategy.step()
+        strategy.zero_grad()
+    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.remarks, next(readings)
+
+
+@pytest.mark.parametrize("model", ["llama", "branching"])
+def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool, model: str) -> None:
+    """In `branching`, ranks use different parameters, and one is used by none."""
+    (buckets, remarks, read), *others = ranks.run(3, fitted, model, 0.001)
+    assert read > 0 and all(other[0] == buckets for other in others)
+    held = sorted(itertools.chain.from_iterable(buckets))
+    assert held == sorted(name for name, p in build(model).named_parameters() if p.requires_grad)
+    assert len(remarks) == 1 and "this link: all are predicted" in remarks[0]
+
+
+def predicted() -> list[float]:
+    """Seconds that all-reduces of a kilobyte and of a megabyte would take, by a clock that is this rank's own."""
+    readings, rank = itertools.count(), dist.get_rank()
+    stopwatch = Stopwatch(torch.device("cpu"), lambda: 0.001 * next(readings) ** (1 + rank))
+    return [
+        float(seconds)
+        for cost in measure_all_reduce(dist.group.WORLD, torch.device("cpu"), stopwatch)
+        for seconds in cost(np.array([2**10, 2**20]))
+    ]
+
+
+def test_ranks_agree_on_what_an_all_reduce_costs(ranks: RankPool) -> None:
+    first, *others = ranks.run(3, predicted)
+    assert first[-1] > 0.001 and all(other == first for other in others)
+
+
+def test_a_pretended_clock_decides(ranks: RankPool) -> None:
+    """Where only the clock's readings tick, all-reduces cost the same whatever their size: one bucket is best.
+
+    Gradients become ready in reversed order, a reading after each other.
+    """
+    ((buckets, remarks, _), _) = ranks.run(2, fitted, "plain", 1.0)
+    assert len(buckets) == 1 and len(buckets[0]) == len(list(build("plain").parameters()))
+    assert "1 bucket of" in remarks[0]
+
+
+def test_what_runs_after_the_fit_is_what_is_announced(ranks: RankPool) -> None:
+    for announced, seen, _ in ranks.run(2, profiled_step, BUCKETS, "llama", 2, {"bucket_cap_mb": "auto"}, 6):
+        assert announced == seen
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("llama", "adam"), ("odd", "sgd"), ("branching", "adam")])
+def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: str, optimizer: str) -> None:
+    arguments = (BUCKETS, model, STEPS[:4], optimizer, None, model != "branching")
+    early = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005, "overlap_optimizer": True})
+    usual = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005})
+    assert early[0]["loss"] == usual[0]["loss"]
+    for name, tensor in usual[0]["state"].items():
+        assert torch.equal(early[0]["state"][name], tensor), name
+
+
+def nonfinite_gradient() -> tuple[str, bool]:
+    """Rank 1's gradient of the first layer, the last to be reduced, is NaN; does the last layer's update survive?"""
+    module = build("plain")
+    strategy = BucketDDP(module, OPTIMIZERS["sgd"], StrategyOptions(bucket_cap_mb=0.00001, overlap_optimizer=True))
+    if dist.get_rank() == 1:
+        module.net[0].weight.register_hook(lambda gradient: gradient * math.nan)
+    first, last = module.net[0].weight.clone(), module.net[-1].weight.clone()
+    with pytest.raises(NonFiniteError) as caught:
+        strategy.forward_backward([make_batch("plain", 2, 0)])
+    assert torch.equal(module.net[0].weight, first) and not torch.equal(module.net[-1].weight, last)
+    return str(caught.value), True
+
+
+def test_a_bad_gradient_stops_early_updates(ranks: RankPool) -> None:
+    for message, _ in ranks.run(2, nonfinite_gradient):
+        assert "on rank 1" in message and "parameters of earlier buckets are updated already" in message
+
+
+def refusal(name: str, options: dict[str, Any], then: str = "") -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        choice = ("ddp" if name in ddp.CHOICES else "sharding", name)
+        strategy = load(choice)(build("plain"), OPTIMIZERS["sgd"], StrategyOptions(**options))
+        strategy.forward_backward([make_batch("plain", 2, 0)])
+        getattr(strategy, then)(1.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "then", "wanted"),
+    [
+        ("flat_ddp", {"overlap_optimizer": True}, "", "--overlap-optimizer"),
+        ("bucket_ddp_async", {"overlap_optimizer": True}, "clip_grad_norm_", "cannot be clipped"),
+        ("zero1", {"compress": "bf16"}, "", "replicated strategies alone"),
+    ],
+)
+def test_refusals(ranks: RankPool, name: str, options: dict[str, Any], then: str, wanted: str) -> None:
+    assert all(wanted in message for message in ranks.run(2, refusal, name, options, then))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"overlap_optimizer": True, "clip_grad_norm": 1.0}, "--overlap-optimizer"),
+        ({"compress": "zip"}, "--compress zip: must be one of bf16, powersgd"),
+    ],
+)
+def test_settings_that_do_not_fit_together(settings: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        RunConfig(**settings)
+
+
+class CountsByGroup(torch.optim.SGD):
+    """Keeps a count of steps for a whole group, as some optimizers do."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+def test_an_optimizer_that_counts_by_group_is_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = CountsByGroup(parameters, lr=0.1)
+    with (
+        pytest.raises(UnsupportedError, match="keeps steps for a whole parameter group"),
+        only(optimizer, parameters[:1]),
+    ):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == parameters

@@ -1,0 +1,93 @@
+"""The collectives that a strategy announces are those that run: counted in the profile, by kind, number and bytes."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from analysis.traces.collectives import gloo_collectives
+from analysis.traces.reading import read_trace
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, all_choices, is_refused, load, options_of
+from tests.ranks import RankPool
+from training.profiling.memory import storage_bytes
+
+Totals = dict[str, tuple[int, int]]
+
+
+def profiled_step(
+    choice: tuple[str, str], model: str, micro_batches: int, options: dict[str, Any], step_number: int = 2
+) -> tuple[Totals, Totals, set[int]]:
+    """Totals (calls, bytes) by kind of step `step_number`: announced, and in the trace; and announced group sizes."""
+    strategy = load(choice)(build(model), OPTIMIZERS["adam"], options_of(choice, **options))
+    for step in range(step_number + 1):
+        if step == step_number:
+            strategy.finish_parameter_synchronization()  # of the step before
+            profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            profiler.start()
+        strategy.zero_grad()
+        strategy.forward_backward([make_batch(model, 3, 10 * step + index) for index in range(micro_batches)])
+        strategy.step()
+    strategy.finish_parameter_synchronization()
+    dist.barrier()
+    profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        seen = gloo_collectives(read_trace(path).events, dist.get_world_size())
+    announced: Totals = {}
+    sizes = set()
+    for collective in strategy.expected_traffic(micro_batches):
+        calls, size = announced.get(collective.kind, (0, 0))
+        announced[collective.kind] = (calls + collective.count, size + collective.payload_bytes)
+        sizes.add(collective.group_size)
+    grouped = seen[seen["kind"] != "barrier"].groupby("kind")["bytes"]
+    return announced, {kind: (len(group), int(group.sum())) for kind, group in grouped}, sizes
+
+
+@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str], world_size: int) -> None:
+    cases = [
+        ("plain", 1, {}),
+        ("odd", 2, {"bucket_cap_mb": 0.001}),
+        ("normed", 2, {}),
+        ("frozen", 3, {}),
+        ("branching", 2, {"find_unused_parameters": True}),
+        ("tied", 1, {}),
+        ("llama", 2, {"precision": "bf16"}),
+    ]
+    for model, micro_batches, options in cases if world_size == 2 else cases[:3]:
+        if is_refused(ranks, choice, model):
+            continue
+        for announced, seen, sizes in ranks.run(world_size, profiled_step, choice, model, micro_batches, options):
+            assert announced == seen, f"{model}, {micro_batches} micro-batches"
+            assert sizes == {world_size}
+
+
+def resting_memory(choice: tuple[str, str]) -> tuple[dict[str, int], int]:
+    module = build("plain")
+    strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
+    strategy.forward_backward([make_batch("plain", 2, 0)])
+    strategy.step()
+    return strategy.memory_breakdown(), storage_bytes(module.parameters())
+
+
+@pytest.mark.parametrize("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp"])
+def test_replicated_memory_is_what_the_formula_says(ranks: RankPool, name: str) -> None:
+    """4 bytes a parameter each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
+    elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
+    memory, parameter_bytes = ranks.run(2, resting_memory, ("ddp", name))[0]
+    assert memory["parameters"] == parameter_bytes == 4 * elements
+    assert memory["gradients"] == 4 * elements * (2 if name == "pytorch_ddp" else 1)  # DDP's buckets are copies
+    assert memory["optimizer_state"] == 8 * elements + 4 * tensors
+    assert memory["buffers"] == 0
+
+
+def test_storage_is_counted_once() -> None:
+    base = torch.zeros(10)
+    assert storage_bytes([base, base[:5], base.view(2, 5), torch.zeros(3)]) == 52

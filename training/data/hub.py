@@ -1,0 +1,156 @@
+"""Models and data sets by hub id or local path, through `transformers` and `datasets`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from training.errors import UserError
+
+MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
+DATASET = "Yelp/yelp_review_full"
+FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+HELD_OUT_SPLITS = ("test", "validation")
+Loaded = TypeVar("Loaded")
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model; pads with its end-of-sequence token where it has none to pad with."""
+    from transformers import AutoTokenizer
+
+    _require_model_folder(name)
+    tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"--model {name}: its tokenizer has neither a padding nor an end-of-sequence token")
+    return tokenizer
+
+
+def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
+    """A pretrained model with a sequence-classification head (a new one where it has none for `labels`), in fp32."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    _require_model_folder(name)
+    model = _load(
+        "model",
+        name,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            name,
+            num_labels=labels,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=False,  # if nothing is said, transformers asks on the terminal
+        ),
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.use_cache = False
+    return model
+
+
+def load_reviews(name: str, train_samples: int, eval_samples: int, seed: int) -> tuple[Any, Any]:
+    """Training and held-out samples of a data set with columns `text` and `label` (0 to 4).
+
+    Held-out samples come from split `test` or `validation`; a data set without either gives up a part of its own.
+
+    Raises:
+        UserError: it cannot be loaded, lacks a column or has labels out of range.
+    """
+    splits = _load("data set", name, lambda: _read_splits(name))
+    train = splits["train"] if "train" in splits else splits[next(iter(splits))]
+    held_out = next((splits[split] for split in HELD_OUT_SPLITS if split in splits), None)
+    _require_review_columns(name, train)
+    train = train.shuffle(seed=seed)
+    if held_out is None:
+        if len(train) < 2:
+            raise UserError(f"--dataset {name}: {len(train)} samples; needs at least one to train on and one held out")
+        eval_samples = min(eval_samples, max(1, len(train) // 5))
+        held_out = train.select(range(len(train) - eval_samples, len(train)))
+        train = train.select(range(len(train) - eval_samples))
+    _require_review_columns(name, held_out)
+    train = train.select(range(min(train_samples, len(train))))
+    held_out = held_out.select(range(min(eval_samples, len(held_out))))
+    for part, what in ((train, "training"), (held_out, "held-out")):
+        if len(part) == 0:
+            raise UserError(f"--dataset {name}: no {what} samples in it")
+        _require_texts_and_labels(name, part["text"], part["label"])
+    return train, held_out
+
+
+def tokenize(data: Any, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
+    """Adds `input_ids`, cut at `max_tokens`. `datasets` caches the result, so it is computed once."""
+    columns = [column for column in data.column_names if column != "label"]
+    return data.map(
+        lambda batch: {"input_ids": tokenizer(batch["text"], truncation=True, max_length=max_tokens)["input_ids"]},
+        batched=True,
+        remove_columns=columns,
+    )
+
+
+def _read_splits(name: str) -> Any:
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in FILE_FORMATS:
+            raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
+        return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
+    if path.is_dir():
+        saved = any((path / marker).exists() for marker in ("dataset_dict.json", "state.json"))
+        data = load_from_disk(str(path)) if saved else load_dataset(str(path))
+        return DatasetDict(train=data) if isinstance(data, Dataset) else data
+    if _looks_local(name):
+        raise UserError(f"--dataset {name}: no such file or folder")
+    return load_dataset(name)
+
+
+def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
+    """Run a library's loading code; whatever it raises becomes one line that says what to do."""
+    try:
+        return load()
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise anything from OSError to pyarrow's own
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if Path(name).expanduser().exists():
+            raise UserError(f"{what} {name}: cannot be read: {reason}") from error
+        raise UserError(
+            f"{what} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
+            "path, or train without either: --workload sample"
+        ) from error
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
+
+
+def _require_model_folder(name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"--model {name}: no config.json in this folder; give one that save_pretrained has written")
+    if not path.is_dir() and _looks_local(name):
+        raise UserError(f"--model {name}: no such folder")
+
+
+def _require_review_columns(name: str, data: Any) -> None:
+    missing = [column for column in ("text", "label") if column not in data.column_names]
+    if missing:
+        raise UserError(
+            f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); "
+            "needs text, and label from 0 to 4"
+        )
+
+
+def _require_texts_and_labels(name: str, texts: Sequence[Any], labels: Sequence[Any]) -> None:
+    from training.data.reviews import STARS
+
+    for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        if not isinstance(text, str):
+            raise UserError(f"--dataset {name}: sample {index} has text {text!r}; every text must be a string")
+        if not isinstance(label, int) or not 0 <= label < STARS:
+            raise UserError(f"--dataset {name}: sample {index} has label {label!r}; labels must be 0 to {STARS - 1}")

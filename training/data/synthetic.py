@@ -1,0 +1,96 @@
+"""Workloads that need no text: regression for an MLP, random tokens for a decoder-only transformer."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from training.config import RunConfig
+from training.data.workload import Workload
+
+VOCABULARY = 10_000
+CONTEXT_LENGTH = 128
+TRANSFORMER_SHAPES = {
+    "transformer-small": (768, 3072, 12, 12),
+    "transformer-medium": (1024, 4096, 24, 16),
+    "transformer-large": (1280, 5120, 36, 20),
+    "transformer-xl": (1600, 6400, 48, 25),
+    "transformer-2.7b": (2560, 10240, 32, 32),
+}
+"""d_model, d_ff, layers, heads."""
+
+
+class MLP(nn.Module):
+    """`depth` bias-free linear layers of `width` features, with ReLU between them; mean squared error."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(inputs), targets))
+
+
+class SyntheticSamples:
+    """Random samples made when they are asked for, the same for the same seed and index."""
+
+    def __init__(self, count: int, seed: int, make: "SampleMaker") -> None:
+        self._count, self._seed, self._make = count, seed, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._make(torch.Generator().manual_seed(self._seed * 1_000_003 + index))
+
+
+class SampleMaker:
+    """Makes a sample of `config.workload` from a random generator."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._width = config.width if config.workload == "mlp" else None
+
+    def __call__(self, generator: torch.Generator) -> dict[str, Tensor]:
+        if self._width is not None:
+            inputs = torch.randn(self._width, generator=generator)
+            return {"inputs": inputs, "targets": inputs.flip(0)}
+        tokens = torch.randint(VOCABULARY, (CONTEXT_LENGTH,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples of equal shape as one batch."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def build(config: RunConfig) -> Workload:
+    """Workload `mlp` or one of `transformer-*`."""
+    make = SampleMaker(config)
+    return Workload(
+        model=MLP(config.depth, config.width) if config.workload == "mlp" else _transformer(config.workload),
+        train=SyntheticSamples(config.train_samples or 512, 2 * config.seed, make),  # type: ignore[arg-type]
+        evaluation=SyntheticSamples(config.eval_samples or 32, 2 * config.seed + 1, make),  # type: ignore[arg-type]
+        collate=stack,
+        learning_rate=1e-4,
+        classifies=False,
+    )
+
+
+def _transformer(name: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    d_model, d_ff, layers, heads = TRANSFORMER_SHAPES[name]
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=d_model,
+            intermediate_size=d_ff,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT_LENGTH,
+            use_cache=False,
+        )
+    )

@@ -1,0 +1,36 @@
+"""Model and data pairs by name. Importing this module is cheap: libraries are loaded when a workload is built."""
+
+from typing import TYPE_CHECKING
+
+from training.config import RunConfig
+
+if TYPE_CHECKING:
+    from training.data.workload import Workload
+
+WORKLOADS = {
+    "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
+    "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
+    "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
+    "mlp": "--depth bias-free linear + ReLU layers of --width features on synthetic regression data",
+    "transformer-small": "d_model/d_ff/layers/heads 768/3072/12/12, random tokens",
+    "transformer-medium": "d_model/d_ff/layers/heads 1024/4096/24/16, random tokens",
+    "transformer-large": "d_model/d_ff/layers/heads 1280/5120/36/20, random tokens",
+    "transformer-xl": "d_model/d_ff/layers/heads 1600/6400/48/25, random tokens",
+    "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
+}
+"""Name: sentence for `--help`, in display order."""
+
+
+def build_workload(config: RunConfig) -> "Workload":
+    """The workload that `config.workload` names, the same on every rank. Collective.
+
+    Raises:
+        UserError: model or data cannot be found or do not fit.
+    """
+    if config.workload in ("sample", "smollm2-360m", "yelp"):
+        from training.data import text
+
+        return text.build(config)
+    from training.data import synthetic
+
+    return synthetic.build(config)
