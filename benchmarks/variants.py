@@ -14,16 +14,12 @@ SETTINGS = {
     "compress": str,
     "precision": str,
 }
-"""What may differ between the choices of one benchmark, and how its value reads."""
+"""What may differ between the choices of one benchmark, and how its value is read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A choice and its own settings.
-
-    Attributes:
-        label: As the command line has it.
-    """
+    """A choice and its own settings. `label` is its text on the command line."""
 
     label: str
     choice: str
@@ -39,7 +35,7 @@ class Variant:
 
 
 def parse_variant(text: str, names: Sequence[str]) -> Variant:
-    """Reads `choice` or `choice:setting=value:setting=value`; leaves the process with one line where it cannot."""
+    """Read `choice` or `choice:setting=value:setting=value`. Leaves the process with one line where that fails."""
     choice, *pairs = text.split(":")
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
