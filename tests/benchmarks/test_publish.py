@@ -47,9 +47,8 @@ def test_what_is_out_of_step_is_named(page: Path, tmp_path: Path) -> None:
         "docs/results/memory.svg is out of step with docs/results.json",
     ]
     page.write_text("<!-- results:nothing -->\n<!-- /results -->\n")
-    assert "docs/page.md: block 'nothing': docs/results.json has no section 'nothing'" in out_of_step(
-        {"memory": MEMORY}
-    )
+    found = list(out_of_step({"memory": MEMORY}))
+    assert found == ["docs/page.md: block 'nothing': docs/results.json has no section 'nothing'"]
     page.write_text("<!-- results:memory -->\n")
     with pytest.raises(UserError, match=r"docs/page.md: a block of results has no beginning or no end"):
         render({"memory": MEMORY})
