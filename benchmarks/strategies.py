@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
-    options.choices = [parse_variant(text, names) for text in options.choices.split(",")]
-    options.against = parse_variant(options.against, names)
+    choices = options.choices.split(",")
+    wanted = [options.against, *choices, LOCAL] if options.rounds else choices
+    options.variants = {text: parse_variant(text, names) for text in wanted}
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     if options.csv and not (options.csv.parent.is_dir() and os.access(options.csv.parent, os.W_OK)):
@@ -108,16 +110,14 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
     from benchmarks.runners import make_runner, measure_memory
 
-    local = parse_variant(LOCAL, [LOCAL])
-    wanted = [options.against, *options.choices, local] if options.rounds else options.choices
     runners, rows = {}, []
-    for label, variant in {variant.label: variant for variant in wanted}.items():
-        runner = runners[label] = make_runner(variant.of(config), ranks, load_strategy)
+    for label, fields in options.variants.items():
+        runner = runners[label] = make_runner(replace(config, **fields), ranks, load_strategy)
         memory = measure_memory(runner, ranks.device)
         rows.append(
             {
                 "choice": label,
-                "against": options.against.label if options.rounds else None,
+                "against": options.against if options.rounds else None,
                 "rounds": options.rounds,
                 **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
                 "link_bits_per_s": options.link_rate,
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     table = pd.DataFrame(rows, index=list(runners))
     if options.rounds:
         times, sent = time_rounds(runners, options.rounds, ranks)
-        ratios = times.div(times[options.against.label], axis="index")
+        ratios = times.div(times[options.against], axis="index")
         table["sent_bytes_median"], table["step_ms_median"] = sent.median(), times.median()
         table["ratio_median"] = ratios.median()
         table["ratio_p25"], table["ratio_p75"] = ratios.quantile(0.25), ratios.quantile(0.75)
@@ -156,7 +156,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
     title = f"{options.workload}, {table.elements.iloc[0] / 1e6:.1f} M parameters, {table.world_size.iloc[0]} ranks"
     columns: dict[str, tuple[Any, int]] = {}
     if options.rounds:
-        title += f", {options.rounds} rounds, ratios to {options.against.label}"
+        title += f", {options.rounds} rounds, ratios to {options.against}"
         columns |= {"step, ms": (table.step_ms_median, 1), "ratio": (table.ratio_median, 3)}
         columns |= {"p25": (table.ratio_p25, 3), "p75": (table.ratio_p75, 3)}
         columns |= {"exposed, ms": (table.exposed_ms_median, 1)}

@@ -17,40 +17,25 @@ SETTINGS = {
 """What may differ between the choices of one benchmark, and how its value is read."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A choice and its own settings. `label` is its text on the command line."""
+def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
+    """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`.
 
-    label: str
-    choice: str
-    settings: dict[str, object]
-
-    def of(self, config: RunConfig) -> RunConfig:
-        """`config` for this variant.
-
-        Raises:
-            UserError: a setting does not fit.
-        """
-        return dataclasses.replace(config, choice=self.choice, **self.settings)
-
-
-def parse_variant(text: str, names: Sequence[str]) -> Variant:
-    """Read `choice` or `choice:setting=value:setting=value`. Leaves the process with one line where that fails."""
+    Leaves the process with one line where the text makes no sense.
+    """
     choice, *pairs = text.split(":")
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
-    settings = {}
+    fields: dict[str, object] = {"choice": choice}
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in SETTINGS:
             exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
         try:
-            settings[name] = SETTINGS[name](value)
+            fields[name] = SETTINGS[name](value)
         except (ValueError, KeyError, argparse.ArgumentTypeError):
             exit_with_error(f"{text}: {name} cannot be '{value}'")
-    variant = Variant(text, choice, settings)
     try:
-        variant.of(RunConfig())
+        dataclasses.replace(RunConfig(), **fields)
     except UserError as error:
         exit_with_error(f"{text}: {error}")
-    return variant
+    return fields

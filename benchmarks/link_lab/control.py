@@ -8,28 +8,23 @@ from training.communication.rates import Rate
 from training.errors import UserError
 
 
-def set_rate(rate: Rate, lab: int | None, node: int | None) -> str:
-    """These three return a sentence on what was done.
+def change(action: str, number: int | None, node: int | None, rate: Rate | None = None) -> str:
+    """Change links of a lab; a sentence on what was done.
 
     Args:
-        lab: Its number; None for the only one.
+        action: `set-rate` (to `rate`), `cut` or `restore`.
+        number: Of the lab; None for the only one.
         node: Its number; None for all nodes of the lab.
 
     Raises:
         UserError: there is no such lab or node, or the kernel refuses.
     """
-    return change(lab, node, lambda chosen, each: shaping.set_rate(chosen, each, rate), f"carries {rate} each way")
-
-
-def cut(lab: int | None, node: int | None) -> str:
-    return change(lab, node, shaping.cut, "is cut")
-
-
-def restore(lab: int | None, node: int | None) -> str:
-    return change(lab, node, shaping.restore, "is whole")
-
-
-def change(number: int | None, node: int | None, action: Callable[[Lab, Node], None], outcome: str) -> str:
+    actions: dict[str, tuple[Callable[[Lab, Node], None], str]] = {
+        "set-rate": (lambda lab, node: shaping.set_rate(lab, node, rate or Rate(None)), f"carries {rate} each way"),
+        "cut": (shaping.cut, "is cut"),
+        "restore": (shaping.restore, "is whole"),
+    }
+    apply, outcome = actions[action]
     shaping.require_tools()
     with locked():
         lab = choose(number)
@@ -37,7 +32,7 @@ def change(number: int | None, node: int | None, action: Callable[[Lab, Node], N
         if not nodes:
             raise UserError(f"--node {node}: lab {lab.number} has nodes 0 to {len(lab.nodes) - 1}")
         for each in nodes:
-            action(lab, each)
+            apply(lab, each)
             lab.save()
     return f"lab {lab.number}: the link of {'each node' if node is None else f'node {node}'} {outcome}"
 

@@ -112,19 +112,21 @@ def test_links_carry_their_rate_in_both_directions_and_count_it(lab: Lab) -> Non
 
 @needs_lab
 def test_changes_from_another_terminal(lab: Lab) -> None:
-    assert control.set_rate(Rate.parse("60mbit"), None, 1) == "lab 0: the link of node 1 carries 60mbit each way"
-    assert control.cut(0, 1) == "lab 0: the link of node 1 is cut"
+    assert (
+        control.change("set-rate", None, 1, Rate.parse("60mbit")) == "lab 0: the link of node 1 carries 60mbit each way"
+    )
+    assert control.change("cut", 0, 1) == "lab 0: the link of node 1 is cut"
     assert "node 0 (10.77.0.100): 200mbit\n  node 1 (10.77.0.101): cut" in control.listing()
     assert [node.number for node in shaping.unreachable(lab)] == [1]
-    assert control.restore(None, None) == "lab 0: the link of each node is whole"
+    assert control.change("restore", None, None) == "lab 0: the link of each node is whole"
     assert shaping.unreachable(lab) == []
     assert goodput(lab, 0, 1, 6_000_000) == pytest.approx(60e6, rel=0.1), "the rate outlasts a cut"
     assert [(node.rate, node.is_cut) for node in lab.reload().nodes] == [("200mbit", False), ("60mbit", False)]
     for wrong, expected in (((7, None), "--lab 7: no such lab; running: 0"), ((None, 2), "lab 0 has nodes 0 to 1")):
         with pytest.raises(UserError, match=expected):
-            control.cut(*wrong)
+            control.change("cut", *wrong)
     with pytest.raises(UserError, match="rate 1bit: refused by tc or the kernel"):
-        control.set_rate(Rate(1), None, 0)
+        control.change("set-rate", None, 0, Rate(1))
     assert lab.reload().nodes[0].rate == "200mbit"
 
 
