@@ -40,7 +40,7 @@ DATA = ROOT / "docs" / "results.json"
 
 
 def main() -> int:
-    sections = tomllib.loads((ROOT / "benchmarks" / "publish.toml").read_text())
+    sections: dict[str, Any] = tomllib.loads((ROOT / "benchmarks" / "publish.toml").read_text())
     sections["sweep-sharding"]["columns"] = sections["sweep-ddp"]["columns"]
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(sections)
@@ -57,7 +57,7 @@ def main() -> int:
         return 1 if problems else 0
     try:
         all_measured = options.render or measure_all(sections, options.only, options.quick, data)
-        render(data)
+        render({name: data[name] for name in sections if name in data})
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -82,7 +82,7 @@ def measure_all(sections: dict[str, Any], names: Sequence[str], is_quick: bool, 
             continue
         print(f"{name}: took {data[name]['seconds']} s", flush=True)
         in_order = {section: data[section] for section in sections if section in data}
-        DATA.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n")
+        DATA.write_text(json.dumps(in_order, indent=1) + "\n")
     print(f"{len(names) - len(failed)} of {len(names)} sections in {(time.monotonic() - started) / 60:.1f} minutes")
     return not failed
 
@@ -108,7 +108,8 @@ def measure(section: dict[str, Any], is_quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="publish-") as folder:
         for command in section["commands"]:
             run(command.format(folder=folder) + flags, Path(folder) / "log")
-        tables = [pd.read_csv(path) for path in sorted(Path(folder).glob(section["tables"]))]
+        paths = sorted(Path(folder).glob(section["tables"]), key=lambda path: path.stat().st_mtime)
+        tables = [pd.read_csv(path) for path in paths]
     return {
         "commands": [command.format(folder="FOLDER") + flags for command in section["commands"]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -135,11 +136,15 @@ def run(command: str, log: Path) -> None:
 
 def rows_of(table: "pd.DataFrame", columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """The kept columns under their headings; None where there is no value."""
-    kept = {}
-    for heading, (name, *scale) in columns.items():
-        values = (table[name] * scale[0]).round(scale[1]) if scale else table[name]
-        kept[heading] = [None if value != value else value for value in values.tolist()]
+    kept = {heading: [scaled(value, *scale) for value in table[name]] for heading, (name, *scale) in columns.items()}
     return [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
+
+
+def scaled(value: Any, factor: float | None = None, digits: int = 0) -> Any:
+    """A number times `factor` with so many digits after the point, a whole number if none; None for no value."""
+    if value != value:  # pandas' nan
+        return None
+    return value if factor is None else round(float(value) * factor, digits or None)
 
 
 def machine() -> str:
