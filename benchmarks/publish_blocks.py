@@ -129,13 +129,14 @@ def draw(name: str, data: Data) -> None:
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False})
+    rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9})
+    rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     parts, drawing = PICTURES[name][0], {"sweep": draw_sweep, "memory": draw_memory, "links": draw_links}
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         axes.set_title({"sweep-ddp": "replicated", "sweep-sharding": "sharded"}.get(part, ""))
         drawing[name.removesuffix("-picture")](axes, data[part]["rows"])
-        axes.legend(frameon=False, fontsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     picture_path(name).parent.mkdir(exist_ok=True)
     figure.savefig(picture_path(name), metadata={"Date": None, "Description": digest(name, data)})
 
@@ -163,5 +164,8 @@ def draw_links(axes: "Axes", rows: Rows) -> None:
     for colour, choice in zip(COLOURS, choices, strict=False):
         mine = sorted((row["link, Mbit/s"], row["step, ms"]) for row in rows if row["choice"] == choice)
         axes.loglog(*zip(*mine, strict=True), marker="o", color=colour, label=choice)
-    axes.set_xlabel("Mbit/s of each link")
+    rates = sorted({row["link, Mbit/s"] for row in rows})
+    axes.set_xticks(rates, [f"{rate:,} Mbit/s" for rate in rates])
+    axes.set_yticks(ticks := [100, 200, 500, 1000, 2000, 5000], [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_ylabel("ms a step")
