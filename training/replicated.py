@@ -12,6 +12,7 @@ from training.checkpoint.ranges import share
 from training.communication.compression import Compression
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
+from training.errors import UnsupportedError
 from training.strategy import MakeOptimizer, Strategy
 
 
@@ -60,6 +61,8 @@ class ReplicatedStrategy(Strategy):
         broadcast_from_rank0(list(self.module.buffers()), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if self.options.overlap_optimizer:
+            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
         return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
 
     def full_gradients(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ddp
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
-from ddp.partial_step import only
+from ddp.early_updates import only
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, assert_parity, load, oracle, train_on_rank
 from tests.ranks import RankPool
@@ -50,7 +50,7 @@ def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
         strategy.forward_backward([make_batch(model, 2, 10 * step + rank)])
         strategy.step()
         strategy.zero_grad()
-    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.remarks, next(readings)
+    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.notes, next(readings)
 
 
 @pytest.mark.parametrize("model", ["llama", "branching"])

@@ -109,12 +109,12 @@ class Checkpoints:
             print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
-            strategy.remarks.append(
+            strategy.notes.append(
                 f"went on after step {self.done} with {world_size} ranks instead of {manifest.world_size}: samples and "
                 "their order are the same, the random numbers of dropout are new"
             )
         if config.compress == "powersgd":
-            strategy.remarks.append(
+            strategy.notes.append(
                 f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
                 "from those of a run that was not stopped"
             )

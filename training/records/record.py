@@ -170,7 +170,7 @@ def run_record(
         "eval_samples": len(workload.evaluation),
         "eval": evaluation,
         "resumed_from": resumed_from,
-        "remarks": strategy.remarks,
+        "remarks": strategy.notes,
         "memory": memory,
     }
 
