@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.clipping import clip_shards, clipping_traffic
-from sharding.partition import require_elementwise
+from sharding.elementwise import require_elementwise
+from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.pytorch_ddp import LossOf
 from reference.unit_order import UnitOrder
-from sharding.clipping import clip_shards, clipping_traffic
-from sharding.partition import require_elementwise
-from sharding.units import find_blocks
+from sharding.blocks import find_blocks
+from sharding.elementwise import require_elementwise
+from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import ddp
 from ddp.bucket_ddp_async import BucketDDP
-from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
 from ddp.early_updates import only
+from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, TOLERANCE, assert_parity, load, oracle, train_on_rank
 from tests.ranks import RankPool

@@ -97,7 +97,7 @@ def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path
     assert said(ranks, folder, resume=str(folder)) == ""
 
 
-def test_nowhere_to_save(ranks: RankPool, tmp_path: Path) -> None:
+def testnan_placeholder_to_save(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "cannot write checkpoints into" in said(ranks, tmp_path / "file" / "below")
     ranks.run(1, lock_twice, tmp_path / "locked")
