@@ -102,7 +102,7 @@ class FlatParameters:
     Rank 0's values win. Building one is collective.
 
     Attributes:
-        layout: Where each parameter lies (`sharding.partition.Layout`).
+        layout: Where each parameter lies (`Layout`).
         full: The flat tensor, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
         shard: The part of `full` that this rank updates, (shard_numel,).
