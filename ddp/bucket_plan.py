@@ -34,7 +34,7 @@ def nothing(payload: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a plan is made for. Sequences have one value for each gradient, in the order in which gradients become ready.
+    """What a plan is made for. Sequences have one value a gradient, in the order in which gradients become ready.
 
     Attributes:
         ready: Seconds at which backward has made the gradient; non-decreasing.
