@@ -19,8 +19,8 @@ from training.strategy import MakeOptimizer, Strategy
 class ReplicatedStrategy(Strategy):
     """All ranks start with rank 0's parameters and buffers; every rank then makes the same optimizer step.
 
-    Buffers (BatchNorm statistics) are each rank's own within a step. Before the next step they are rank 0's again, as in
-    PyTorch DDP by default.
+    Buffers (BatchNorm statistics) are each rank's own within a step. Before the next step they are rank 0's again, as
+    in PyTorch DDP by default.
     """
 
     def prepare(self) -> None:
