@@ -1,11 +1,15 @@
 """The order in which ZeRO-3 issues its collectives: the same on every rank.
 
 All ranks of a process group must issue the same collectives in the same order, but the units that a rank runs may
-depend on its data. So each pass has a list of actions that all ranks work through:
-- forward: unshard the embeddings, the root, unit 1, unit 2, ...
-- backward (units in reverse): unshard unit n-1, reduce unit n; unshard unit n-2, reduce unit n-1; ...
+depend on its data. So each pass has a list of actions that all ranks work through. With units 1 to n:
+- forward: unshard the embeddings, the root, unit 1, unit 2, ..., unit n;
+- backward: reduce the root's head; unshard n-1, reduce n; unshard n-2, reduce n-1; ...; reduce 1; reduce the embeddings
+  and the rest of the root.
 
-A rank that skips a unit issues its actions all the same, when it comes to a later one.
+The head is what the root runs after unit n (last norm, head): backward makes its gradients first. The embeddings are
+not in the root because they are freed between forward and backward (`sharding.units.embeddings`).
+
+A rank that skips a unit issues the unit's actions all the same, when it comes to a later action.
 """
 
 from collections.abc import Sequence
@@ -23,7 +27,7 @@ class Unshard(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Reshard a unit, and reduce-scatter these gradients of its parameters."""
+    """Reshard a unit, whose backward is over, and reduce-scatter these gradients of its parameters."""
 
     unit: Unit
     buckets: tuple[ShardedGradientBucket, ...]
@@ -33,15 +37,15 @@ class Schedule:
     """The actions of a pass, and how many of them this rank has issued.
 
     Attributes:
-        units: All but the root and the embeddings, in the order of their first use.
-        keeps_root: Whether another micro-batch follows, for which the root stays whole.
+        units: All but the root and the embeddings, each once, in the order of their first use.
+        keeps_root: The root stays whole after backward, because another micro-batch follows.
         in_flight: The gradients that are being reduced.
     """
 
     def __init__(self, root: Unit, embeddings: Unit, units: Sequence[Unit]) -> None:
         self.root, self.embeddings, self.units = root, embeddings, list(units)
         self.keeps_root = False
-        self._runs = list(units)
+        self._runs = list(units)  # a unit that runs twice is there twice
         self._head: tuple[ShardedGradientBucket, ...] = ()
         self.begin_forward()
 
@@ -52,22 +56,21 @@ class Schedule:
 
     @property
     def last_unit(self) -> Unit | None:
-        """The unit that runs last in forward. Backward begins with it, so it is not resharded in between."""
+        """The unit that runs last in forward and first in backward. It stays whole between the two."""
         return self._runs[-1] if self._runs else None
 
     def begin_forward(self) -> None:
-        self.in_flight: list[ShardedGradientBucket] = []
+        self.in_flight: list[ShardedGradientBucket] = []  # all are finished, or the step was abandoned
         self._begin([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
 
     def begin_backward(self) -> None:
-        """Each unit is gathered before the unit that precedes it in backward is reduced. A unit is reduced when all its
-        uses are through backward."""
+        """Each unit is unsharded before the one that precedes it in backward is reduced. A unit that runs several times is
+        reduced after backward has passed the earliest of its runs."""
         runs = list(reversed(self._runs))
         actions: list[Unshard | Reduce] = [Reduce(self.root, self._head)] if self._head else []
         for index, unit in enumerate(runs):
-            following = runs[index + 1] if index + 1 < len(runs) else unit
-            if following not in runs[: index + 1]:
-                actions.append(Unshard(following))
+            if index + 1 < len(runs) and runs[index + 1] not in runs[: index + 1]:
+                actions.append(Unshard(runs[index + 1]))
             if unit not in runs[index + 1 :]:
                 actions.append(Reduce(unit, tuple(unit.buckets)))
         if self.embeddings.buckets:
@@ -113,7 +116,10 @@ class Schedule:
         self.in_flight = list(action.buckets)
 
     def unshard(self, unit: Unit) -> None:
-        """Issue the all-gather of `unit`, and what comes before it; nothing if that is issued already."""
+        """Issue the all-gather of `unit` and all actions before it, unless it is issued already.
+
+        Reductions among them may miss gradients: those of parameters that this rank did not use.
+        """
         while Unshard(unit) in self._rest:
             self.issue_next()
 
@@ -123,7 +129,7 @@ class Schedule:
             self.issue_next()
 
     def reduce_what_is_ready(self) -> None:
-        """Issue the reductions that come next and miss no gradient."""
+        """Issue the reductions that come next, as long as all their gradients are there."""
         while (rest := self._rest) and isinstance(rest[0], Reduce) and not any(b.missing for b in rest[0].buckets):
             self.issue_next()
 
@@ -139,6 +145,9 @@ class Schedule:
         self.in_flight = []
 
     def _root_is_done(self) -> bool:
-        """Whether nothing that is still to come in this step reads the root's parameters."""
+        """Whether backward is through with the root: all its gradients are made.
+
+        A frozen parameter has no gradient to tell that, so a root with frozen parameters stays whole until the end.
+        """
         comes_again = any(action.unit is self.root for action in self._rest)
         return not (self.keeps_root or comes_again) and all(flat.trainable for flat in self.root.flats)

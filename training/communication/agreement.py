@@ -65,7 +65,7 @@ class StepResult:
 
 
 class StepAgreement:
-    """All-gathers of a few numbers a rank. Reductions would not do: MAX can lose a NaN, and SUM does not say whose it is.
+    """All-gathers of a few numbers a rank. Not reductions: MAX can lose a NaN, and SUM does not say whose it is.
 
     Args:
         module_device: Where the exchanges run if the group cannot carry CPU tensors. The CPU is better: an exchange on
