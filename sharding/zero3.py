@@ -4,20 +4,23 @@ What a rank holds. The model is cut into units: one for each transformer block, 
 the rest (last norm, head). At rest a rank holds its shard of each unit: 1/N of parameters, gradients and optimizer
 states. In fp32 that is 4 P / N + 4 P / N + 8 P / N bytes, beside activations.
 
-What happens in a step:
-- Forward. The root and the embeddings are all-gathered first. Then each unit is all-gathered (unshard) just before it
-  runs, while the unit before it computes (prefetch), and freed (reshard) when the next unit begins. After forward, the
-  embeddings are freed; the last unit and the root stay whole.
-- Backward, units in reverse. While a unit computes, the one that follows is all-gathered again. When all gradients of a
-  unit are made, its parameters are freed and its gradients are reduce-scattered. That reduce-scatter runs beside the
-  backward of the following unit, and is waited for when that unit makes its first gradient. The root is freed when its
-  last gradients are made.
+What happens in a step, with units 1 to n:
+- Forward. Embeddings and root are all-gathered first. Unit i is all-gathered (unshard) while unit i-1 computes
+  (prefetch), and freed (reshard) when unit i+1 begins. After forward the embeddings are freed. Unit n and the root stay
+  whole: backward needs them first.
+- Backward. While unit i computes, unit i-1 is all-gathered again. (Unit n-1 only when unit n is through: activations
+  take the most memory at the start of backward.) When all gradients of unit i are made, its parameters are freed and
+  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-1 makes its first gradient: then it
+  is waited for, and the full gradients of unit i are freed. So a rank holds the full gradients of one unit at a time.
+  The root is freed when its own gradients are made: at the start of backward, if it holds only a norm and a head.
 - Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
-So at most the root, the embeddings and two units are whole at a time, with the full gradients of two units beside them,
-one filling and one in flight. Each micro-batch sends two all-gathers and a reduce-scatter of every unit, 3(N-1)/N * P
-elements, half as much again as DDP (a little less: root, embeddings and last unit are gathered once). Rajbhandari et
-al., 2020, "ZeRO", section 7.2.2.
+What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
+one; at its start also the root.
+
+What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
+elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
+elements once a step. Rajbhandari et al., 2020, "ZeRO", section 7.2.2.
 
 `sharding.units.unit` is how a unit is unsharded and resharded. `sharding.units.schedule` is in which order, the same on
 every rank. This file is when: what modules and autograd tell by hooks.
@@ -29,7 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddp.buckets import DEFAULT_CAP_MB
@@ -74,9 +77,9 @@ class Zero3(ShardedStrategy):
         self.module.register_forward_hook(lambda *_: self._after_forward())
         for unit in units:
             for module in unit.modules:
-                module.register_forward_pre_hook(lambda *_, unit=unit: self._before_unit(unit))
+                module.register_forward_pre_hook(partial(self._before_unit, unit), with_kwargs=True)
                 module.register_forward_hook(lambda _, args, out, unit=unit: self._after_unit(unit, out))
-        for embedding in self.embeddings.modules:  # where an activation checkpoint looks up again in backward
+        for embedding in self.embeddings.modules:  # no-op, unless an activation checkpoint looks up again in backward
             embedding.register_forward_pre_hook(lambda *_: self._unshard_now(self.embeddings))
         for unit in self.all_units:
             for bucket in unit.buckets:
@@ -85,7 +88,7 @@ class Zero3(ShardedStrategy):
 
     def _unshard_now(self, unit: Unit) -> None:
         self.schedule.unshard(unit)
-        unit.unshard()  # out of turn, if a module runs a second time
+        unit.unshard()  # out of turn, if a module runs a second time; it must do so on all ranks
         unit.wait_for_unshard()
 
     # Forward -----------------------------------------------------------------------------------------------------
@@ -94,14 +97,14 @@ class Zero3(ShardedStrategy):
         self._in_backward = False
         self.order.begin_forward()
         for unit in self.schedule.units:
-            unit.running = 0
+            unit.begin_forward()
             unit.reshard()
         self.schedule.begin_forward()
-        self._unshard_now(self.root)
         self._unshard_now(self.embeddings)
-        self._prefetch(0)
+        self._unshard_now(self.root)
+        self._prefetch_in_forward(0)
 
-    def _before_unit(self, unit: Unit) -> None:
+    def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
         if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
@@ -111,18 +114,21 @@ class Zero3(ShardedStrategy):
             if self.order.is_over(earlier) and not earlier.running:
                 earlier.reshard()
         self._unshard_now(unit)
-        self._prefetch(index + 1)
+        self._prefetch_in_forward(index + 1)
+        if unit.has_frozen:
+            for leaf in tensors_with_gradient(inputs):
+                unit.awaited_inputs += 1
+                leaf.register_hook(lambda _: self._after_input_gradient(unit))
 
-    def _prefetch(self, index: int) -> None:
+    def _prefetch_in_forward(self, index: int) -> None:
         if index < len(self.schedule.units):
             self.schedule.unshard(self.schedule.units[index])
 
     def _after_unit(self, unit: Unit, output: Any) -> None:
         if not self._in_backward:
             unit.running -= 1
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._before_backward(unit))
+        for leaf in tensors_with_gradient(output):
+            leaf.register_hook(lambda _: self._before_backward(unit))
 
     def _after_forward(self) -> None:
         self.schedule.issue_rest()
@@ -139,7 +145,7 @@ class Zero3(ShardedStrategy):
         last = self.schedule.last_unit
         self._reshard([unit for unit in self.schedule.units if unit is not last])
         if last:
-            last.unshard()
+            last.unshard()  # it is not whole if the order that was agreed on has another last unit
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -151,13 +157,18 @@ class Zero3(ShardedStrategy):
 
     def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, _: Tensor) -> None:
         reduction = self.schedule.reduction_of(bucket)
-        if all(other.full is None for other in reduction.buckets):  # the first gradient of this reduction
-            self.schedule.finish_reductions()  # of the unit before, whose full gradients are freed
+        if all(other.full is None for other in reduction.buckets):  # the unit's first gradient:
+            self.schedule.finish_reductions()  # the full gradients of the unit before make room for its own
         bucket.place(slot)
         bucket.missing -= 1
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):
             self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
         self.schedule.reduce_what_is_ready()
+
+    def _after_input_gradient(self, unit: Unit) -> None:
+        unit.awaited_inputs -= 1
+        self.schedule.reduce_what_is_ready()
+        self.schedule.prefetch()
 
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
@@ -199,3 +210,8 @@ class Zero3(ShardedStrategy):
             expected_all_gathers(gathers, self.process_group, device),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
+
+
+def tensors_with_gradient(tree: Any) -> list[Tensor]:
+    """The tensors among a module's inputs or outputs that backward makes gradients for."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

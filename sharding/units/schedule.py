@@ -64,8 +64,11 @@ class Schedule:
         self._begin([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
 
     def begin_backward(self) -> None:
-        """Each unit is unsharded before the one that precedes it in backward is reduced. A unit that runs several times is
-        reduced after backward has passed the earliest of its runs."""
+        """Unit i-1 is unsharded before unit i is reduced.
+
+        A unit that runs several times is unsharded once and reduced after its earliest run: forward runs 1, 2, 1 give
+        unshard 2, reduce 2, reduce 1.
+        """
         runs = list(reversed(self._runs))
         actions: list[Unshard | Reduce] = [Reduce(self.root, self._head)] if self._head else []
         for index, unit in enumerate(runs):
@@ -129,8 +132,10 @@ class Schedule:
             self.issue_next()
 
     def reduce_what_is_ready(self) -> None:
-        """Issue the reductions that come next, as long as all their gradients are there."""
-        while (rest := self._rest) and isinstance(rest[0], Reduce) and not any(b.missing for b in rest[0].buckets):
+        """Issue the reductions that come next, as long as backward is through with their units."""
+        while self._rest and isinstance(action := self._rest[0], Reduce):
+            if action.unit.awaited_inputs or any(bucket.missing for bucket in action.buckets):
+                return
             self.issue_next()
 
     def issue_rest(self) -> None:

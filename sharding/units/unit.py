@@ -68,7 +68,8 @@ class ShardedParameters(FlatParameters):
             UnsupportedError: a parameter's `.data` has been replaced since it was resharded.
         """
         for parameter in self.parameters:
-            if parameter.untyped_storage().nbytes() != parameter.element_size():
+            is_placeholder = parameter.untyped_storage().nbytes() == parameter.element_size()
+            if not is_placeholder:
                 raise UnsupportedError(
                     f"the data of a parameter of shape {tuple(parameter.shape)} was replaced between steps, but zero3 "
                     "keeps parameters in shards; change them through full_state_dict and load_full_state_dict"
@@ -86,12 +87,14 @@ class Unit:
     """Modules that are unsharded together.
 
     Args:
-        parameters: Those of `modules`, in one or more parts that share no flat tensor.
+        parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
 
     Attributes:
         flats: The flat parameters, one for each part, dtype and device.
         buckets: The gradients of the flat parameters that train.
         running: How many of the modules are in their forward pass now.
+        awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
+            read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
     """
 
     def __init__(
@@ -101,9 +104,13 @@ class Unit:
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
         self.flats = [ShardedParameters(kind, group) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat) for flat in self.flats if flat.trainable]
-        self.running = 0
+        self.has_frozen = not all(flat.trainable for flat in self.flats)
         self.is_sharded = True
+        self.begin_forward()
         self._gathers: list[Pending] | None = None
+
+    def begin_forward(self) -> None:
+        self.running = self.awaited_inputs = 0
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless they are here or on their way."""
