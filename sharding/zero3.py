@@ -100,8 +100,8 @@ class Zero3(ShardedStrategy):
             unit.begin_forward()
             unit.reshard()
         self.schedule.begin_forward()
+        self._unshard_now(self.root)  # issues the embeddings' all-gather before its own
         self._unshard_now(self.embeddings)
-        self._unshard_now(self.root)
         self._prefetch_in_forward(0)
 
     def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
