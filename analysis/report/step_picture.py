@@ -33,7 +33,7 @@ LANE_HEIGHTS = {"gradients": 1.4, "parameters": 1.4, "bookkeeping": 0.6}
 """What collectives are for, from the top lane down."""
 SMALLEST_GAP_US = 300.0
 """Shorter gaps in compute are not drawn: nobody could see one."""
-WIDTH_IN, HEIGHT_IN = 8.0, 5.6
+WIDTH_IN, HEIGHT_IN = 8.0, 5.7
 LETTER_IN, LINE_IN = 0.065, 0.12
 """Room that text takes."""
 
@@ -47,7 +47,7 @@ def draw(step: TracedStep, most_mib: float, most_ms: float) -> Figure:
     """
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), facecolor="white")
     memory, lanes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1.2, 1], "hspace": 0.06})
-    figure.subplots_adjust(left=0.155, right=0.985, top=0.875, bottom=0.085)
+    figure.subplots_adjust(left=0.155, right=0.985, top=0.865, bottom=0.085)
     lanes.set_xlim(0, most_ms)
     lanes.set_xlabel("time since the step began, ms", fontsize=9)
     draw_memory(memory, step, most_mib)

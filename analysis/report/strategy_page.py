@@ -68,11 +68,16 @@ def traffic_rows(step: TracedStep) -> list[tuple[str, str, str]]:
         sums = [total + sent for total, sent in zip(sums, wire, strict=True)]
         factor = "2(N-1)/N" if kind == "all_reduce" else "(N-1)/N"
         subject = f"sent for {part['purpose']}, in {gloo_name or kind.replace('_', '-')}s"
-        expected = f"{part['count'] // per_collective} calls, {factor} x {size_text(size)} = {size_text(wire[0])}"
-        rows.append((subject, expected, f"{len(traced) // per_collective} calls, {size_text(wire[1])}"))
+        expected = f"{calls_text(part['count'], per_collective)}, {factor} x {size_text(size)} = {size_text(wire[0])}"
+        rows.append((subject, expected, f"{calls_text(len(traced), per_collective)}, {size_text(wire[1])}"))
     whole = 4 * step.record["parameters"]
     expected, measured = (f"{size_text(total)} = {total / whole:.3g} x 4P" for total in sums)
     return [*rows, ("sent in all", expected, measured)]
+
+
+def calls_text(calls: int, per_collective: int) -> str:
+    collectives = calls // per_collective
+    return f"{collectives} call{'s' if collectives != 1 else ''}"
 
 
 def filled(page: str, block: str) -> str:
