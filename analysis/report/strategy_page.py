@@ -28,7 +28,7 @@ def run_block(step: TracedStep, exposed_ms: float) -> str:
     rows = [
         *memory_rows(step),
         *traffic_rows(step),
-        ("communication that nothing hides", "", f"{100 * exposed_ms / step.ms:.0f} % of the step's time"),
+        ("exposed communication", "", f"{100 * exposed_ms / step.ms:.0f} % of the step's time"),
     ]
     return "\n".join(
         [
@@ -49,7 +49,7 @@ def memory_rows(step: TracedStep) -> list[tuple[str, str, str]]:
         formula = f"{BYTES_AN_ELEMENT[component]}P" + ("/N" if component in step.record["shards"] else "")
         expected, measured = (size_text(held[f"{prefix}{component}_bytes"]) for prefix in ("expected_", ""))
         rows.append((f"{COMPONENTS[component]}, at rest", f"{formula} = {expected}", measured))
-    return [*rows, ("most memory in the step", "", f"{size_text(held['peak_bytes'])}, in {held['peak_phase']}")]
+    return [*rows, ("most memory in the step", "", size_text(held["peak_bytes"]))]
 
 
 def traffic_rows(step: TracedStep) -> list[tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """The pages of docs/how-it-works: that none is missing or incomplete, and what is said and drawn of a run."""
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,13 @@ def test_every_hand_written_choice_has_a_whole_page() -> None:
     assert problems(PAGES, hand_written()) == []
     index = (PAGES / "README.md").read_text()
     assert all(f"]({choice}.md)" in index for choice in hand_written())
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (*PAGES.glob("*.md"), PAGES.parent / "glossary.md"):
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        assert links, page
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
 
 
 def rewritten(change: Callable[[str], str]) -> Callable[[Path], None]:
