@@ -88,7 +88,7 @@ class BucketDDP(ReplicatedStrategy):
         ends = plan(timeline)
         self.zero_grad()  # a gradient in an old bucket would keep its memory
         self._fill([order[start:end] for start, end in pairwise([0, *ends])])
-        self.remarks.append(describe(timeline, ends))
+        self.notes.append(describe(timeline, ends))
 
     def learned(self) -> list[list[str]] | None:
         """Names of the parameters in each bucket, once the buckets are fitted to the link."""
@@ -103,7 +103,7 @@ class BucketDDP(ReplicatedStrategy):
         if self._is_fitted_to_link and learned and all(learned) and named == sorted(self.trainable):
             self._fill([[self.trainable[name] for name in names] for names in learned])
             self._fit, self.settling_steps = None, 0
-            self.remarks.append(f"{len(learned)} buckets, fitted to the link in the run that saved the checkpoint")
+            self.notes.append(f"{len(learned)} buckets, fitted to the link in the run that saved the checkpoint")
 
     def _on_gradient_ready(self, parameter: Tensor) -> None:
         bucket, slot = self._place[parameter]

@@ -82,7 +82,7 @@ class Strategy(ABC):
             raise RuntimeError("a strategy needs a process group: call torch.distributed.init_process_group first")
         self.module = module
         self.options = options or StrategyOptions()
-        self.remarks: list[str] = []  # what the user of a run should be told of the strategy's own decisions
+        self.notes: list[str] = []  # what the user of a run should be told of the strategy's own decisions
         self.process_group = group
         self.optimizer_steps = 0
         self.synchronizes_gradients = True
