@@ -41,7 +41,7 @@ from training.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from training.checkpoint.origin import Origin, checked, newest_whole, require_same_model
+from training.checkpoint.origin import complete, newest_complete, require_same_model
 from training.checkpoint.ranges import IncompleteError, cover, share
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import restore_groups
@@ -114,7 +114,7 @@ def test_files_past_the_cache(tmp_path: Path, size: int, refuses: str) -> None:
     with (
         mock.patch.object(os, "open", opening),
         mock.patch.object(os, "write", writing),
-        DirectFile(tmp_path / "x") as file,
+        contextlib.closing(DirectFile(tmp_path / "x")) as file,
     ):
         for start in range(0, size, 1_000_003):
             file.write(memoryview(content)[start : min(start + 1_000_003, size)])
@@ -199,32 +199,29 @@ def test_any_byte_altered(tmp_path: Path) -> None:
         (path / name).write_bytes(whole)
 
 
-def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[Any]:
-    """On a rank: the step of the newest whole checkpoint after each damage."""
+def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[int, int]]:
+    """On a rank, after each damage: the step of the newest complete checkpoint, and how many were skipped."""
     found = []
     for name, content in damage:
-        path = folder / name
-        before = path.read_bytes()
-        path.write_bytes(content)
-        origin = newest_whole(folder, here())
-        found.append((origin.step, len(origin.skipped)) if isinstance(origin, Origin) else origin)
-        path.write_bytes(before)
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        origin = newest_complete(folder, here())
+        found.append((origin.step, len(origin.skipped)))
+        (folder / name).write_bytes(whole)
     return found
 
 
-def test_the_newest_whole_one_is_used(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    """Neither damaged ones, nor unfinished ones, nor links."""
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
     (tmp_path / ".step_00000006.saving").mkdir()
     (tmp_path / "step_00000009").symlink_to(tmp_path / "step_00000004")
     (tmp_path / "step_x").mkdir()
-    whole = {
-        name: (tmp_path / name).read_bytes() for name in ("step_00000004/manifest.json", "step_00000002/manifest.json")
-    }
-    newest, older = whole.items()
-    data = "step_00000004/rank_1.safetensors"
-    damage = [newest, older, (newest[0], newest[1][:-9]), (newest[0], b""), (data, b"")]
-    assert ranks.run(1, newest_after, tmp_path, damage) == [[(4, 0), (4, 0), (2, 1), (2, 1), (2, 1)]]
+    name = "step_00000004/manifest.json"
+    whole = (tmp_path / name).read_bytes()
+    damage = [(name, whole), (name, whole[:-9]), (name, b""), ("step_00000004/rank_1.safetensors", b"")]
+    assert ranks.run(1, newest_after, tmp_path, damage) == [[(4, 0), (2, 1), (2, 1), (2, 1)]]
 
 
 class Killed(BaseException):
@@ -271,9 +268,9 @@ def save_until_killed(folder: Path) -> list[Any]:
                 is_done = False
             done = count()
         saver.close()
-        assert all(checked(path, here()) for _, path in checkpoints_in(folder)), "no part of one under its name"
-        origin = newest_whole(folder, here())
-        assert isinstance(origin, Origin) and not origin.skipped, origin
+        assert all(complete(path, here()) for _, path in checkpoints_in(folder)), "no part of one under its name"
+        origin = newest_complete(folder, here())
+        assert not origin.skipped
         value = TensorFiles([origin.path / name for name in origin.manifest.files]).read("parameter/weight", 0, 6)
         found.append((origin.step, value.tolist() == [float(origin.step)] * 6))
         shutil.rmtree(folder / folder_name(4), ignore_errors=True)
@@ -393,10 +390,8 @@ def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has 2 dimensions instead of one"):
         TensorFiles([tmp_path / "matrix"])
     write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
-    with pytest.raises(UserError, match="parameter/bias: element 0 of 1"):
+    with pytest.raises(UserError, match="parameter/bias: not stored"):
         TensorFiles([tmp_path / "short"]).read("parameter/bias", 0, 1)
-    with pytest.raises(UserError, match="buffer/none: not stored"):
-        TensorFiles([tmp_path / "short"]).read("buffer/none", 0, 0)
 
 
 def test_settings_of_another_optimizer() -> None:

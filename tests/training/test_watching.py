@@ -32,8 +32,8 @@ from training.watch.flight_recorder import FlightRecorder
 
 flight = FlightRecorder.create(rank=3)
 flight.set_phase(7, "backward")
-flight.complete(flight.add(1, b"all_reduce", 10, b"float32", b"ranks 0,1", -1, 2))
-flight.set_waiting(flight.add(2, b"broadcast", 4, b"int64", b"ranks 0,1", 0, 0))
+flight.complete(flight.add(1, "all_reduce", 10, "float32", "ranks 0,1", -1, 2))
+flight.set_waiting(flight.add(2, "broadcast", 4, "int64", "ranks 0,1", 0, 0))
 print(flight.path, flush=True)
 signal.pause()
 """
@@ -59,7 +59,7 @@ def test_a_flight_recorder_outlives_its_process() -> None:
 def test_a_ring_keeps_the_latest() -> None:
     flight = FlightRecorder.create(rank=0)
     for seq in range(1, 5001):
-        flight.add(seq, b"all_reduce", seq, b"float32", b"ranks 0,1", -1, 0)
+        flight.add(seq, "all_reduce", seq, "float32", "ranks 0,1", -1, 0)
     assert [entry.seq for entry in flight.state().entries] == list(range(5000 - 2047, 5001))
     flight.set_exit_reason(ExitReason("failed", "x" * 100_000, 0.0, "y"))
     assert flight.exit_reason == ExitReason("failed", "x" * 2000, 0.0), "cut, but there"

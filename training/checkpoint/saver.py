@@ -1,8 +1,8 @@
 """Saves a checkpoint: every rank writes its file, perhaps in the background, and rank 0 makes a checkpoint of them.
 
-Ranks write into `.step_<k>.saving/`. When the file of a rank is on disk, the rank writes a small JSON file beside it, so
-that ranks need not communicate while they train. When all ranks have done so, rank 0 writes the manifest and renames
-the folder to `step_<k>/`. Only then does the checkpoint exist, and only then are older ones removed.
+Ranks write into `.step_<k>.saving/`. When the file of a rank is on disk, the rank writes a small JSON file beside it.
+So ranks need not communicate while they train. When all ranks have done so, rank 0 writes the manifest and renames the
+folder to `step_<k>/`. Only then does the checkpoint exist, and only then are older ones removed.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """Which rank gets which sample in which step: pure functions of index lists.
 
-All ranks shuffle in the same way, cut the epoch into windows of one global batch, and divide each window among them.
-So an optimizer step has the same samples for any number of ranks. The last window of an epoch may be short.
+All ranks shuffle in the same way, cut the epoch into windows of one global batch, and divide each window among them. So
+an optimizer step has the same samples for any number of ranks. The last window of an epoch may be short.
 """
 
 import random

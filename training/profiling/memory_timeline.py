@@ -1,9 +1,9 @@
 """Memory over one optimizer step: what each component holds over time, and all allocated bytes.
 
-The step is an extra one, after training and evaluation, so it disturbs no step time and no profile window. Hooks
-sample the strategy's own count of its model states: after the forward pass of each module that owns parameters, when
-the gradient of its output is ready, when a parameter has its gradient, and around the optimizer. Allocated bytes come
-from what the allocators report to `torch.profiler`, which runs during the step.
+The step is an extra one, after training and evaluation, so it disturbs no step time and no profile window. Hooks sample
+the strategy's own count of its model states: after the forward pass of each module that owns parameters, when the
+gradient of its output is ready, when a parameter has its gradient, and around the optimizer. Allocated bytes come from
+what the allocators report to `torch.profiler`, which runs during the step.
 """
 
 import bisect

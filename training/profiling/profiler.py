@@ -1,8 +1,8 @@
 """Runs `torch.profiler` on every rank, and writes one gzip Chrome trace per window.
 
-A collective that begins under the profiler and ends after it writes into memory that the profiler has freed. With
-torch 2.15 and Gloo this sometimes causes a segmentation fault some steps later. So a window ends only when nothing is
-in flight. If an error ends the run, the profiler is left running, because a collective in flight may never end.
+A collective that begins under the profiler and ends after it writes into memory that the profiler has freed. With torch
+2.15 and Gloo this sometimes causes a segmentation fault some steps later. So a window ends only when nothing is in
+flight. If an error ends the run, the profiler is left running, because a collective in flight may never end.
 """
 
 import gzip

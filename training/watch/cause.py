@@ -1,8 +1,8 @@
 """Finds why a run ended: the first cause, not the ranks that died because of it.
 
 When a rank is killed, other ranks fail with broken connections, and `torchrun` then stops the rest. Each of them may
-look like the first one. So the reasons of all ranks are compared: a rank that vanished or failed by itself comes
-before ranks whose collectives failed or timed out, and these come before ranks that were only told to stop.
+look like the first one. So the reasons of all ranks are compared: a rank that vanished or failed by itself comes before
+ranks whose collectives failed or timed out, and these come before ranks that were only told to stop.
 """
 
 import time

@@ -117,11 +117,12 @@ class FlightRecorder:
         self._page.step, self._page.phase = step, phase.encode()[:32]
         self._page.progress_s = time.time()
 
-    def add(self, seq: int, kind: bytes, elements: int, dtype: bytes, group: bytes, root: int, parameter: int) -> int:
+    def add(self, seq: int, kind: str, elements: int, dtype: str, group: str, root: int, parameter: int) -> int:
         """Record a collective that is about to be issued, and return its number on this rank, from 0."""
         page, now = self._page, time.time()
         number = page.count
-        slot = _Slot(number, seq, elements, root, parameter, now, False, kind, dtype, group)
+        texts = (kind.encode(), dtype.encode(), group.encode())
+        slot = _Slot(number, seq, elements, root, parameter, now, False, *texts)
         page.ring[number % RING_ENTRIES] = slot  # one copy, so that a reader hardly ever sees a half of it
         page.count, page.progress_s = number + 1, now
         return number

@@ -1,8 +1,8 @@
 """Records every collective of this rank, and makes a digest of them that ranks compare.
 
-If ranks issue collectives in different orders, Gloo mixes those of equal size without an error, and hangs or crashes
-in others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP
-too). The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
+If ranks issue collectives in different orders, Gloo mixes those of equal size without an error, and hangs or crashes in
+others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP too).
+The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
 digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
 Ranks compare digests in the exchange at the end of every step (`communication.agreement`), which costs 8 bytes. If the
 digests differ, the ranks compare what they have recorded.
@@ -34,25 +34,18 @@ DIGEST_BITS = 48
 
 KINDS = {
     "ALLREDUCE": "all_reduce",
-    "ALLREDUCE_COALESCED": "all_reduce",
     "BROADCAST": "broadcast",
+    "REDUCE_SCATTER": "reduce_scatter",
     "REDUCE": "reduce",
     "ALLGATHER": "all_gather",
-    "ALLGATHER_BASE": "all_gather",
-    "ALLGATHER_COALESCED": "all_gather",
-    "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather",
-    "REDUCE_SCATTER": "reduce_scatter",
-    "REDUCE_SCATTER_BASE": "reduce_scatter",
-    "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter",
     "ALLTOALL": "all_to_all",
-    "ALLTOALL_BASE": "all_to_all",
     "SCATTER": "scatter",
     "GATHER": "gather",
     "BARRIER": "barrier",
     "SEND": "send",
     "RECV": "recv",
 }
-"""By the name of `torch._C._distributed_c10d.HookOpName`."""
+"""By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
 SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
 """Kinds whose outputs have the same size on every rank. Their inputs may be missing, or only a part of the whole."""
 
@@ -77,7 +70,7 @@ class CollectiveRecorder:
         if alike := sum(members == others for _, others, _ in self._groups):
             label += f" ({alike + 1})"
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label.encode()))
+        group.register_pre_hook(HOOK_ID, self._before(name, label))
         group.register_post_hook(HOOK_ID, self._after(name))
 
     def stop(self) -> None:
@@ -108,10 +101,10 @@ class CollectiveRecorder:
         error.collective = str(entry)
         return error
 
-    def _before(self, name: str, label: bytes) -> Callable[[Any], None]:
+    def _before(self, name: str, label: str) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
-        known: dict[tuple[Any, torch.dtype | None], tuple[str, bytes, bytes, int]] = {}
+        known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
 
         def hook(call: Any) -> None:
             inputs = call.input_tensors
@@ -120,13 +113,13 @@ class CollectiveRecorder:
             found = known.get(key)
             if found is None:
                 found = known[key] = described(*key)
-            kind, kind_text, dtype_text, base = found
+            kind, dtype, base = found
             if not kind:
                 return
             elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
             parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
             seqs[name] = seq = seqs[name] + 1
-            issuing[name] = flight.add(seq, kind_text, elements, dtype_text, label, call.root, parameter)
+            issuing[name] = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if kind not in UNEVEN:
                 value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * parameter
                 digests[name] = (digests[name] * 6_364_136_223_846_793_005 + value) % 2**DIGEST_BITS
@@ -167,11 +160,11 @@ def group_label(ranks: Sequence[int]) -> str:
     return label if len(label) <= 19 else f"{len(ranks)} ranks {zlib.crc32(repr(tuple(ranks)).encode()):08x}"
 
 
-def described(name: Any, dtype: torch.dtype | None) -> tuple[str, bytes, bytes, int]:
-    """Kind, kind and dtype as bytes, and a number for both. The kind is empty for a call that sends nothing."""
-    kind = KINDS.get(name.name, "")
+def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
+    """Kind, dtype, and a number for both. The kind is empty for a call that sends nothing."""
+    kind = next((kind for start, kind in KINDS.items() if name.name.startswith(start)), "")
     dtype_name = str(dtype).removeprefix("torch.") if dtype is not None else ""
-    return kind, kind.encode(), dtype_name.encode(), zlib.crc32(f"{kind} {dtype_name}".encode())
+    return kind, dtype_name, zlib.crc32(f"{kind} {dtype_name}".encode())
 
 
 _recorder: CollectiveRecorder | None = None
