@@ -70,7 +70,7 @@ SCENARIOS = (
     Scenario("killed in the optimizer", "kill:at=optimizer", "killed", "was killed"),
     Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
     Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
-    Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without a word"),
+    Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without an error"),
     Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
     Scenario("exception in backward", "raise:at=backward", "failed", "ValueError: planted"),
     Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),

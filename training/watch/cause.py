@@ -120,12 +120,12 @@ def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool) -> Endin
     if crash:
         what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
     else:
-        what = "was killed (SIGKILL, or it exited without a word)"
+        what = "was killed (SIGKILL, or it exited without an error)"
     message = f"{ranks} {what} {state or ''}".rstrip()
     if out_of_memory:
-        message += "; the kernel has killed a process for want of memory: use a smaller --global-batch-size or model"
+        message += "; the kernel has killed a process because memory ran out: use a smaller --global-batch-size or model"
     elif not crash:
-        message += "; if nobody did, look into dmesg for the kernel's out-of-memory killer"
+        message += "; if nobody killed it, look for the out-of-memory killer in dmesg"
     return _ending(KILLED, first, state, message, crash or None)
 
 
@@ -157,10 +157,10 @@ def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
         return _ending(HUNG, waiting, state, message)
     first = missing[0]
     report = reports[first]
-    what = "is stopped (SIGSTOP)" if report.is_stopped else "hangs" if report.state else "is not heard of"
+    what = "is stopped (SIGSTOP)" if report.is_stopped else "hangs" if report.state else "does not answer"
     message = f"rank {first} {what} {report.state or ''}".rstrip()
     if len(missing) > 1:
-        message = f"ranks {', '.join(map(str, missing))} do not come; {message}"
+        message = f"ranks {', '.join(map(str, missing))} did not join; {message}"
     message += f"; rank {waiting} waited {seconds} for it in {awaited or 'a collective'}"
     return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
 

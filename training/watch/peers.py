@@ -1,4 +1,4 @@
-"""The other ranks as one rank sees them: those on its node by their flight recorders, all others by `torchrun`'s store."""
+"""The other ranks as one rank sees them: on its node by their flight recorders, elsewhere by `torchrun`'s store."""
 
 import os
 import signal
