@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.files import TensorFiles
-from training.checkpoint.manifest import FORMAT, Manifest, file_name
+from training.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name
 from training.checkpoint.origin import (
     DECIDE_BUCKETS,
     Origin,
@@ -19,10 +19,10 @@ from training.checkpoint.origin import (
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import (
     derive_random_states,
-    describe_buffers,
+    describe,
     describe_groups,
-    describe_parameters,
     fill,
+    persistent_buffers,
     random_states,
     restore_random_states,
     tensors_to_save,
@@ -99,9 +99,7 @@ class Checkpoints:
             return TrainingResult()
         manifest, world_size = self.origin.manifest, self._ranks.world_size
         require_same_settings(manifest, self._settings)
-        optimizer = type(strategy.updating_optimizer).__name__
-        parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
-        require_same_model(manifest, parameters, buffers, optimizer)
+        require_same_model(manifest, *self._model())
         changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
         strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
@@ -168,8 +166,15 @@ class Checkpoints:
             "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
         }
 
+    def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
+        """Parameters, buffers, and the class of the optimizer."""
+        module = self._strategy.module
+        parameters, buffers = describe(module.named_parameters()), describe(persistent_buffers(module).items())
+        return parameters, buffers, type(self._strategy.updating_optimizer).__name__
+
     def _manifest(self, result: TrainingResult) -> Manifest:
         strategy = self._strategy
+        parameters, buffers, optimizer = self._model()
         return Manifest(
             format=FORMAT,
             step=len(result.loss),
@@ -179,11 +184,11 @@ class Checkpoints:
             job=current_job(),
             config=self._settings,
             versions=self._versions,
-            optimizer=type(strategy.updating_optimizer).__name__,
+            optimizer=optimizer,
             parameter_groups=describe_groups(strategy.optimizer),
             learned=strategy.learned(),
-            parameters=describe_parameters(strategy.module),
-            buffers=describe_buffers(strategy.module),
+            parameters=parameters,
+            buffers=buffers,
             train_loss=list(result.loss),
             step_samples=list(result.samples),
             step_time_s=list(result.step_time_s),

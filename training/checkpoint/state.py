@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,9 @@ COUNT = "step"
 """The state that torch's optimizers keep as one number for a parameter, even if the parameter is one number too."""
 
 
-def describe_parameters(module: nn.Module) -> dict[str, TensorInfo]:
-    """The shapes are those of the whole parameters, even if they are sharded."""
-    return {n: TensorInfo(list(p.shape), dtype_name(p), p.requires_grad) for n, p in module.named_parameters()}
-
-
-def describe_buffers(module: nn.Module) -> dict[str, TensorInfo]:
-    return {n: TensorInfo(list(b.shape), dtype_name(b), False) for n, b in persistent_buffers(module).items()}
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def describe(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorInfo]:
+    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole."""
+    return {n: TensorInfo(list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for n, t in tensors}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

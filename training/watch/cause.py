@@ -123,7 +123,7 @@ def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool) -> Endin
         what = "was killed (SIGKILL, or it exited without an error)"
     message = f"{ranks} {what} {state or ''}".rstrip()
     if out_of_memory:
-        message += "; the kernel has killed a process because memory ran out: use a smaller --global-batch-size or model"
+        message += "; the kernel killed a process because memory ran out: use a smaller --global-batch-size or model"
     elif not crash:
         message += "; if nobody killed it, look for the out-of-memory killer in dmesg"
     return _ending(KILLED, first, state, message, crash or None)
