@@ -2,8 +2,6 @@
 and planted files."""
 
 import contextlib
-import errno
-import fcntl
 import itertools
 import json
 import os
@@ -25,7 +23,6 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import here
 from tests.ranks import RankPool
-from training.checkpoint.direct import BUFFER_BYTES, DirectFile
 from training.checkpoint.files import DTYPES, TensorFiles, write_tensors
 from training.checkpoint.manifest import (
     FORMAT,
@@ -93,37 +90,6 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 4097, BUFFER_BYTES, 2 * BUFFER_BYTES + 5])
-@pytest.mark.parametrize("refuses", ["nothing", "to open", "to write"])
-def test_files_past_the_cache(tmp_path: Path, size: int, refuses: str) -> None:
-    """Any size, in any pieces, also if the file system refuses to write past the cache."""
-    content = bytes(range(251)) * (size // 251 + 1)
-    open_, write = os.open, os.write
-
-    def refuse(call: str, direct: int) -> None:
-        if refuses == call and direct & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    def opening(path: Any, flags: int, mode: int = 0o777) -> int:
-        refuse("to open", flags)
-        return open_(path, flags, mode)
-
-    def writing(descriptor: int, data: memoryview) -> int:
-        refuse("to write", fcntl.fcntl(descriptor, fcntl.F_GETFL))
-        return write(descriptor, data[: max(len(data) // 2 // 4096 * 4096, 4096)])  # less than it is given
-
-    with (
-        mock.patch.object(os, "open", opening),
-        mock.patch.object(os, "write", writing),
-        contextlib.closing(DirectFile(tmp_path / "x")) as file,
-    ):
-        for start in range(0, size, 1_000_003):
-            file.write(memoryview(content)[start : min(start + 1_000_003, size)])
-        file.finish()
-    assert (tmp_path / "x").read_bytes() == content[:size] and file.size == size
-    assert file.crc32 == zlib.crc32(content[:size])
-
-
 # A checkpoint without a strategy -------------------------------------------------------------------------------------
 
 
@@ -173,30 +139,20 @@ def problem_in(path: Path) -> str:
     return ""
 
 
-def test_cut_off_at_any_byte(tmp_path: Path) -> None:
+def test_any_byte_missing_or_altered(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 3)
     assert problem_in(path) == ""
     for name in (MANIFEST, file_name(0), file_name(1)):
         whole = (path / name).read_bytes()
-        for length in range(len(whole) - (name == MANIFEST)):  # without its last line end it is whole
-            (path / name).write_bytes(whole[:length])
-            assert name in problem_in(path), f"{name} cut off after {length} bytes"
-        (path / name).unlink()
-        assert name in problem_in(path)
-        (path / name).write_bytes(whole)
-
-
-def test_any_byte_altered(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 3)
-    for name in (MANIFEST, file_name(1)):
-        whole = (path / name).read_bytes()
-        for place in range(len(whole)):
+        for place in range(len(whole) - (name == MANIFEST)):  # without its last line end the manifest is whole
+            (path / name).write_bytes(whole[:place])
+            assert name in problem_in(path), f"{name} cut off after {place} bytes"
             altered = bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]])
             (path / name).write_bytes(altered)
-            same_meaning = name == MANIFEST and (
-                whole[place : place + 1].isspace() or altered[place : place + 1].isspace()
-            )
-            assert same_meaning or problem_in(path), f"byte {place} of {name}"
+            is_space = whole[place : place + 1].isspace() or altered[place : place + 1].isspace()
+            assert problem_in(path) or (name == MANIFEST and is_space), f"byte {place} of {name}"
+        (path / name).unlink()
+        assert name in problem_in(path)
         (path / name).write_bytes(whole)
 
 
@@ -331,7 +287,8 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
 def rewrite(path: Path, **changes: Any) -> None:
     """Alter fields of a manifest, and make its checksum right again. None: remove the field."""
     content = json.loads((path / MANIFEST).read_bytes()) | changes
-    content = {name: value for name, value in content.items() if value is not None and name != "crc32"}
+    removed = ["crc32", *(name for name, value in changes.items() if value is None)]
+    content = {name: value for name, value in content.items() if name not in removed}
     (path / MANIFEST).write_text(json.dumps(content | {"crc32": _checksum(content)}))
 
 

@@ -90,9 +90,9 @@ def test_the_end_of_the_run(ranks: RankPool, saved: Path) -> None:
 
 def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     fresh = said(ranks, folder)
-    assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; go on from it with --resume" in fresh
+    assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; resume from it with --resume" in fresh
     older = said(ranks, folder, resume=str(folder / "step_00000002"))
-    assert "holds a checkpoint of step 4 that this run does not go on from; remove it, or" in older
+    assert "holds a checkpoint of step 4 that this run does not resume from; remove it, or" in older
     assert said(ranks, tmp_path / "new", resume=str(folder / "step_00000002")) == ""
     assert said(ranks, folder, resume=str(folder)) == ""
 

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from training.checkpoint.direct import DirectFile
 from training.checkpoint.ranges import IncompleteError, cover
 from training.errors import UserError
 
@@ -94,14 +93,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header[key] = {"dtype": DTYPES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with contextlib.closing(DirectFile(path)) as file:
-        file.write(memoryview(len(text).to_bytes(8, "little") + text))
+    content = len(text).to_bytes(8, "little") + text
+    checksum = zlib.crc32(content)
+    with path.open("wb") as file:
+        file.write(content)
         for key in order:
             flat = tensors[key].detach().cpu().contiguous().view(-1)
             if flat.numel():
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
-        file.finish()
-        return FileInfo(file.size, file.crc32)
+                data = memoryview(flat.view(torch.uint8).numpy())
+                file.write(data)
+                checksum = zlib.crc32(data, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileInfo(len(content) + end, checksum)
 
 
 def problem_of(path: Path, info: FileInfo) -> str | None:

@@ -152,12 +152,12 @@ def require_no_others(folder: Path, origin: Origin | None) -> None:
     step, newest = others[0]
     if origin is None:
         raise UserError(
-            f"{folder} holds checkpoints of an earlier run, the newest of step {step}; go on from it with "
+            f"{folder} holds checkpoints of an earlier run, the newest of step {step}; resume from it with "
             "--resume latest, or give another --checkpoint-dir"
         )
     if not newest.samefile(origin.path):
         raise UserError(
-            f"{folder} holds a checkpoint of step {step} that this run does not go on from; remove it, or give another "
+            f"{folder} holds a checkpoint of step {step} that this run does not resume from; remove it, or give another "
             "--checkpoint-dir"
         )
 

@@ -202,7 +202,7 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
         kind, keys, *rest = json.loads(texts["numpy_random"])
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise UserError(f"cannot go on from the stored random numbers: {error}") from error
+        raise UserError(f"cannot restore the stored random numbers: {error}") from error
     return True
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on: enough to write a record that says how it ended, whenever it ends."""
+"""What is known of a run so far. It is enough to write a record of the run whenever it ends."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
 
 
 class RunSoFar:
-    """Filled in as the run goes on.
+    """Filled in step by step.
 
     Attributes:
         run_id: Empty until the ranks have agreed on one.
