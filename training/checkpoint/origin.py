@@ -157,8 +157,8 @@ def require_no_others(folder: Path, origin: Origin | None) -> None:
         )
     if not newest.samefile(origin.path):
         raise UserError(
-            f"{folder} holds a checkpoint of step {step} that this run does not resume from; remove it, or give another "
-            "--checkpoint-dir"
+            f"{folder} holds a checkpoint of step {step} that this run does not resume from; remove it, or give "
+            "another --checkpoint-dir"
         )
 
 
