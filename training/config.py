@@ -19,7 +19,7 @@ AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 6
+RECORD_VERSION = 7
 """Of the run record's format (`docs/run-record.md`)."""
 
 
