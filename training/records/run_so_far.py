@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,13 @@ from training.communication.traffic import Collective
 from training.config import RunConfig
 from training.data.workload import Workload
 from training.distributed import Ranks
-from training.errors import AgreedError, SequenceError, UserError
+from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from training.loop import TrainingResult
 from training.profiling.memory import ModelSize
 from training.records.record import choice_folder, run_record, write_json
 from training.strategy import Strategy
 from training.watch.board import Place
-from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending
+from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, Seen
 
 FLIGHT_VERSION = 1
 
@@ -107,10 +107,13 @@ class RunSoFar:
                 self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
             raise
 
-    def report(self, ending: Ending, *_: object) -> None:
-        """Say how the run ended, in one line, and leave its record; without one, the traceback is said too."""
+    def report(self, ending: Ending, seen: Mapping[int, Seen] | None = None) -> None:
+        """Print how the run ended in one line and write its record. Before training there is no record: then the
+        traceback is printed too. `torchrun` shows the line in its summary."""
         said = f"error: {self.config.choice}: {ending.message}"
+        began_s = min((one.statement.time_s for one in (seen or {}).values() if one.statement), default=None)
         if self._facts is None:
+            tell_torchrun(said, began_s)
             print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
             return
         path = choice_folder(self.config) / f"{self.run_id}.run.json"
@@ -120,6 +123,7 @@ class RunSoFar:
             said += f"; record: {path}"
         except (OSError, UserError) as error:
             said += f"; no record: {error}"
+        tell_torchrun(said, began_s)
         print(said, file=sys.stderr, flush=True)
 
     def keep_flight(self, rank: int, place: Place) -> None:

@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from training.errors import AgreedError, OneRankError, SequenceError
+from training.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from training.watch.board import Board, Place
 from training.watch.cause import Ending, Seen, Statement, first_cause
 from training.watch.phases import show_phases_on
@@ -210,6 +210,7 @@ class Watcher:
             self._report(ending, seen)
             with suppress(RuntimeError):
                 self._store.set("reported", "")
+        tell_torchrun(f"error: {ending.message}", statement.time_s)
         self._kill_silent(seen)
         if not told:
             self._await_report()
