@@ -17,7 +17,7 @@ from analysis.comparison.choices import report_on_choices
 from analysis.comparison.fairness import FIELDS
 from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
-from scripts.families import FAMILIES, report_root_of
+from scripts.runs import FAMILIES, report_root_of
 from training.cli import OneLineParser
 
 WORSE_THAN_ALLOWED = 3

@@ -4,7 +4,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn
 
 from training.errors import speaks_for_node, tell_torchrun
@@ -14,7 +13,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Reports a mistake in one line, once per node under `torchrun`, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
-        exit_with_error(message + f" (see {Path(sys.argv[0]).name} --help)")
+        exit_with_error(message + f" (see {self.prog} --help)")
 
 
 def exit_with_error(message: str) -> NoReturn:

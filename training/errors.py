@@ -48,8 +48,8 @@ class SequenceError(AgreedError, RuntimeError):
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """`torchrun` sets this variable for each rank: <log folder>/attempt_<n>/<local rank>/error.json."""
 EARLIER_S = 2
-"""`torchrun` names the failure with the earliest time (in whole seconds) as the root cause. A rank that was killed has no
-file and counts with the time when `torchrun` noticed it. Our files know the cause, so they must be earlier."""
+"""`torchrun` takes the failure with the earliest time, in whole seconds, as the root cause. A rank that was killed has
+no file, and its time is when `torchrun` noticed it. Our files know the cause, so their times are this much earlier."""
 
 
 def tell_torchrun(line: str, time_s: float | None = None) -> None:

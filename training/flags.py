@@ -25,7 +25,7 @@ from training.registry import Registry
 METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}"}
 
 
-def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int | None:
+def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
     """The whole of an entrypoint: train as the command line says, and return the exit code."""
     config = parse_config(description, registry, aliases)
     prepare_process()
@@ -33,7 +33,7 @@ def train_from_command_line(description: str, registry: Registry, aliases: Seque
 
     from training.run import run  # imports torch, which --help does without
 
-    return record(run)(config, registry.load)  # torchrun shows the traceback of an error that nothing else reports
+    return record(run)(config, registry.load) or 0  # torchrun shows the traceback of an unforeseen error
 
 
 def parse_config(
@@ -129,7 +129,8 @@ class _Version(argparse.Action):
         from importlib.metadata import version
 
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-        parser.exit(message=f"{project['name']} {project['version']}, torch {version('torch')}\n")
+        print(f"{project['name']} {project['version']}, torch {version('torch')}")
+        parser.exit()
 
 
 def _listing(title: str, entries: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""An interrupted sweep goes on, also within a choice; what is passed on to its runs. No run is really made."""
+"""An interrupted sweep continues, also within a choice; which flags its runs get. No run is really made."""
 
 import contextlib
 import io
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ import ddp
 from analysis.errors import TraceError
 from scripts import sweep as script
 from training.checkpoint.manifest import folder_name
+from training.flags import parse_config
 
 CHOICES = list(ddp.CHOICES)
 Train = Callable[[str, list[str]], bool]
@@ -36,7 +38,7 @@ class Sweep:
     def run(self, *arguments: str, train: Train = lambda *_: True) -> subprocess.CompletedProcess[str]:
         self.asked = {}
 
-        def started(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bool:
+        def started(choice: str, ranks: int, arguments: list[str]) -> bool:
             self.asked[choice] = arguments
             return train(choice, arguments)
 
@@ -88,7 +90,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     """In its first choice, too; and from nothing that a sweep before it has finished."""
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
-    assert answer.returncode == 130 and "the same command with --resume goes on" in answer.stderr
+    assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
     assert sweep.ignored == [signal.SIGINT, signal.SIGTERM], "a second Ctrl-C shows no traceback"
     answer = sweep.run("--resume")
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
@@ -145,15 +147,45 @@ def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--resume", "latest"], "--resume latest: a sweep goes on with its own choices, so give --resume alone"),
+        (["--resume", "latest"], "--resume latest: a sweep continues with its own choices, so give --resume alone"),
         (["--resume=runs/step_00000002"], "--ddp-choice NAME --resume runs/step_00000002"),
         (["--checkpoint-dir", "saved"], "must be with --checkpoint-every or --resume"),
+        (["--shard-choice", "zero1"], "for one, use torchrun main_ddp.py"),
+        (["--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
+        (["--grad-accum-steps", "3"], "the nearest that does: 6 or 12"),
+        (["--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
+        (["--max-steps", "4"], "the profile windows end after 8 optimizer steps"),
+        (["--config", "/nowhere.toml"], "cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str) -> None:
+    """None is found by each run anew."""
     answer = sweep.run(*arguments)
     assert answer.returncode == 2 and answer.stdout == "" and not sweep.asked
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sharding", "0"], "RANKS 0: must be at least 1 (see run_experiment_shard.sh --help)"),
+        (["shading", "2"], "invalid choice: 'shading'"),
+    ],
+)
+def test_mistakes_in_what_stands_first(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    with pytest.raises(SystemExit):
+        script.parse(arguments)
+    assert expected in capsys.readouterr().err
+
+
+def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> None:
+    """But for the choice; flags on the command line win, also those that the sweep would set itself."""
+    path = sweep.folder / "run.toml"
+    path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
+    assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
+    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[1:]), choice="") for run in sweep.asked.values()}
+    assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
+    assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
 
 
 def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:

@@ -157,10 +157,8 @@ def test_a_sweep_meets_on_loopback(tmp_path: Path) -> None:
         "except ConnectionRefusedError: sys.exit(0)\n"
         "sys.exit('error: reached')\n"
     )
-    program = (
-        "import sys; from pathlib import Path; from scripts.sweep_runs import train; from torch import distributed\n"
-    )
-    program += f"ended_well = train('x', 2, [{str(rank)!r}], Path({str(tmp_path)!r}))\n"
+    program = "import sys; from scripts.runs import train; from torch import distributed\n"
+    program += f"ended_well = train('x', 2, [{str(rank)!r}])\n"
     program += "sys.exit(not ended_well or distributed.TCPStore.__name__ != 'TCPStore')"
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
