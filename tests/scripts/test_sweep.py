@@ -1,7 +1,8 @@
-"""An interrupted sweep continues, also within a choice; which flags its runs get. No run is really made."""
+"""An interrupted sweep continues, also within a choice; which flags its runs get; how its ranks fail."""
 
 import contextlib
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from scripts import sweep as script
 from training.checkpoint.manifest import folder_name
 from training.flags import parse_config
 
+ROOT = Path(__file__).parents[2]
 CHOICES = list(ddp.CHOICES)
 Train = Callable[[str, list[str]], bool]
 
@@ -190,3 +192,52 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
 
 def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:
     assert script.given_to_resume(["ddp", "--resume", "2", "--lr", "0.1"]) == ""
+
+
+# Ranks under torchrun ------------------------------------------------------------------------------------------------
+
+RANK = """
+import os, signal, socket, sys
+sys.path.insert(0, os.getcwd())
+if sys.argv[1] == "is killed" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "exits":
+    sys.exit(3)
+if sys.argv[1] == "says why":
+    from training.cli import exit_with_error
+    exit_with_error("a mistake")
+if sys.argv[1] == "can be reached from elsewhere":
+    port = int(os.environ["MASTER_PORT"])
+    socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=5)
+    try:
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    except ConnectionRefusedError:
+        sys.exit(0)
+    sys.exit("reached")
+"""
+SWEEP = """
+import sys
+from torch import distributed
+from scripts.runs import train
+for how in sys.argv[2:]:
+    print(how, train("flat_ddp", 2, [sys.argv[1], how]), file=sys.stderr, flush=True)
+assert distributed.TCPStore.__name__ == "TCPStore"
+"""
+
+
+def test_each_failure_is_one_line_and_nobody_else_can_join(tmp_path: Path) -> None:
+    """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
+    (tmp_path / "rank.py").write_text(RANK)
+    kinds = ["exits", "says why", "is killed", "can be reached from elsewhere"]
+    command = [sys.executable, "-c", SWEEP, str(tmp_path / "rank.py"), *kinds]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0 and answer.stdout == ""
+    assert re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines() == [
+        "error: flat_ddp: ... failed: exit code 3",
+        "exits False",
+        "error: a mistake",
+        "says why False",
+        "error: flat_ddp: ... failed: Signal 9 (SIGKILL) received by ...",
+        "is killed False",
+        "can be reached from elsewhere True",
+    ]
