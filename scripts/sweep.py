@@ -138,7 +138,7 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
         UserError: the state cannot be written.
     """
     started = time.monotonic()
-    state.begin()
+    state.write()
     from analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir

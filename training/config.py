@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from training.errors import UserError
@@ -106,109 +107,94 @@ def _flag(
     return dataclasses.field(default=default, metadata=metadata | {"parse": parse, "alone": alone})
 
 
+_data = partial(_flag, "model and data")
+_batch = partial(_flag, "batch")
+_precision = partial(_flag, "precision")
+_communication = partial(_flag, "communication")
+_profiling = partial(_flag, "profiling")
+_checkpoints = partial(_flag, "checkpoints")
+_run = partial(_flag, "run")
+
+
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run. Each field is a flag of the same name (`training.cli` builds the command line from here)."""
+    """One training run. Each field is a flag of the same name (`training.flags` builds the command line from here)."""
 
-    choice: str = _flag("model and data", "", "the strategy to train with")
-    workload: str = _flag(
-        "model and data", AUTO, "model and data to train on; auto is 'yelp' with CUDA and 'sample' without"
+    choice: str = _data("", "the strategy to train with")
+    workload: str = _data(AUTO, "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
+    model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
+    dataset: str | None = _data(
+        None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with columns text and label"
     )
-    model: str | None = _flag(
-        "model and data", None, "hub id or local save_pretrained folder, instead of the one of workload yelp"
-    )
-    dataset: str | None = _flag(
-        "model and data",
-        None,
-        "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with columns text and label",
-    )
-    train_samples: int | None = _flag(
-        "model and data", None, "training samples to use (default: set by the workload)", at_least=1
-    )
-    eval_samples: int | None = _flag(
-        "model and data", None, "held-out samples to evaluate on (default: set by the workload)", at_least=1
-    )
-    depth: int = _flag("model and data", 40, "layers of workload mlp", at_least=1)
-    width: int = _flag("model and data", 4096, "features of each layer of workload mlp", at_least=1)
+    train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
+    eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
+    depth: int = _data(40, "layers of workload mlp", at_least=1)
+    width: int = _data(4096, "features of each layer of workload mlp", at_least=1)
 
-    global_batch_size: int = _flag(
-        "batch", 8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
+    global_batch_size: int = _batch(
+        8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
     )
-    grad_accum_steps: int = _flag(
-        "batch", 2, "micro-batches whose gradients a rank accumulates before the optimizer step", at_least=1
+    grad_accum_steps: int = _batch(
+        2, "micro-batches whose gradients a rank accumulates before the optimizer step", at_least=1
     )
-    epochs: int = _flag("batch", 1, "passes over the training samples", at_least=1)
-    max_steps: int | None = _flag(
-        "batch", None, "stop after this many optimizer steps (default: whole epochs)", at_least=1
-    )
+    epochs: int = _batch(1, "passes over the training samples", at_least=1)
+    max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
 
-    precision: str = _flag("precision", "fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+    precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
 
-    backend: str = _flag("communication", AUTO, "auto is NCCL with CUDA and Gloo without", choices=BACKENDS)
-    timeout_minutes: float = _flag(
-        "communication", 10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
+    backend: str = _communication(AUTO, "auto is NCCL with CUDA and Gloo without", choices=BACKENDS)
+    timeout_minutes: float = _communication(
+        10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
     )
-    bucket_cap_mb: float | str = _flag(
-        "communication",
+    bucket_cap_mb: float | str = _communication(
         AUTO,
         "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 MiB with "
         "--compress), others take their own default, mostly 25 MiB",
         parse=bucket_cap,
     )
-    overlap_optimizer: bool = _flag(
-        "communication", False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
+    overlap_optimizer: bool = _communication(
+        False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
     )
-    compress: str | None = _flag(
-        "communication", None, "round gradients before the all-reduce (default: do not)", choices=COMPRESSIONS
+    compress: str | None = _communication(
+        None, "round gradients before the all-reduce (default: do not)", choices=COMPRESSIONS
     )
-    find_unused_parameters: bool = _flag(
-        "communication", False, "let PyTorch DDP search for parameters that get no gradient"
-    )
+    find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
 
-    no_profile: bool = _flag("profiling", False, "train without torch.profiler and write no traces")
-    profile_wait: int = _flag(
-        "profiling",
+    no_profile: bool = _profiling(False, "train without torch.profiler and write no traces")
+    profile_wait: int = _profiling(
         4,
         "optimizer steps before each profile window, without the profiler; steps in which a strategy settles are "
         "never profiled",
         at_least=0,
     )
-    profile_warmup: int = _flag(
-        "profiling", 1, "optimizer steps for which the profiler runs but discards its events", at_least=0
+    profile_warmup: int = _profiling(
+        1, "optimizer steps for which the profiler runs but discards its events", at_least=0
     )
-    profile_active: int = _flag("profiling", 3, "optimizer steps in each profile window", at_least=1)
-    profile_repeat: int = _flag("profiling", 1, "number of profile windows", at_least=1)
+    profile_active: int = _profiling(3, "optimizer steps in each profile window", at_least=1)
+    profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
 
-    checkpoint_every: int | None = _flag(
-        "checkpoints",
-        None,
-        "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)",
-        at_least=1,
+    checkpoint_every: int | None = _checkpoints(
+        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)", at_least=1
     )
-    checkpoint_dir: str | None = _flag(
-        "checkpoints", None, "folder of this run's checkpoints (default: checkpoints/<choice> in --output-dir)"
+    checkpoint_dir: str | None = _checkpoints(
+        None, "folder of this run's checkpoints (default: checkpoints/<choice> in --output-dir)"
     )
-    checkpoint_async: bool = _flag(
-        "checkpoints", False, "write checkpoints in the background, from a copy in host memory"
-    )
-    keep_last: int | None = _flag(
-        "checkpoints", None, "keep only so many of the newest checkpoints (default: all)", at_least=1
-    )
-    resume: str | None = _flag(
-        "checkpoints",
+    checkpoint_async: bool = _checkpoints(False, "write checkpoints in the background, from a copy in host memory")
+    keep_last: int | None = _checkpoints(None, "keep only so many of the newest checkpoints (default: all)", at_least=1)
+    resume: str | None = _checkpoints(
         None,
         "continue from this checkpoint, or from the newest in a folder; without a value, or with latest: from the "
         "newest in --checkpoint-dir",
         alone=LATEST,
     )
 
-    lr: float | None = _flag("run", None, "learning rate of AdamW (default: set by the workload)", above_zero=True)
-    clip_grad_norm: float | None = _flag(
-        "run", None, "scale gradients down to this norm over the whole model (default: do not)", above_zero=True
+    lr: float | None = _run(None, "learning rate of AdamW (default: set by the workload)", above_zero=True)
+    clip_grad_norm: float | None = _run(
+        None, "scale gradients down to this norm over the whole model (default: do not)", above_zero=True
     )
-    seed: int = _flag("run", 0, "seed of initial weights, data order and dropout", at_least=0)
-    device: str = _flag("run", AUTO, "auto is CUDA if there is a GPU", choices=DEVICES)
-    output_dir: str = _flag("run", ".", "root folder of profile/")
+    seed: int = _run(0, "seed of initial weights, data order and dropout", at_least=0)
+    device: str = _run(AUTO, "auto is CUDA if there is a GPU", choices=DEVICES)
+    output_dir: str = _run(".", "root folder of profile/")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -1,4 +1,4 @@
-"""One run from the first line to the last: join the ranks, build, train, evaluate, write down."""
+"""One whole run: join the ranks, build model and strategy, train, evaluate, write the record."""
 
 import logging
 import math
@@ -73,7 +73,7 @@ def train_and_record(
     """Everything between joining the ranks and leaving them. Collective.
 
     Args:
-        so_far: Is told what is known of the run, for a record of one that ends early.
+        so_far: Collects what is known of the run, for the record of a run that ends early.
 
     Raises:
         UserError: the settings do not fit together, or files cannot be read or written.
@@ -106,9 +106,9 @@ def train_and_record(
         earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
         so_far.resumed_from = checkpoints.as_record()
         from_rank0(lambda: leave_config(so_far, ranks.world_size))
-        settling = strategy.settling_steps  # less than before, if a checkpoint has told what they would decide
+        settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
         if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
-            # A run that was stopped near its end must be able to reach it.
+            # A run that was interrupted near its end must be able to finish without a profile.
             config = so_far.config = replace(config, no_profile=True)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
@@ -142,7 +142,7 @@ def train_and_record(
 
 
 def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """`config` with what `auto` stands for on these ranks."""
+    """`config` with each `auto` replaced by what it means on these ranks."""
     workload = config.workload
     if workload == "auto":
         workload = "yelp" if ranks.device.type == "cuda" or config.model or config.dataset else "sample"
@@ -176,7 +176,7 @@ def require_sample_for_each_rank(samples: int, world_size: int) -> None:
 
 
 def planned_steps(config: RunConfig, samples: int) -> int:
-    """Optimizer steps of the run: whole epochs, or `max_steps` if that is less."""
+    """Optimizer steps of the run: whole epochs, or `max_steps` if that is fewer."""
     return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
 
 
@@ -215,7 +215,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def silence_libraries() -> None:
-    """The terminal is for this project's own words: errors are raised, and warnings and bars help no user here."""
+    """Keep warnings and progress bars of libraries off the terminal. Their errors are raised, and so not lost."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

@@ -71,7 +71,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_json`."""
+    """Write `text` whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text)
