@@ -2,7 +2,7 @@
 
 A torch optimizer imports `torch._dynamo` when it is created, only to mark its methods as not compiled. A profiler
 imports `torch._inductor` when it starts, to see whether it uses CUDA graphs. Together they take about five seconds of
-CPU time per rank (torch 2.15). A stand-in answers what an eager program needs, until a program uses more of the compiler.
+CPU time per rank (torch 2.15). A stand-in answers what an eager program needs, until a program needs the compiler.
 """
 
 import importlib
