@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import ddp
 import sharding
-from training.cli import train_from_command_line
+from training.flags import train_from_command_line
 from training.registry import Registry
 
 HOOK_ID = 4_711
@@ -225,7 +225,7 @@ def main() -> int:
 
     faulty = FaultyRegistry.__new__(FaultyRegistry)
     faulty.__dict__.update(registry.__dict__)
-    return train_from_command_line("With a planted fault.", faulty, ("--ddp-choice",))
+    return train_from_command_line("With a planted fault.", faulty)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,8 @@ class Outcome:
         if scenario.names_place and self.errors:
             words = [f"step {FAULT_STEP}"] + [f"rank {scenario.rank}"] * (scenario.how != "mismatched")
             found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
+        if fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
+            found.append("torchrun's root cause is not the message")
         if ended.get("how") != scenario.how:
             found.append(f"recorded as {ended.get('how')}")
         if fails and len((self.record or {}).get("train_loss", [])) < FAULT_STEP:

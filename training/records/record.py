@@ -60,9 +60,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     Raises:
         UserError: it cannot be written.
     """
+    write_text(path, to_json(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(to_json(content))
+        temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ from training.communication.traffic import Collective
 from training.config import RECORD_VERSION, RunConfig
 from training.data.workload import Workload
 from training.distributed import Ranks
-from training.errors import AgreedError, SequenceError, UserError
+from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from training.loop import TrainingResult
 from training.process.environment import VARIABLE, scheduling
 from training.profiling.memory import ModelSize
 from training.records.record import choice_folder, device_name, package_versions, step_statistics, write_json
 from training.strategy import Strategy
-from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending
+from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
 from training.watch.rank_state import RankState
 
 FLIGHT_VERSION = 1
@@ -143,10 +143,13 @@ class RunSoFar:
                 self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
             raise
 
-    def report(self, ending: Ending, *_: object) -> None:
-        """Say in one line how the run ended, and write its record. If there is no record, print the traceback too."""
+    def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
+        """Print how the run ended in one line and write its record. Before training there is no record: then the
+        traceback is printed too. `torchrun` shows the line in its summary."""
         said = f"error: {self.config.choice}: {ending.message}"
+        began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
         if self._setup is None:
+            tell_torchrun(said, began_s)
             print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
             return
         path = choice_folder(self.config) / f"{self.run_id}.run.json"
@@ -156,6 +159,7 @@ class RunSoFar:
             said += f"; record: {path}"
         except (OSError, UserError) as error:
             said += f"; no record: {error}"
+        tell_torchrun(said, began_s)
         print(said, file=sys.stderr, flush=True)
 
     def keep_flight(self, rank: int, state: RankState) -> None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from training.errors import AgreedError, OneRankError, SequenceError
+from training.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from training.watch.cause import Ending, RankReport, first_cause
 from training.watch.exit_reason import ExitReason, text_of
 from training.watch.flight_recorder import FlightRecorder
@@ -168,6 +168,7 @@ class Watcher:
                     self._keep_flight(rank, report.state)
             self._report(ending, reports)
             peers.say_reported()
+        tell_torchrun(f"error: {ending.message}", reason.time_s)
         for rank in silent:  # a process that is stopped would keep torchrun waiting for 30 s
             peers.kill(rank)
         if not rank0_reports:
