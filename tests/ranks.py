@@ -20,7 +20,15 @@ from training.process.environment import schedule_as_batch
 
 JOB_TIMEOUT_S = 120.0
 FORK_SERVER = get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.parity", "training.run", "torch._dynamo", "torch.distributed.fsdp"])
+FORK_SERVER.set_forkserver_preload(
+    [
+        "tests.parity",
+        "training.run",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 class RankFailed(AssertionError):

@@ -1,4 +1,4 @@
-"""What the originals of sharding hold, and how they answer to what they cannot do."""
+"""What the originals of sharding hold, what they say to what they cannot do, and where they are not installed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 import sharding
 from tests.models import FEATURES, answer, batch
-from tests.parity import OPTIMIZERS
+from tests.parity import OPTIMIZERS, message_of
 from tests.ranks import RankPool
+from training.cli import build_parser, parse_config
 from training.config import StrategyOptions
-from training.errors import OneRankError, UnsupportedError
+from training.errors import OneRankError, UnsupportedError, UserError
+from training.registry import Registry
 
 FSDP2 = ["pytorch_zero2", "pytorch_zero3"]
 
@@ -37,8 +39,8 @@ class Stack(nn.Module):
         return answer(self.last(hidden), y)
 
 
-def make(name: str, module: nn.Module) -> Any:
-    return sharding.load(name)(module, OPTIMIZERS["adam"], StrategyOptions())
+def make(name: str, module: nn.Module, optimizer: Any = OPTIMIZERS["adam"]) -> Any:
+    return sharding.load(name)(module, optimizer, StrategyOptions())
 
 
 def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -75,18 +77,16 @@ def run_other_units(name: str) -> tuple[str, str, bool]:
     module = Stack()
     strategy = make(name, module)
     module.skipped = [dist.get_rank()]
-    with pytest.raises(UnsupportedError) as at_first:
-        strategy.forward_backward([batch(2, 0)])
+    at_first = message_of(UnsupportedError, strategy.forward_backward, [batch(2, 0)])
     module.skipped = []
     strategy.forward_backward([batch(2, 0)])
     strategy.step()
     module.skipped = [1]
-    with pytest.raises(OneRankError) as later:
-        strategy.forward_backward([batch(2, 0)])
+    later = message_of(OneRankError, strategy.forward_backward, [batch(2, 0)])
     module.skipped = []
     loss = strategy.forward_backward([batch(2, 0)])
     strategy.step()
-    return str(at_first.value), str(later.value), bool(loss.isfinite())
+    return at_first, later, bool(loss.isfinite())
 
 
 @pytest.mark.parametrize("name", FSDP2)
@@ -96,31 +96,46 @@ def test_fsdp2_ranks_that_run_different_blocks_do_not_hang(ranks: RankPool, name
         assert f"rank {rank} runs blocks.2 where it first ran blocks.1" in later
 
 
-def refuse(name: str, extra: Tensor) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        make(name, Stack(extra))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
-    cases = {
+def refusals(name: str) -> dict[str, str]:
+    """What this rank says, by what it must say in it."""
+    extras = {
         "uniform original parameter dtype": torch.ones(FEATURES, dtype=torch.float64),
         "scalar parameters": torch.tensor(1.0),
         "extra, which has no elements": torch.ones(0, 3),
         "non-contiguous parameters": torch.ones(4, FEATURES).t(),
     }
-    for wanted, extra in cases.items():
-        assert all(wanted in message for message in ranks.run(2, refuse, name, extra))
-
-
-def refuse_adafactor(name: str) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        sharding.load(name)(Stack(), torch.optim.Adafactor, StrategyOptions())
-    return str(caught.value)
+    said = {wanted: message_of(UnsupportedError, make, name, Stack(extra)) for wanted, extra in extras.items()}
+    # Without our check, an error about placements in the first step. `pytorch_zero1` can do it.
+    adafactor = message_of(UnsupportedError, make, name, Stack(), torch.optim.Adafactor)
+    return said | {"does not work on each element": adafactor}
 
 
 @pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_refuses_an_optimizer_that_needs_whole_parameters(ranks: RankPool, name: str) -> None:
-    """Its own answer would be an error about placements, in the first step. `pytorch_zero1` can do it."""
-    assert all("does not work on each element" in message for message in ranks.run(2, refuse_adafactor, name))
+def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
+    for said in ranks.run(2, refusals, name):
+        for wanted, message in said.items():
+            assert wanted in message
+
+
+# Originals that are not installed ------------------------------------------------------------------------------------
+
+ENTRIES = {"near": ("ddp.simple_ddp:SimpleDDP", "is here"), "far": ("elsewhere.far:Far", "is not")}
+REGISTRY = Registry(ENTRIES, extras={"far": "no_such_package"})
+COMMAND = "uv sync --extra no_such_package"
+
+
+def test_what_is_not_installed_is_listed_but_not_swept() -> None:
+    assert REGISTRY.names == ("near",)
+    listing = build_parser("", REGISTRY.sentences, ("--ddp-choice",)).format_help()
+    assert "near  is here\n" in listing and f"far   is not (not installed: {COMMAND})" in listing
+    assert Registry(ENTRIES, extras={"far": "pytest"}).names == ("near", "far")
+
+
+def test_choosing_what_is_not_installed_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_config("", REGISTRY.sentences, ("--ddp-choice",), ["--ddp-choice", "far"], REGISTRY.missing)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: strategy 'far' is not installed; run: {COMMAND}\n"
+    with pytest.raises(UserError, match=COMMAND):
+        REGISTRY.load("far")
+    assert REGISTRY.load("near").__name__ == "SimpleDDP"
