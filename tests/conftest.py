@@ -19,18 +19,19 @@ if sys.dont_write_bytecode:
     sys.pycache_prefix = str(Path(__file__).parent.parent / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode = False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    del os.environ["PYTHONDONTWRITEBYTECODE"]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("unhurried", deadline=None)  # time says more about the machine than about the code
 settings.load_profile("unhurried")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers of `-n auto`: one more than cores, since tests also wait. None for a single file."""
-    paths = [argument.partition("::")[0] for argument in config.args]
-    if len(set(paths)) == 1 and paths[0].endswith(".py"):
-        return 0
-    return min(len(os.sched_getaffinity(0)) + 1, 4)
+    """Workers of `-n auto`: one more than cores, since tests also wait; not more than files are named; none for one."""
+    paths = {argument.partition("::")[0] for argument in config.args}
+    workers = min((os.cpu_count() or 1) + 1, 4)
+    if all(path.endswith(".py") for path in paths):
+        workers = min(workers, len(paths))
+    return workers if workers > 1 else 0
 
 
 @pytest.fixture(scope="session")

@@ -63,11 +63,12 @@ class Frozen(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones."""
+    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones, that start at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr]
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         return answer(self.last(self.norm(self.first(x))), y)
@@ -110,18 +111,20 @@ class Branching(nn.Module):
 
 
 class Deep(nn.Module):
-    """An embedding-like layer, six equal blocks and a head."""
+    """A layer, six equal blocks, of which those in `skipped` do not run, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 20)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(6))
         self.last = nn.Linear(20, 1)
+        self.skipped: list[int] = []
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         hidden = self.first(x)
-        for block in self.blocks:
-            hidden = block(hidden)
+        for index, block in enumerate(self.blocks):
+            if index not in self.skipped:
+                hidden = block(hidden)
         return answer(self.last(hidden), y)
 
 

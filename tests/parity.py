@@ -89,6 +89,20 @@ def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any) 
     return str(caught.value)
 
 
+def check_messages(ranks: RankPool, world_size: int, function: Callable[..., dict[str, str]], *args: Any) -> None:
+    """Each rank's `function(*args)` returns messages by what they must contain."""
+    for said in ranks.run(world_size, function, *args):
+        for wanted, message in said.items():
+            assert wanted in message
+
+
+def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:
+    strategy.zero_grad()
+    loss = strategy.forward_backward(batches)
+    strategy.step()
+    return loss
+
+
 def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups: vectors without decay, at half the learning rate; the rest with decay."""
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]

@@ -1,5 +1,7 @@
 """Every registered choice computes what one process computes on the whole global batch (TRAPS, head)."""
 
+from functools import partial
+
 import pytest
 
 from tests.models import MODELS
@@ -35,10 +37,10 @@ def test_parameter_groups(ranks: RankPool, choice: tuple[str, str]) -> None:
 def test_bf16_autocast_keeps_fp32_states(ranks: RankPool, choice: tuple[str, str]) -> None:
     """Weights are rounded to bf16 alike, but samples are summed in another order: bf16's own resolution is the bar."""
     steps = [[[4], [4]]] * 3
-    results = ranks.run(2, train_on_rank, choice, "llama", steps, "sgd", None, False, {"precision": "bf16"})
-    expected = oracle("llama", steps, "sgd", precision="bf16")
+    results = ranks.run(2, partial(train_on_rank, options={"precision": "bf16"}), choice, "llama", steps)
+    expected = oracle("llama", steps, precision="bf16")
     for name, tensor in results[0]["state"].items():
         assert tensor.dtype == expected["state"][name].dtype
-    assert results[0]["loss"] != oracle("llama", steps, "sgd")["loss"], "autocast made no difference"
+    assert results[0]["loss"] != oracle("llama", steps)["loss"], "autocast made no difference"
     for actual, wanted in zip(results[0]["loss"], expected["loss"], strict=True):
         assert abs(actual - wanted) < 2**-8 * abs(wanted)

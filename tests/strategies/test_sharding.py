@@ -10,23 +10,15 @@ from torch import Tensor, nn
 
 from sharding.collectives import all_gather, groups_of_roots, reduce_scatter
 from tests.models import UNUSUAL, Lookup, batch, build, make_batch
-from tests.parity import OPTIMIZERS, check_parity, load, message_of, train_on_rank
+from tests.parity import OPTIMIZERS, check_messages, check_parity, load, message_of, one_step, train_on_rank
 from tests.ranks import RankPool
 from training.config import StrategyOptions
-from training.strategy import Strategy
 
 STAGES = ["zero1", "zero2", "zero3"]
 
 
 def make(name: str, module: nn.Module, optimizer: Any = OPTIMIZERS["adam"], **options: Any) -> Any:
     return load(("sharding", name))(module, optimizer, StrategyOptions(**options))
-
-
-def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> float:
-    strategy.zero_grad()
-    loss = strategy.forward_backward(batches)
-    strategy.step()
-    return loss.item()
 
 
 # Collectives ---------------------------------------------------------------------------------------------------------
@@ -175,18 +167,6 @@ def test_zero3_frees_a_table_before_backward_that_does_not_read_it(ranks: RankPo
     assert ranks.run(2, table_in_backward, "head") == [{4 * 30 * 8}] * 2
 
 
-def read_later() -> str:
-    module = Lookup()
-    strategy = make("zero3", module)
-    one_step(strategy, [batch(2, 0)])
-    module.reads = "head"
-    return message_of(RuntimeError, one_step, strategy, [batch(2, 1)])
-
-
-def test_a_table_that_backward_reads_in_a_later_step_only(ranks: RankPool) -> None:
-    assert all("use zero2 for such a model" in message for message in ranks.run(2, read_later))
-
-
 @pytest.mark.parametrize("name", STAGES)
 def test_two_runs_are_bitwise_equal(ranks: RankPool, name: str) -> None:
     arguments = (("sharding", name), "llama, checkpointed", [[[2, 2]] * 3] * 3)
@@ -197,43 +177,41 @@ def test_two_runs_are_bitwise_equal(ranks: RankPool, name: str) -> None:
 # What goes wrong -----------------------------------------------------------------------------------------------------
 
 
-def replace_data() -> str:
+def mistakes_with_zero3() -> dict[str, str]:
+    """A parameter that is written to, one whose data is replaced, and a table that backward reads in a later step only:
+    what this rank says, by what it must say."""
     module = build("plain")
     strategy = make("zero3", module)
+    weight = module.net[0].weight
+    written = message_of(RuntimeError, weight.data.mul_, 2)
+    assert weight.isnan().all(), "a sharded parameter reads as NaN"
     one_step(strategy, [batch(2, 0)])
-    module.net[0].weight.data = torch.zeros(11, 6)  # type: ignore[index, union-attr]
-    return message_of(ValueError, one_step, strategy, [batch(2, 1)])
+    weight.data = torch.zeros(11, 6)
+    lookup = Lookup()
+    looking_up = make("zero3", lookup)
+    one_step(looking_up, [batch(2, 0)])
+    lookup.reads = "head"
+    return {
+        "single memory location": written,
+        "(11, 6) was replaced between steps": message_of(ValueError, one_step, strategy, [batch(2, 1)]),
+        "use zero2 for such a model": message_of(RuntimeError, one_step, looking_up, [batch(2, 1)]),
+    }
 
 
-def test_replaced_data_is_refused(ranks: RankPool) -> None:
-    assert all("(11, 6) was replaced between steps" in message for message in ranks.run(2, replace_data))
+def test_mistakes_with_zero3_are_refused(ranks: RankPool) -> None:
+    check_messages(ranks, 2, mistakes_with_zero3)
 
 
-def write_to_sharded_parameter() -> tuple[str, bool]:
-    module = build("plain")
-    make("zero3", module)
-    weight = module.net[0].weight  # type: ignore[index, union-attr]
-    return message_of(RuntimeError, weight.data.mul_, 2), bool(weight.isnan().all())
-
-
-def test_a_sharded_parameter_reads_as_nan_and_refuses_writes(ranks: RankPool) -> None:
-    for message, reads_nan in ranks.run(2, write_to_sharded_parameter):
-        assert "single memory location" in message and reads_nan
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-
-def refusals(name: str) -> list[str]:
-    cases = ((Tiny(), OPTIMIZERS["sgd"]), (build("plain"), torch.optim.Adafactor))
-    return [message_of(ValueError, make, name, module, optimizer) for module, optimizer in cases]
+def unshardable(name: str) -> dict[str, str]:
+    two_elements = nn.LayerNorm(1)
+    return {
+        "2 trainable elements cannot be sharded over 3 ranks": message_of(ValueError, make, name, two_elements),
+        "Adafactor does not work on each element by itself": message_of(
+            ValueError, make, name, build("plain"), torch.optim.Adafactor
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name: str) -> None:
-    for too_few, not_elementwise in ranks.run(3, refusals, name):
-        assert too_few.startswith("2 trainable elements cannot be sharded over 3 ranks")
-        assert "Adafactor does not work on each element by itself" in not_elementwise
+    check_messages(ranks, 3, unshardable, name)

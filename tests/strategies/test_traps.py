@@ -15,10 +15,12 @@ from tests.parity import (
     all_choices,
     assert_close,
     build_and_step,
+    check_messages,
     check_parity,
     for_each_choice,
     load,
     message_of,
+    one_step,
     options_of,
     train_on_rank,
 )
@@ -33,12 +35,6 @@ Choice = tuple[str, str]
 
 def make(choice: Choice, module: nn.Module, optimizer: str = "sgd") -> Strategy:
     return load(choice)(module, OPTIMIZERS[optimizer], options_of(choice))
-
-
-def one_step(strategy: Strategy, batches: list[dict[str, torch.Tensor]]) -> None:
-    strategy.zero_grad()
-    strategy.forward_backward(batches)
-    strategy.step()
 
 
 # What is trained -----------------------------------------------------------------------------------------------------
@@ -203,28 +199,17 @@ def test_a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: Choice, wh
         assert with_failure[2] == without[2], "memory"
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 2, sparse=True)
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
 def refusals(choice: Choice) -> dict[str, str]:
     """What this rank says, by what it must say in it."""
     is_first, strategy = dist.get_rank() == 0, make(choice, build("plain"))
+    sparse = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
     batches, state = [make_batch("plain", 2, 0)], {"nothing": torch.zeros(1)}
     return {
         "no samples on ranks [1]": message_of(ValueError, strategy.forward_backward, batches if is_first else []),
         "nothing": message_of(ValueError, strategy.load_full_state_dict, state if is_first else {}),
         "between rank 0 and rank 1": message_of(UnsupportedError, make, choice, build("plain" if is_first else "tied")),
-        "embedding table has sparse gradients": message_of(ValueError, make, choice, Sparse()),
-        "weight is complex": message_of(ValueError, make, choice, Complex()),
+        "embedding table has sparse gradients": message_of(ValueError, make, choice, sparse),
+        "weight is complex": message_of(ValueError, make, choice, nn.Linear(2, 1, dtype=torch.complex64)),
         "no trainable parameter": message_of(ValueError, make, choice, nn.ReLU()),
     }
 
@@ -232,9 +217,7 @@ def refusals(choice: Choice) -> dict[str, str]:
 @for_each_choice
 def test_mistakes_are_refused_on_every_rank(ranks: RankPool, choice: Choice) -> None:
     """A first step without samples on a rank, a state or modules that differ, and what cannot be trained."""
-    for said in ranks.run(2, refusals, choice):
-        for wanted, message in said.items():
-            assert wanted in message
+    check_messages(ranks, 2, refusals, choice)
 
 
 def test_pytorch_ddp_says_what_to_do_about_unused_parameters(ranks: RankPool) -> None:
@@ -263,26 +246,17 @@ def test_second_gradient_is_refused(ranks: RankPool, name: str) -> None:
 # Buffers and state ---------------------------------------------------------------------------------------------------
 
 
-def train_normed(choice: Choice) -> dict[str, Any]:
-    module = build("normed", seed=dist.get_rank())
-    module.norm.running_mean.fill_(float(dist.get_rank()))
-    strategy = make(choice, module)
-    start = module.norm.running_mean.clone()
-    for step in range(3):
-        one_step(strategy, [make_batch("normed", 4, 100 * step + 10 * dist.get_rank() + index) for index in range(2)])
-    return {"start": start, "state": strategy.full_state_dict(), "mean": module.norm.running_mean.clone()}
-
-
 @for_each_choice
 def test_buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: Choice) -> None:
     """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
-    expected = ranks.run(2, train_normed, ("ddp", "pytorch_ddp"))
-    results = ranks.run(2, train_normed, choice)
-    for result, wanted in zip(results, expected, strict=True):
-        assert result["start"].eq(0).all()
-        assert torch.allclose(result["mean"], wanted["mean"], rtol=1e-6)
+    results, expected = (
+        ranks.run(2, train_on_rank, either, "normed", [[[4, 4], [4, 4]]] * 3)
+        for either in (choice, ("ddp", "pytorch_ddp"))
+    )
     assert_close(results[0]["state"], expected[0]["state"], 1e-5, "state")
-    assert not torch.equal(results[0]["mean"], results[1]["mean"])
+    means, wanted = ([each["own_state"]["norm.running_mean"] for each in of] for of in (results, expected))
+    assert torch.allclose(means[0], wanted[0], rtol=1e-6) and torch.allclose(means[1], wanted[1], rtol=1e-6)
+    assert not torch.equal(*means)
 
 
 @for_each_choice
