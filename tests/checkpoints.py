@@ -122,7 +122,7 @@ def fitted_and_stopped(folder: Path) -> list[Any]:
     found = []
     for place, resume in (("straight", None), ("stopped", str(folder / "straight" / folder_name(stop)))):
         strategy, result = train_to(choice, last, folder / place, resume=resume)
-        assert ("fitted to the link in the run" if resume else "fit this link") in strategy.notes[0]
+        assert ("fitted to the link in the run" if resume else "this link") in strategy.notes[0]
         found.append((strategy.learned(), fingerprints(strategy, result)))
     assert found[0][0]
     return found
