@@ -1,4 +1,4 @@
-"""Faults to plant, what must come of each, and a run with it. Shared by the tests and `benchmarks/faults.py`."""
+"""Faults to plant, what must come of each, and one run of it."""
 
 import json
 import os

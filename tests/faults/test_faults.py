@@ -98,14 +98,3 @@ def test_two_runs_at_once_in_one_directory(tmp_path: Path) -> None:
     assert [run.wait(timeout=120) for run in runs] == [0, 0]
     assert len(list(tmp_path.glob("profile/flat_ddp/*.run.json"))) == 2
     assert len(list(tmp_path.glob("profile/flat_ddp/rank_*/*.json.gz"))) == 4
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_random_signals_cost_nothing_but_time() -> None:
-    """A short soak; the one of 2,000 steps is run by hand (`docs/reliability.md`)."""
-    command = [sys.executable, "benchmarks/soak.py", "--steps", "120", "--every", "10", "--faults", "2"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.endswith("equal losses, no growth of files, threads, nothing left\n")
-    assert answer.stdout.count("error: zero2: ") == 2

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pandas as pd
 import pytest
 
 from tests.faults.scenarios import SCRIPT
 from tests.ranks import RankPool
-from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN, command
+from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN
 from tests.training.test_checkpoint_files import manifest
 from tests.training.test_checkpoints import choices
 from tests.training.test_run import run_here
@@ -73,27 +72,6 @@ def test_every_field_of_the_manifest_is_documented() -> None:
 
     for name in (*MUST_EQUAL, *MAY_DIFFER):
         assert f"`{flag_name(name).replace('--choice', '--ddp-choice')}`" in text, name
-
-
-def test_every_column_of_the_benchmark_is_documented() -> None:
-    from benchmarks.checkpoints import COLUMNS
-
-    text = (ROOT / "docs" / "command-line.md").read_text()
-    section = text.split("## `benchmarks/checkpoints.py`")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`[a-z_0-9`, ]+`) \| ", section, re.MULTILINE)
-    assert [name for row in rows for name in re.findall(r"\w+", row)] == list(COLUMNS)
-
-
-@pytest.mark.exhaustive
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    flags = ["--ddp-choice", "zero2", "--every", "2", "--rounds", "2", "--folder", str(tmp_path), "--csv", str(path)]
-    answer = command("--nproc_per_node=2", "benchmarks/checkpoints.py", *flags, under=TORCHRUN)
-    assert answer.returncode == 0, answer.stderr
-    table = pd.read_csv(path)
-    assert table.kind.tolist() == ["none", "background", "foreground"] and table.ratio_median[0] == 1.0
-    assert table.saved_bytes[1] == table.saved_bytes[2] > 12 * 13e6 / 2, "parameters and two moments, half of them"
-    assert table.pause_ms_median[1:].gt(0).all() and [*tmp_path.iterdir()] == [path]
 
 
 # Killed ranks --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Sizes of messages: as a person writes them, as ranges, and whether they fit into memory."""
+"""Sizes of messages: as a person writes them, as ranges, what memory allows, and what is measured at one size."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -9,6 +11,29 @@ CGROUPS = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """Limit and use of a container's memory, in version 2 and version 1."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A collective at one size.
+
+    Attributes:
+        type_name: Empty for a barrier.
+        size: Payload in bytes, by nccl-tests' definition; 0 for a barrier.
+        count: Elements, in nccl-tests' sense.
+        seconds: Of each timed call, on its slowest rank.
+        wrong: Wrong elements over all ranks; None for a barrier.
+        pair: Sender and receiver; None where all ranks take part.
+    """
+
+    collective: str
+    type_name: str
+    redop: str
+    size: int
+    count: int
+    seconds: Sequence[float]
+    wrong: int | None
+    pair: tuple[int, int] | None = None
 
 
 def parse_size(text: str) -> int:
@@ -24,11 +49,11 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def shown_size(size: float) -> str:
-    """`4 MiB` for 4194304; to three digits where it is not a whole number of any unit."""
-    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= bytes_of:
-            return f"{size / bytes_of:.4g} {unit}"
+def size_text(size: float) -> str:
+    """`4 MiB` for 4194304; four digits where it is not a whole number of any unit."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:.4g} {unit}"
     return f"{size:.4g} B"
 
 

@@ -1,7 +1,7 @@
-"""The collectives that can be measured: how each is called, and what it must answer.
+"""The collectives that can be measured: how each is called, and what its result must be.
 
-Values are whole numbers so small that sums over all ranks are exact in every dtype, in any order of adding; a rank's
-pattern repeats after a prime number of elements, so that a part that arrives in the wrong place is seen.
+Values are whole numbers that are small enough for sums over all ranks to be exact in every dtype, in any order of
+adding. A rank's pattern repeats after a prime number of elements, so that a part in the wrong place is seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,11 @@ from training.distributed import Ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_EXACT = 256
-"""Up to here bf16 holds every whole number."""
+"""bf16 holds every whole number up to here."""
 PERIOD = 65_537
 ROOT = 0
-Pattern = Tensor
+Patterned = tuple[Tensor, Tensor, int]
+"""A tensor, the pattern that it must hold, and the number of the tensor's first element in that pattern."""
 
 
 @dataclass
@@ -30,13 +31,13 @@ class Call:
 
     Attributes:
         run: Issue it, and wait for it.
-        inputs, expected: Tensors with the pattern that each must hold before and after, and the number of the
-            tensor's first element in that pattern.
+        inputs, expected: What tensors hold before it, and must hold after it.
+        buffers: All its tensors.
     """
 
     run: Callable[[], object] = lambda: None
-    inputs: Sequence[tuple[Tensor, Pattern, int]] = ()
-    expected: Sequence[tuple[Tensor, Pattern, int]] = ()
+    inputs: Sequence[Patterned] = ()
+    expected: Sequence[Patterned] = ()
     buffers: Sequence[Tensor] = field(default_factory=list)
 
     def fill(self) -> None:
@@ -53,13 +54,13 @@ class Call:
         )
 
     def clear(self) -> None:
-        """All zeros, which a sum leaves as they are however often it is repeated."""
+        """Fill with zeros, which stay zeros however often a sum is repeated."""
         for tensor in self.buffers:
             tensor.zero_()
 
 
-def along(tensor: Tensor, pattern: Pattern, start: int) -> Sequence[tuple[Tensor, Tensor]]:
-    """Parts of `tensor` beside the values of the pattern that belong there."""
+def along(tensor: Tensor, pattern: Tensor, start: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Parts of `tensor`, each with the values of the pattern that belong there."""
     parts, done = [], 0
     while done < len(tensor):
         place = (start + done) % PERIOD
@@ -70,28 +71,23 @@ def along(tensor: Tensor, pattern: Pattern, start: int) -> Sequence[tuple[Tensor
 
 
 @cache
-def pattern_of(rank: int, dtype: torch.dtype, ranks: Ranks) -> Pattern:
-    """Whole numbers from 0 that add up to at most `LARGEST_EXACT` over ranks; zeros on ranks beyond that many."""
+def pattern_of(rank: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    """Whole numbers from 0 whose sum over ranks is at most `LARGEST_EXACT`; zeros on ranks beyond that number."""
     most = LARGEST_EXACT // ranks.world_size or int(rank < LARGEST_EXACT)
     values = torch.randint(0, most + 1, (PERIOD,), generator=torch.Generator().manual_seed(rank))
     return values.to(dtype).to(ranks.device)
 
 
 @cache
-def pattern_of_sum(dtype: torch.dtype, ranks: Ranks) -> Pattern:
-    total = sum(pattern_of(rank, torch.float32, ranks) for rank in range(ranks.world_size))
-    assert isinstance(total, Tensor)
+def pattern_of_sum(dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    total = torch.zeros(PERIOD, device=ranks.device)
+    for rank in range(ranks.world_size):
+        total += pattern_of(rank, torch.float32, ranks)
     return total.to(dtype)
 
 
 def empty(count: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
     return torch.empty(count, dtype=dtype, device=ranks.device)
-
-
-def gathered(full: Tensor, ranks: Ranks) -> list[tuple[Tensor, Pattern, int]]:
-    """What `full` must hold once every rank's part is in its place."""
-    parts = full.chunk(ranks.world_size)
-    return [(part, pattern_of(rank, full.dtype, ranks), rank * len(part)) for rank, part in enumerate(parts)]
 
 
 def all_reduce(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
@@ -108,22 +104,27 @@ def broadcast(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
 
 def reduce(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
     tensor = empty(count, dtype, ranks)
-    inputs = [(tensor, pattern_of(ranks.rank, dtype, ranks), 0)]
-    expected = [(tensor, pattern_of_sum(dtype, ranks), 0)] if ranks.rank == ROOT else []
-    return Call(lambda: dist.reduce(tensor, ROOT), inputs, expected, [tensor])
+    own, total = pattern_of(ranks.rank, dtype, ranks), pattern_of_sum(dtype, ranks)
+    expected = [(tensor, total, 0)] if ranks.rank == ROOT else []
+    return Call(lambda: dist.reduce(tensor, ROOT), [(tensor, own, 0)], expected, [tensor])
+
+
+def parts_of_ranks(full: Tensor, ranks: Ranks) -> list[Patterned]:
+    """What `full` must hold once every rank's part is in its place."""
+    parts = full.chunk(ranks.world_size)
+    return [(part, pattern_of(rank, full.dtype, ranks), rank * len(part)) for rank, part in enumerate(parts)]
 
 
 def all_gather(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
     full, shard = empty(count, dtype, ranks), empty(count // ranks.world_size, dtype, ranks)
     inputs = [(shard, pattern_of(ranks.rank, dtype, ranks), ranks.rank * len(shard))]
     run = lambda: dist.all_gather_into_tensor(full, shard)  # noqa: E731
-    return Call(run, inputs, gathered(full, ranks), [full, shard])
+    return Call(run, inputs, parts_of_ranks(full, ranks), [full, shard])
 
 
 def own_all_gather(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
-    full = empty(count, dtype, ranks)
-    group = dist.group.WORLD
-    expected = gathered(full, ranks)
+    full, group = empty(count, dtype, ranks), dist.group.WORLD
+    expected = parts_of_ranks(full, ranks)
     return Call(lambda: project_all_gather(full, group).wait(), [expected[ranks.rank]], expected, [full])
 
 
@@ -153,7 +154,7 @@ def all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
 
 
 def send_recv(count: int, dtype: torch.dtype, ranks: Ranks, sender: int, receiver: int) -> Call:
-    """From one rank to one other, while the rest wait."""
+    """From one rank to another, while the rest wait."""
     if ranks.rank not in (sender, receiver):
         return Call()
     tensor, pattern = empty(count, dtype, ranks), pattern_of(sender, dtype, ranks)
@@ -162,19 +163,15 @@ def send_recv(count: int, dtype: torch.dtype, ranks: Ranks, sender: int, receive
     return Call(lambda: dist.recv(tensor, sender), [], [(tensor, pattern, 0)], [tensor])
 
 
-def barrier(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
-    return Call(dist.barrier)
-
-
 @dataclass(frozen=True)
 class Operation:
     """What is known of a collective before it runs.
 
     Attributes:
-        make: Its call of so many elements on this rank.
+        make: Its call with this number of elements on this rank.
         redop: What it does to elements, as nccl-tests names it.
-        is_divided: A rank's part is one of as many as there are ranks, so that the size is a multiple of these.
-        memory: Bytes that a rank needs at most, over those of the payload: what Gloo takes meanwhile is among them
+        is_divided: Each rank holds one of as many parts as there are ranks, so the size is a multiple of their number.
+        memory: Bytes that a rank needs at most, over those of the payload, with what Gloo allocates meanwhile
             (measured: the rise of the resident set with 2 and 4 ranks, 128 MiB).
     """
 
@@ -194,6 +191,6 @@ OPERATIONS = {
     "reduce": Operation(reduce, "sum", memory=1.1),
     "all_to_all": Operation(all_to_all, is_divided=True, memory=2.0),
     "send_recv": Operation(send_recv),
-    "barrier": Operation(barrier),
+    "barrier": Operation(lambda *_: Call(dist.barrier)),
 }
-"""By name, in display order. Names are torch's; `sharding.` stands before what this project's own strategies use."""
+"""By name, in display order. Names are torch's; `sharding.` marks what this project's strategies call."""

@@ -1,4 +1,4 @@
-"""The order in which collectives, dtypes and sizes are measured, and how one of them is."""
+"""The order in which collectives, dtypes and sizes are measured, and how one of them is measured."""
 
 import argparse
 import itertools
@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from benchmarks.measured import Measured
-from benchmarks.operations import DTYPES, OPERATIONS, Call
-from benchmarks.sizes import available_memory, shown_size
+from benchmarks.collective.operations import DTYPES, OPERATIONS, Call
+from benchmarks.collective.sizes import Measured, available_memory, size_text
 from training.distributed import Ranks
 from training.errors import OneRankError
 
 if TYPE_CHECKING:
-    from benchmarks.collective_results import Results
+    from benchmarks.collective.results import Results
 
 FEWEST_CALLS, MOST_CALLS = 3, 1000
 MOST_COPIES = 64
-"""Of a tensor, for --spread: small ones stay in caches in training, too."""
+"""Of a tensor, for --spread: small tensors stay in caches in training, too."""
 WARMUP_SHARE = 0.2
 """Of --seconds-per-size, for warm-up calls beyond the first two."""
 USABLE = 0.9
-"""Of the memory that is free: the rest is for what else grows meanwhile."""
+"""Of the free memory; other things grow meanwhile."""
 
 
 class RanksLostError(OneRankError):
@@ -33,11 +32,11 @@ class RanksLostError(OneRankError):
 
 
 class Skipped(Exception):
-    """A size that cannot be measured here, known to all ranks."""
+    """A size that cannot be measured here; all ranks know."""
 
 
 def measure_all(options: argparse.Namespace, ranks: Ranks, results: "Results | None") -> None:
-    """Measure what `options` asks for. Collective.
+    """Measure what the command line names. Collective.
 
     Args:
         results: Takes what was measured; on rank 0 alone.
@@ -54,17 +53,17 @@ def measure_all(options: argparse.Namespace, ranks: Ranks, results: "Results | N
         if results:
             results.begin(collective, type_name)
         for size, count in sizes_of(collective, type_name, options.sizes, ranks):
+            what = f"{collective} {type_name} of {size_text(size)}"
             try:
                 measured = bench.measure(collective, type_name, size, count)
             except Skipped as reason:
                 if results:
-                    what = f"{collective} {type_name} of {shown_size(size)} on {ranks.world_size} ranks"
-                    results.skip(f"{what}: {reason}")
+                    results.skip(f"{what} on {ranks.world_size} ranks: {reason}")
                 continue
             except RuntimeError as error:
                 raise RanksLostError(
-                    f"rank {ranks.rank} lost another one at {collective} {type_name} of {shown_size(size)}: "
-                    f"{first_line(error)}; what was measured until then is in the files"
+                    f"rank {ranks.rank} lost another one at {what}: {first_line(error)}; what was measured until then "
+                    "is in the files"
                 ) from None
             if results:
                 results.add(measured)
@@ -73,7 +72,7 @@ def measure_all(options: argparse.Namespace, ranks: Ranks, results: "Results | N
 
 
 def sizes_of(collective: str, type_name: str, sizes: list[int], ranks: Ranks) -> list[tuple[int, int]]:
-    """Bytes and elements of each size, a whole number of elements (and of ranks, where a tensor is shared out)."""
+    """Bytes and elements of each size: a whole number of elements, and of parts where a tensor is divided."""
     if not type_name:
         return [(0, 0)]
     item, unit = DTYPES[type_name].itemsize, ranks.world_size if OPERATIONS[collective].is_divided else 1
@@ -99,33 +98,22 @@ class Bench:
         dtype = DTYPES[type_name] if type_name else torch.float32
         copies = self._copies(size)
         self._require_memory(int(size * operation.memory * copies))
-        pairs: list[tuple[int, ...]] = [()]
+        pairs: list[tuple[int, int] | None] = [None]
         if collective == "send_recv":
             pairs = list(itertools.permutations(range(self._ranks.world_size), 2))
             if not pairs:
                 raise Skipped("there is no pair of ranks")
-        of_one_rank = self._ranks.world_size if operation.is_divided else 1
+        counted = count // self._ranks.world_size if operation.is_divided else count
         measured = []
         for pair in pairs:
-            seconds, wrong = self._time(
-                lambda pair=pair: operation.make(count, dtype, self._ranks, *pair), 1 / len(pairs), copies
-            )
-            measured.append(
-                Measured(
-                    collective,
-                    type_name,
-                    operation.redop,
-                    size,
-                    count // of_one_rank,
-                    seconds,
-                    wrong if size else None,
-                    (pair[0], pair[1]) if pair else None,
-                )
-            )
+            make = lambda pair=pair: operation.make(count, dtype, self._ranks, *(pair or ()))  # noqa: E731
+            seconds, wrong = self._time(make, 1 / len(pairs), copies)
+            checked = wrong if size else None
+            measured.append(Measured(collective, type_name, operation.redop, size, counted, seconds, checked, pair))
         return measured
 
     def _copies(self, size: int) -> int:
-        """Tensors that calls take turns on."""
+        """The number of tensors that calls use in turn."""
         return min(-(-self._options.spread // max(size, 1)), MOST_COPIES) if self._options.spread else 1
 
     def _time(self, make: Callable[[], Call], share: float, copies: int) -> tuple[list[float], int]:
@@ -133,7 +121,7 @@ class Bench:
 
         Args:
             share: Of --seconds-per-size, that may be used.
-            copies: Of the call, each on tensors of its own, that take turns.
+            copies: Of the call, each on tensors of its own.
         """
         made: list[Call] = []
 
@@ -183,10 +171,10 @@ class Bench:
         room = torch.tensor(min(room_of_rank(self._ranks), torch.iinfo(torch.int64).max))
         dist.all_reduce(room, dist.ReduceOp.MIN, group=self._control)
         if needed > int(room):
-            raise Skipped(f"needs {shown_size(needed)} a rank, and one has only {shown_size(int(room))}")
+            raise Skipped(f"needs {size_text(needed)} a rank, and one has only {size_text(int(room))}")
 
     def _require_success(self, action: Callable[[], object]) -> None:
-        """Run `action`, which may fail on all ranks alike, such as for want of memory or of support."""
+        """Run `action`, which may fail on all ranks alike, such as for lack of memory or of support."""
         own = None
         try:
             action()

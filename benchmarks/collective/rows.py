@@ -1,4 +1,4 @@
-"""What the collective benchmark knows of one measurement, and the models that are fitted to many."""
+"""One measurement as a row of the table, and the models that are fitted to many rows."""
 
 import os
 from collections.abc import Sequence
@@ -9,17 +9,16 @@ import numpy as np
 import pandas as pd
 
 from analysis.metrics.exposure import bus_factor
-from benchmarks.measured import Measured
-from benchmarks.sizes import shown_size
+from benchmarks.collective.sizes import Measured, size_text
 from training.communication.link_model import LinkModel, held_out_error
 from training.distributed import Ranks
 
 OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
-"""Columns in which all measurements agree that one model is fitted to."""
+"""Measurements with the same values in these columns share one model."""
 
 
 def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
-    """A row of `analysis.benchmark_columns.RESULT_COLUMNS`; None where there is nothing to say."""
+    """A row of `analysis.benchmark_columns.RESULT_COLUMNS`; None where a column does not apply."""
     micro = np.asarray(measured.seconds) * 1e6
     low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
     mean = float(micro.mean())
@@ -49,7 +48,7 @@ def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
 
 
 def link_rate() -> float | None:
-    """Bits a second of a shaped link, as whoever shaped it says in the environment."""
+    """Bits a second of a shaped link, if the environment gives it (the link lab sets it)."""
     try:
         return float(os.environ["LINK_BITS_PER_S"])
     except (KeyError, ValueError):
@@ -88,16 +87,8 @@ def model_text(pieces: Sequence[dict[str, float]]) -> str:
     """`12 us + 0.412 ns/B; from 1 MiB: 30 us + 0.8 ns/B`."""
     texts = []
     for piece in pieces:
-        where = f"from {shown_size(piece['from_bytes'])}: " if piece["from_bytes"] else ""
-        latency = (
-            f"{piece['latency_s'] * 1e3:.2f} ms" if piece["latency_s"] >= 1e-3 else f"{piece['latency_s'] * 1e6:.3g} us"
-        )
-        texts.append(f"{where}{latency} + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
+        where = f"from {size_text(piece['from_bytes'])}: " if piece["from_bytes"] else ""
+        latency = piece["latency_s"]
+        latency_text = f"{latency * 1e3:.2f} ms" if latency >= 1e-3 else f"{latency * 1e6:.3g} us"
+        texts.append(f"{where}{latency_text} + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
     return "; ".join(texts)
-
-
-def error_text(fit: dict[str, Any]) -> str:
-    error = fit["held_out_error_pct"]
-    if error is None:
-        return "error unknown: too few sizes, or none of 1 MB or above, to fit on every other and test on the rest"
-    return f"mean error {error:.1f} % at 1 MB and above, fitted on every other size and tested on the rest"

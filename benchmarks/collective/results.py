@@ -12,9 +12,8 @@ import torch
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
 from analysis.summary import write_csv
-from benchmarks.collective_rows import error_text, fit_models, link_rate, make_row, model_text
-from benchmarks.measured import Measured
-from benchmarks.sizes import shown_size
+from benchmarks.collective.rows import fit_models, link_rate, make_row, model_text
+from benchmarks.collective.sizes import Measured
 from training.distributed import Ranks
 from training.errors import UserError
 from training.records.record import device_name, package_versions, write_json
@@ -36,11 +35,10 @@ SHOWN = {
     "iterations": ("calls", 6, 0),
 }
 """Columns of the terminal: heading, width, digits."""
-WIDEST_MATRIX = 8
 
 
 class Results:
-    """Grows by what was measured at one size; after each, all of it is in the CSV and the JSON file. On rank 0."""
+    """Grows with each size. After each, all of it is in the CSV and the JSON file. On rank 0."""
 
     def __init__(self, path: Path, ranks: Ranks, settings: dict[str, Any]) -> None:
         """`path`: of both files, without their endings."""
@@ -75,7 +73,7 @@ class Results:
         self._rows += rows
         frame = pd.DataFrame(rows)
         middle = {**rows[0], **frame.median(numeric_only=True).to_dict(), "wrong": frame["wrong"].sum(min_count=1)}
-        print("".join(shown(middle[name], width, digits) for name, (_, width, digits) in SHOWN.items()), flush=True)
+        print("".join(cell(middle[name], width, digits) for name, (_, width, digits) in SHOWN.items()), flush=True)
         self.write(complete=False)
 
     def skip(self, message: str) -> None:
@@ -84,23 +82,16 @@ class Results:
         self.write(complete=False)
 
     def end(self, collective: str, type_name: str) -> None:
-        """After the last size: the model, and which pairs are slow."""
+        """After the last size: fit the model."""
         rows = self.table()
-        mine = rows[(rows["collective"] == collective) & (rows["type"] == type_name)]
-        if collective == "send_recv" and len(mine) and self._ranks.world_size <= WIDEST_MATRIX:
-            largest = mine[mine["size_bytes"] == mine["size_bytes"].max()]
-            matrix = largest.pivot(index="from_rank", columns="to_rank", values="busbw_gb_per_s")
-            print(f"GB/s of {shown_size(largest['size_bytes'].iloc[0])}, from rank (row) to rank (column)")
-            print(matrix.to_string(float_format="{:.3f}".format, na_rep="-", index_names=False))
-        for fit in fit_models(mine):
+        for fit in fit_models(rows[(rows["collective"] == collective) & (rows["type"] == type_name)]):
             self._fits[collective, type_name] = fit
             print(f"model: {model_text(fit['pieces'])}\n       {error_text(fit)}", flush=True)
         self.write(complete=False)
 
     def table(self) -> pd.DataFrame:
         table = pd.DataFrame(self._rows, columns=list(RESULT_COLUMNS))
-        whole = ("from_rank", "to_rank", "wrong")
-        return table.astype(dict.fromkeys(whole, "Int64"))
+        return table.astype(dict.fromkeys(("from_rank", "to_rank", "wrong"), "Int64"))
 
     def write(self, complete: bool) -> None:
         """Both files, each whole or not at all.
@@ -112,17 +103,18 @@ class Results:
             write_csv(self.path.with_name(f"{self.path.name}.csv"), self.table())
         except TraceError as error:
             raise UserError(f"{error}; choose another --output-dir") from None
-        content = {
-            **self._about,
-            "complete": complete,
-            "skipped": self._skipped,
-            "fits": list(self._fits.values()),
-            "rows": self._rows,
-        }
-        write_json(self.path.with_name(f"{self.path.name}.json"), content)
+        measured = {"skipped": self._skipped, "fits": list(self._fits.values()), "rows": self._rows}
+        write_json(self.path.with_name(f"{self.path.name}.json"), {**self._about, "complete": complete, **measured})
 
 
-def shown(value: Any, width: int, digits: int) -> str:
+def error_text(fit: dict[str, Any]) -> str:
+    error = fit["held_out_error_pct"]
+    if error is None:
+        return "error unknown: too few sizes, or none of 1 MB or above, to fit on every other and test on the rest"
+    return f"mean error {error:.1f} % at 1 MB and above, fitted on every other size and tested on the rest"
+
+
+def cell(value: Any, width: int, digits: int) -> str:
     if isinstance(value, str):
         return f"{value:>{width}}"
     return f"{'-':>{width}}" if value is None or pd.isna(value) else f"{value:>{width}.{digits}f}"
