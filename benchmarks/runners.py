@@ -39,7 +39,7 @@ class Runner:
         expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
         wire_bytes: What a rank sends in a step, by the formulas of its collectives; once a step has been run.
         settling_steps: The first ones, at least one, which say little of later ones.
-        remarks: What the strategy says of its own decisions.
+        notes: What the strategy says of its own decisions.
         phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
 
@@ -50,7 +50,7 @@ class Runner:
     expected_state_bytes: int
     wire_bytes: Callable[[], float]
     settling_steps: int = 1
-    remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
     phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
         wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
         settling_steps=max(1, strategy.settling_steps),
-        remarks=strategy.remarks,
+        notes=strategy.notes,
     )
 
 

@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"] = bounds.median()
             table["bound_ratio_median"] = times.div(bounds).median()
-    table.attrs["remarks"] = [f"{label}: {remark}" for label, runner in runners.items() for remark in runner.remarks]
+    table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
     return table
 
 
@@ -176,8 +176,8 @@ def show(table: Any, options: argparse.Namespace) -> None:
     from rich.table import Table
 
     mib = 2**20
-    for remark in table.attrs["remarks"]:
-        print(remark)
+    for note in table.attrs["notes"]:
+        print(note)
     title = f"{options.workload}, {table.elements.iloc[0] / 1e6:.1f} M parameters, {table.world_size.iloc[0]} ranks"
     columns = {"choice": table.choice}
     if options.rounds:

@@ -32,7 +32,7 @@ from benchmarks.runners import Runner, largest, make_runner
 from training.config import RunConfig
 from training.distributed import Ranks, joined_ranks
 from training.run import silence_libraries
-from training.watch.phases import show_phases_on
+from training.watch.phases import record_phases_in
 from training.watch.sequence import follow_gradients, recorded_collectives
 from training.watch.watcher import Watcher
 
@@ -75,8 +75,8 @@ def measure(config: RunConfig, ranks: Ranks, rounds: int) -> None:
     for number in range(-WARMUP_ROUNDS, rounds):
         taken = {}
         for watches in order.sample([True, False], 2):
-            show_phases_on(watcher.board if watches else None)
-            noting: AbstractContextManager[Any] = recorded_collectives(watcher.board) if watches else nullcontext()
+            record_phases_in(watcher.flight if watches else None)
+            noting: AbstractContextManager[Any] = recorded_collectives(watcher.flight) if watches else nullcontext()
             with noting:
                 follow_gradients(made[0].watch)
                 taken[watches] = largest(seconds_of(runner), ranks.device)

@@ -20,7 +20,7 @@ AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 6
+RECORD_VERSION = 7
 """Version of the run record's format (`docs/run-record.md`)."""
 
 

@@ -136,8 +136,8 @@ def train_and_record(
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
-        for remark in strategy.remarks:
-            print(f"{config.choice}: {remark}", flush=True)
+        for note in strategy.notes:
+            print(f"{config.choice}: {note}", flush=True)
         print(summary_line(record, str(path)), flush=True)
 
 

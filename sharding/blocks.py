@@ -1,4 +1,4 @@
-"""Which modules a model is made of, found without naming any model: the blocks that repeat, and what is left."""
+"""Which modules form a unit, found without naming any model: the blocks that repeat, and what is around them."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,14 +17,19 @@ class UnitPlan:
     parameters: list[nn.Parameter]
 
 
+def uses_of_parameters(module: nn.Module) -> Counter[int]:
+    """By id of a parameter: how many modules hold it. A tied weight has more than one."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence.
 
-    A block that shares a parameter with a module outside it is none: the parameter would be needed elsewhere, too.
+    A module that shares a parameter with a module outside it is not a block: the parameter is needed elsewhere, too.
     """
     blocks = list(_repeated_children(module))
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    inside = [Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False)) for block in blocks]
+    uses = uses_of_parameters(module)
+    inside = [uses_of_parameters(block) for block in blocks]
     return [block for block, own in zip(blocks, inside, strict=True) if all(uses[key] == n for key, n in own.items())]
 
 
@@ -39,15 +44,15 @@ def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
 
 
 def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
-    """A unit a block; in a module without blocks, neighbouring layers of up to `cap_bytes` together.
+    """One unit for each block; in a module without blocks, neighbouring layers of up to `cap_bytes` form a unit.
 
-    Parameters in no unit (directly in the module, shared by several layers, or all if one unit would hold them) are
-    the root's.
+    Other parameters belong to the root: those directly in the module, those that several layers share, and all
+    parameters where there would be a single unit.
     """
     blocks = find_blocks(module)
     if blocks:
         return [UnitPlan([block], list(block.parameters())) for block in blocks]
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    uses = uses_of_parameters(module)
     plans: list[UnitPlan] = []
     for layer in module.modules():
         own = [p for p in layer.parameters(recurse=False) if uses[id(p)] == 1]
@@ -61,30 +66,14 @@ def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
     return plans if len(plans) > 1 else []
 
 
-def find_tables(module: nn.Module, plans: Iterable[UnitPlan]) -> UnitPlan:
-    """Embeddings outside of all units. Backward does not read them: a lookup passes its gradient on by the indices.
-
-    Not those that share their weight with another module, or change it (`max_norm`).
-    """
-    taken = {id(p) for plan in plans for p in plan.parameters}
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    tables = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding)
-        and type(layer).forward is nn.Embedding.forward
-        and layer.max_norm is None
-        and id(layer.weight) not in taken
-        and uses[id(layer.weight)] == 1
-    ]
-    return UnitPlan(list(tables), [p for layer in tables for p in layer.parameters(recurse=False)])
-
-
 def around_units(
     module: nn.Module, plans: Iterable[UnitPlan], apart: Iterable[nn.Parameter] = ()
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The root's parameters: those registered before the first unit's (embeddings, if they are not set `apart`), and
-    the others (norms, heads)."""
+    """The root's parameters: those registered before the first unit's, and the others (norms, heads).
+
+    Args:
+        apart: Parameters that belong to none of the two, such as embeddings in a unit of their own.
+    """
     taken = {id(p) for plan in plans for p in plan.parameters}
     set_apart = {id(p) for p in apart}
     before: list[nn.Parameter] = []
