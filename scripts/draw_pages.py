@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis.report.strategy_page import PICTURE, filled, problems, run_block
-from scripts.families import FAMILIES, Family
+from scripts.runs import FAMILIES, Family
 
 PAGES = ROOT / "docs" / "how-it-works"
 RANKS = 2
