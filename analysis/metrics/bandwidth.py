@@ -9,13 +9,13 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bandwidths(collectives: pd.DataFrame) -> pd.DataFrame:
-    """Of the table of `collectives.csv`, a row a collective of known bandwidth, not one for each rank in it."""
+    """A row for each collective of known bandwidth in the table of `collectives.csv`, which has a row for each rank."""
     known = collectives.dropna(subset=["busbw_gbps"])
     return known.drop_duplicates(["step", "group", "sequence"])
 
 
 def bandwidth_by_size(known: pd.DataFrame) -> pd.DataFrame:
-    """`bandwidths` as a row a kind and class of sizes (`BANDWIDTH_COLUMNS`): a power of two up to below the next."""
+    """`bandwidths` by kind and class of sizes (`BANDWIDTH_COLUMNS`); a class is a power of two up to the next."""
     classes = known.assign(size_bytes=2.0 ** np.floor(np.log2(known["bytes"])))
     rows = []
     for (kind, size), calls in classes.groupby(["kind", "size_bytes"]):
@@ -40,11 +40,11 @@ def bandwidth_by_size(known: pd.DataFrame) -> pd.DataFrame:
 
 
 def size_class(size: float) -> str:
-    """`1 MiB to 2 MiB`, for the class that begins with 2**20 bytes."""
+    """`1 MiB to 2 MiB`, for the class that begins at 2**20 bytes."""
     return f"{binary_size(size)} to {binary_size(2 * size)}"
 
 
 def binary_size(size: float) -> str:
-    """A power of two as people say it: `64 KiB` for 65536."""
+    """A power of two as people read it: `64 KiB` for 65536."""
     unit = min(int(np.log2(size)) // 10, len(UNITS) - 1)
     return f"{size / 1024**unit:g} {UNITS[unit]}"
