@@ -89,7 +89,7 @@ def analyse_window(
     figures = holistic_figures(timelines).set_index("rank")
     record = find_record(window)
     rows = [
-        {**summary_row(timeline, figures.loc[timeline.rank]), **memory_row(record, timeline.rank)}
+        summary_row(timeline, figures.loc[timeline.rank].to_dict()) | memory_row(record, timeline.rank)
         for timeline in timelines
     ]
     return WindowAnalysis(
@@ -124,7 +124,7 @@ def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | 
         return build_timeline(trace, rank, include_last_step)
     except TraceError as error:
         return str(error)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # a foreign file holds anything
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # in foreign files
         return f"{path}: has events that no profiler writes ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
@@ -136,18 +136,16 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
     """
     first = timelines[0]
     for other in timelines[1:]:
-        if other.steps["number"].tolist() != first.steps["number"].tolist():
-            raise TraceError(
-                f"{other.path}: has steps {other.steps['number'].tolist()}, but {first.path} has "
-                f"{first.steps['number'].tolist()}; they are not of the same run or window"
-            )
-        if other.kind != first.kind:
-            raise TraceError(f"{other.path} is a {other.kind} trace, but {first.path} is a {first.kind} trace")
-        if other.world_size != first.world_size:
-            raise TraceError(
-                f"{other.path} is of {other.world_size} ranks, but {first.path} of {first.world_size}; they are not "
-                "of the same run"
-            )
+        for what, mine, theirs in (
+            ("steps", first.steps["number"].tolist(), other.steps["number"].tolist()),
+            ("a device of kind", first.kind, other.kind),
+            ("a world size of", first.world_size, other.world_size),
+        ):
+            if mine != theirs:
+                raise TraceError(
+                    f"{other.path}: has {what} {theirs}, but {first.path} has {mine}; they are not of the same run or "
+                    "window"
+                )
 
 
 def hides_communication(timeline: RankTimeline) -> bool:
@@ -156,7 +154,7 @@ def hides_communication(timeline: RankTimeline) -> bool:
     return timeline.kind == "cuda" and no_kernels and len(timeline.collectives) > 0
 
 
-def summary_row(timeline: RankTimeline, figures: "pd.Series[float]") -> dict[str, Any]:
+def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, Any]:
     """The row of `summary.csv` for one rank. Times are of the profiled steps.
 
     Args:
@@ -164,8 +162,7 @@ def summary_row(timeline: RankTimeline, figures: "pd.Series[float]") -> dict[str
     """
     steps, calls = len(timeline.steps), timeline.collectives
     if hides_communication(timeline):
-        figures = figures.copy()
-        figures[["non_compute_us", "idle_us", "overlap_pct"]] = float("nan")
+        figures = figures | dict.fromkeys(("non_compute_us", "idle_us", "overlap_pct"), float("nan"))
     return {
         "rank": timeline.rank,
         "world_size": timeline.world_size,

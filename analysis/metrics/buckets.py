@@ -35,6 +35,7 @@ def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
                 "total_ms_per_step": calls["duration_ms"].sum() / shares,
                 "exposed_ms_per_step": calls["exposed_ms"].sum() / shares,
                 "busbw_gbps": calls["busbw_gbps"].median(),
+                "busbw_gbps_best": calls["busbw_gbps"].max(),
                 "first": first,
             }
         )

@@ -26,25 +26,14 @@ LONGEST_NAME = 100
 """Characters that are kept of a group's ranks, and of its name."""
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "half": 2,
-    "c10::half": 2,
-    "bfloat16": 2,
-    "c10::bfloat16": 2,
-    "int": 4,
-    "long int": 8,
-    "long": 8,
-    "unsigned char": 1,
-    "signed char": 1,
-    "byte": 1,
-    "bool": 1,
-    "short": 2,
-    "float32": 4,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-    "float16": 2,
+    name: size
+    for size, names in {
+        8: ("double", "long", "long int", "int64"),
+        4: ("float", "float32", "int", "int32"),
+        2: ("half", "c10::half", "float16", "bfloat16", "c10::bfloat16", "short"),
+        1: ("byte", "unsigned char", "signed char", "uint8", "bool"),
+    }.items()
+    for name in names
 }
 """Bytes an element, by the names that the profiler gives to dtypes."""
 

@@ -107,19 +107,18 @@ def _by_rank(files: list[_File]) -> dict[int, Path]:
         return {next((rank for rank in files[0].ranks if rank is not None), 0): files[0].path}
     problems = []
     for ranks in zip(*(file.ranks for file in files), strict=True):
-        found: dict[int, Path] = {}
+        found: dict[int | None, Path] = {}
         for (path, _), rank in zip(files, ranks, strict=True):
             if rank is None:
-                how = "neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
-                problems.append(f"{path}: {how}")
-                break
-            if rank in found:
-                both = f"{found[rank]} and {path} are both of rank {rank}"
-                problems.append(f"{both}; give one of each rank in --trace-files")
-                break
+                problems.append(
+                    f"{path}: neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
+                )
+            elif rank in found:
+                problems.append(f"{found[rank]} and {path} are both of rank {rank}; give one of each rank")
             found[rank] = path
-        else:
-            return dict(sorted(found.items()))
+        known = {rank: path for rank, path in found.items() if rank is not None}
+        if len(known) == len(files):
+            return dict(sorted(known.items()))
     raise TraceError(problems[0])
 
 

@@ -105,9 +105,7 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
     if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
-        raise TraceError(
-            f"{path}: shows what was launched on a device, but not what ran there; profile the device too"
-        )
+        raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
     events, left_out = _table(file.traceEvents)
     if events.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
@@ -215,7 +213,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
 
 
 class _Names(dict[Any, str]):
-    """Names made safe to show: one line of printable text, at most `LONGEST_NAME` long. Equal names share one string."""
+    """Names made safe to show: one line of printable text, at most `LONGEST_NAME` long. Each is kept once."""
 
     def __missing__(self, name: Any) -> str:
         text = CONTROL_CHARACTERS.sub(" ", str(name)[: LONGEST_NAME + 1])

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from analysis.errors import TraceError
-from analysis.report.link_page import write_link_page
+from analysis.report.pages.link_rates import write_link_page
 from benchmarks.link_lab.run import Settings, run_at
 from training.communication.rates import Rate
 from training.errors import UserError

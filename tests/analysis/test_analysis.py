@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from analysis.report.compare_page import Compared, write_comparison
+from analysis.report.summary_page import write_summary
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +21,6 @@ from analysis.command import main, report_folder
 from analysis.comparison.changes import Run, changes
 from analysis.comparison.compare import comparison, keep
 from analysis.errors import TraceError
-from analysis.report.compare_page import Compared, write_comparison
-from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
 from analysis.traces import intervals
 from analysis.traces.collectives import gloo_collectives

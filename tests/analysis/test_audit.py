@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from analysis.report.summary_page import write_summary
 
 import sharding
 from analysis.metrics.audit import audit, calls_by_step
-from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import find_windows
 from analysis.traces.timeline import RankTimeline

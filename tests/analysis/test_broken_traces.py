@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from analysis.report.summary_page import write_summary
+from analysis.wording import listed
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from analysis.command import main
 from analysis.errors import TraceError
-from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import find_windows
 from analysis.traces.reading import LONGEST_NAME
-from analysis.wording import listed
 from tests.analysis.test_audit import TINY
 from tests.ranks import RankPool
 from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write, write_run

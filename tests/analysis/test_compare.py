@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from analysis.comparison.labels import labels
+from analysis.report.compare_figures import lanes_by_choice_figure, parts_figure, step_time_figure, traffic_figure
+from analysis.report.compare_page import Compared, comparison_page, write_comparison
+from analysis.report.summary_page import summary_page
+from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.comparison.compare import Traced, comparison, keep, standings
 from analysis.comparison.conclusion import conclusion, fastest
 from analysis.comparison.fairness import FIELDS, SETTINGS, bent, differences, require_comparable
-from analysis.comparison.labels import labels
 from analysis.errors import TraceError
-from analysis.report.compare_figures import lanes_by_choice_figure, parts_figure, step_time_figure, traffic_figure
-from analysis.report.compare_page import Compared, comparison_page, write_comparison
-from analysis.report.summary_page import summary_page
-from analysis.report.tradeoff_figure import LETTER_PX, common_area, place_labels
 from analysis.summary import WindowAnalysis, analyse_window
 from analysis.traces.finding import find_windows
 from tests.analysis.test_analysis import page_equals_csv

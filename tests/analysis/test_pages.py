@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
+from analysis.report.compare_page import Compared, write_comparison
+from analysis.report.many_ranks import representatives
+from analysis.report.summary_page import lanes_section, write_summary
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from analysis.columns import Column
 from analysis.comparison.compare import keep
 from analysis.metrics.holistic import HolisticFigures
-from analysis.report.compare_page import Compared, write_comparison
-from analysis.report.many_ranks import representatives
 from analysis.report.page import Section, drawing, readable, render, table
-from analysis.report.summary_page import lanes_section, write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import Window, find_windows
 from analysis.traces.timeline import RankTimeline

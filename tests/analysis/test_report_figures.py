@@ -4,14 +4,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
-from analysis.columns import COMPONENTS, SUMMARY_COLUMNS
-from analysis.comparison.compare import comparison
-from analysis.metrics.memory import memory_row, memory_timeline
 from analysis.report.collective_figure import collectives_figure, kinds_seen
 from analysis.report.memory_figures import memory_by_choice_figure, memory_by_component_figure
 from analysis.report.memory_timeline_figure import memory_timeline_figure
 from analysis.report.tradeoff_figure import tradeoff_figure
+
+from analysis.columns import COMPONENTS, SUMMARY_COLUMNS
+from analysis.comparison.compare import comparison
+from analysis.metrics.memory import memory_row, memory_timeline
 from analysis.traces.collectives import KINDS
 from tests.traces import record
 

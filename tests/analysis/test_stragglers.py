@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from analysis.report.summary_page import write_summary
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from analysis.metrics.bandwidth import bandwidth_by_size, bandwidths, size_class
 from analysis.metrics.buckets import MOST_PLACES, buckets
 from analysis.metrics.exposure import exposure
 from analysis.metrics.stragglers import by_rank, stragglers, verdict
-from analysis.report.summary_page import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.collectives import device_collectives, only_group
 from analysis.traces.finding import find_windows

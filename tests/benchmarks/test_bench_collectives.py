@@ -21,7 +21,7 @@ import torch
 
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
-from analysis.report.collectives_page import pairs_figure, sizes_figure
+from analysis.report.pages.collectives import pairs_figure, sizes_figure
 from benchmarks import collectives, operations
 from benchmarks.collective_loop import Bench
 from benchmarks.collective_report import CURVE_POINTS, PUBLISHED_MS, beside_published, curves, report

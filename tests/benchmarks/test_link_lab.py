@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from analysis.comparison.link_rates import CROSSING_COLUMNS, RATE_COLUMNS, crossings, read_rates
-from analysis.report.link_page import write_link_page
+from analysis.report.pages.link_rates import write_link_page
 from benchmarks.link_lab import control, failures, shaping, state, tools
 from benchmarks.link_lab.counters import COLUMNS, LinkBytes, open_counters, parse
 from benchmarks.link_lab.namespaces import lab_network, pids_in

@@ -7,29 +7,27 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analysis.comparison.link_rates import CROSSING_COLUMNS, LOCAL, RATE_COLUMNS, crossings, read_rates
-from analysis.report.bandwidth_figure import SYMBOLS
+from analysis.errors import listed
+from analysis.files import write_csv, write_text
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, render, table
-from analysis.summary import write_csv, write_text
-from analysis.wording import listed
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "var(--ink)")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "cross", "x", "pentagon")
 UNSHAPED_FACTOR = 4
-"""Unshaped links stand this much to the right of the fastest rate."""
-SAME_BOUND = 0.005
-"""Bounds that differ by no more than this share are one line."""
+"""Unshaped links are drawn at this multiple of the fastest rate."""
 ROUND_MS = [digit * 10.0**power for power in range(-2, 7) for digit in (1, 2, 5)]
 
 
 def write_link_page(folder: Path, rates: Mapping[str, int | None]) -> Path:
-    """Write `link_rates.csv` and `link_rates.html` into `folder`, and answer with the page's path.
+    """Write `link_rates.csv` and `link_rates.html` into `folder`, and return the page's path.
 
     Args:
-        folder: Has the results of each rate, as `analysis.comparison.link_rates.read_rates` takes them.
-        rates: Folder in it, and bits a second of its links; None where nothing limits them.
+        folder: Has the results of each rate, as `analysis.comparison.link_rates.read_rates` reads them.
+        rates: Folder in it, and bits a second of its links; None if nothing limits them.
 
     Raises:
-        TraceError: results cannot be read, or the page not be written.
+        TraceError: results cannot be read, or the page cannot be written.
     """
     rows = read_rates(folder, rates)
     write_csv(folder / "link_rates.csv", rows)
@@ -39,9 +37,7 @@ def write_link_page(folder: Path, rates: Mapping[str, int | None]) -> Path:
 
 
 def link_page(rows: pd.DataFrame) -> str:
-    """Args:
-    rows: Of `analysis.comparison.link_rates.read_rates`.
-    """
+    """The page, from the table of `read_rates`."""
     found = crossings(rows)
     links = list(dict.fromkeys(rows["link"]))
     lines = [f"The same command over links of {listed(links)}. Lower is faster. Both axes are logarithmic."]
@@ -65,21 +61,18 @@ def crossing_section(found: pd.DataFrame) -> Section:
     if found.empty:
         return Section(heading, "No choice overtakes another between two of these links.")
     text = (
-        "Between two measured rates, times are taken to be straight lines on these axes. A crossing whose margin is "
-        "no larger than what two runs of one choice differ by says only that both are equally fast there. Unshaped "
-        "links have no rate, so no crossing is sought beyond the fastest shaped ones."
+        "Between two measured rates, times are assumed to be straight lines on these axes. If the margin is no larger "
+        "than the difference of two runs of one choice, both are equally fast there. Unshaped links have no rate, so "
+        "no crossing is searched beyond the fastest shaped one."
     )
     return Section(heading, text, table=table("crossings", found, CROSSING_COLUMNS))
 
 
 def rates_figure(rows: pd.DataFrame, found: pd.DataFrame) -> go.Figure:
     """A line a choice, crossings as crosses, and bounds dotted below."""
-    places = dict(zip(rows["link"], rows["link_bits_per_s"] / 1e6, strict=True))
-    fastest = rows["link_bits_per_s"].max() / 1e6
-    places = {
-        link: place if place == place else (fastest if fastest == fastest else 1.0) * UNSHAPED_FACTOR
-        for link, place in places.items()
-    }
+    fastest = rows["link_bits_per_s"].max()
+    unshaped = UNSHAPED_FACTOR * (1e6 if pd.isna(fastest) else fastest)
+    places = dict(zip(rows["link"], rows["link_bits_per_s"].fillna(unshaped) / 1e6, strict=True))
     figure = go.Figure()
     for index, (choice, of_choice) in enumerate(rows.groupby("choice", sort=False)):
         is_local = choice == LOCAL
@@ -94,10 +87,10 @@ def rates_figure(rows: pd.DataFrame, found: pd.DataFrame) -> go.Figure:
             marker={"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 8},
             hovertemplate="%{customdata}: %{y:.1f} ms<extra>%{fullData.name}</extra>",
         )
-    for names, bound in bounds(rows):
+    for times, names in bounds(rows).items():
         figure.add_scatter(
-            x=[places[link] for link in bound.index],
-            y=bound.tolist(),
+            x=[places[link] for link, _ in times],
+            y=[bound for _, bound in times],
             name=f"bound of {names[0]}{' and others' if len(names) > 1 else ''}",
             mode="lines",
             line={"color": "var(--ink)", "width": 1.5, "dash": "dot"},
@@ -120,18 +113,10 @@ def rates_figure(rows: pd.DataFrame, found: pd.DataFrame) -> go.Figure:
     return styled(figure)
 
 
-def bounds(rows: pd.DataFrame) -> list[tuple[list[str], "pd.Series[float]"]]:
-    """Bounds by link, each with the choices whose bound it is: those that send as much have the same."""
-    found: list[tuple[list[str], pd.Series[float]]] = []
+def bounds(rows: pd.DataFrame) -> dict[tuple[tuple[str, float], ...], list[str]]:
+    """Bounds (link and ms, rounded to three digits), each with the choices that have it since they send as much."""
+    found: dict[tuple[tuple[str, float], ...], list[str]] = {}
     for choice, of_choice in rows[rows["choice"] != LOCAL].dropna(subset=["bound_ms"]).groupby("choice", sort=False):
-        bound = of_choice.set_index("link")["bound_ms"]
-        same = next((names for names, other in found if is_same(bound, other)), None)
-        if same is None:
-            found.append(([str(choice)], bound))
-        else:
-            same.append(str(choice))
+        bound = tuple((link, float(f"{ms:.3g}")) for link, ms in of_choice[["link", "bound_ms"]].to_numpy().tolist())
+        found.setdefault(bound, []).append(str(choice))
     return found
-
-
-def is_same(first: "pd.Series[float]", second: "pd.Series[float]") -> bool:
-    return first.index.equals(second.index) and bool(((first / second - 1).abs() <= SAME_BOUND).all())

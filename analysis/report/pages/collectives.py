@@ -11,17 +11,22 @@ from plotly.subplots import make_subplots
 
 from analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
 from analysis.columns import MIB, Column
-from analysis.report.bandwidth_figure import TICKS
+from analysis.errors import listed
+from analysis.files import write_text
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, render, table
-from analysis.summary import write_text
-from analysis.wording import listed
 
 SETTING = ["backend", "device", "link_bits_per_s", "type"]
-"""What has a figure of its own: lines of different backends, links or dtypes in one panel could not be told apart."""
+"""Each combination has its own figure, since one panel cannot tell so many lines apart."""
 WORLD_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 OWN = "sharding."
 PANEL_PX, GAP_PX, TOP_PX = 230, 70, 70
+TICKS = {
+    2.0 ** (10 * unit + power): f"{2**power} {name}"
+    for unit, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
+    for power in (0, 5)
+}
+"""Labels of an axis of sizes in bytes."""
 PUBLISHED_COLUMNS = {
     **{name: RESULT_COLUMNS[name] for name in ("backend", "world_size")},
     "size_bytes": Column("size", "MiB", "of the tensor", MIB, 0),
@@ -38,12 +43,11 @@ class Measurements:
     Attributes:
         rows: `RESULT_COLUMNS`.
         fits: `FIT_COLUMNS`.
-        curves: What the models predict: the columns of a fit that say of what it is, `size_bytes`, `seconds` and
-            `busbw_gb_per_s`.
+        curves: What the models predict: the identifying columns of a fit, `size_bytes`, `seconds` and `busbw_gb_per_s`.
         lines: Where and when this was measured.
         skipped: What could not be measured, and why.
-        published: `PUBLISHED_COLUMNS`; None where nothing is compared.
-        published_text: Where those figures are from.
+        published: `PUBLISHED_COLUMNS`; None if nothing is compared.
+        published_text: The source of the published figures.
     """
 
     rows: pd.DataFrame
@@ -71,9 +75,9 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         sections.append(
             Section(
                 f"Time and bandwidth over size: {setting_text(setting)}",
-                "Points are medians over the calls of a size (of send_recv: over all pairs too), each call as long as "
-                "on its slowest rank; lines are the fitted models. Left, flat ends at the bottom are latency. Right, "
-                "busbw at the median time can be held against the rate of the link, whatever the collective and the "
+                "Points are medians over the calls of a size (for send_recv also over all pairs). A call takes as long "
+                "as on its slowest rank. Lines are the fitted models. Left: flat ends at the bottom are latency. "
+                "Right: busbw at the median time can be compared with the rate of the link for any collective and "
                 "number of ranks. Open points and dashes: the same collective as this project's strategies call it.",
                 figure=drawing(sizes_figure(rows, curves)),
             )
@@ -82,15 +86,18 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         sections.append(
             Section(
                 "Fitted models",
-                "Latency and time a byte (alpha and beta), in as many pieces as the times call for. The error is not "
-                "of this fit but of one on every other size, at the sizes of 1 MB (10^6 bytes) and above between them.",
+                "Latency and time a byte (alpha and beta), in as many pieces as the times need. The error is that of a "
+                "second fit on every other size, at the sizes of 1 MB (10^6 bytes) and above that it had not seen.",
                 table=table("fits", measured.fits.dropna(axis="columns", how="all"), FIT_COLUMNS),
             )
         )
     sections += [*pair_sections(sized), *barrier_section(measured.rows)]
     others = measured.rows[measured.rows["collective"] != "send_recv"].drop(columns=["from_rank", "to_rank"])
     shown = others.dropna(axis="columns", how="all")
-    sections.append(Section("Measurements", "Of pairs, see the CSV.", table=table("rows", shown, RESULT_COLUMNS)))
+    text = (
+        "Pairs are in the CSV. A barrier is the shortest time in which every rank learns that all others have arrived."
+    )
+    sections.append(Section("Measurements", text, table=table("rows", shown, RESULT_COLUMNS)))
     wrong = measured.rows[measured.rows["wrong"].fillna(0) > 0]
     banner = f"Wrong results: {listed(sorted(set(wrong['collective'])))}; see #wrong." if len(wrong) else ""
     lines = [*measured.lines, *(f"Skipped: {message}" for message in measured.skipped)]
@@ -98,7 +105,7 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
 
 
 def same(frame: pd.DataFrame, setting: Sequence[Any]) -> "pd.Series[bool]":
-    """Rows with the values of `SETTING`; no link is the same as no link."""
+    """Rows with these values of `SETTING`. A missing link equals a missing link."""
     chosen = pd.Series(True, frame.index)
     for name, value in zip(SETTING, setting, strict=True):
         chosen &= frame[name].isna() if pd.isna(value) else frame[name] == value
@@ -174,8 +181,8 @@ def pair_sections(rows: pd.DataFrame) -> list[Section]:
         sections.append(
             Section(
                 f"Pairs of {ranks} ranks: {setting_text(setting)}",
-                f"{size / 2**20:.3g} MiB from one rank to one other while the rest wait. A row "
-                "or a column that is darker than the rest is a slow rank; blocks are nodes.",
+                f"{size / 2**20:.3g} MiB from one rank to another while all others wait. A row or column that is "
+                "darker than the rest is a slow rank. Blocks are nodes.",
                 figure=drawing(pairs_figure(largest)),
             )
         )
@@ -216,5 +223,5 @@ def barrier_section(rows: pd.DataFrame) -> list[Section]:
         return []
     names = ("world_size", "backend", "device", "link_bits_per_s", "p50_us", "p95_us", "p99_us", "iterations")
     columns = [name for name in names if barriers[name].notna().any()]
-    text = "The least that it takes for every rank to know that every other has come so far."
+    text = "The shortest time in which every rank learns that all others have arrived."
     return [Section("Barrier latency", text, table=table("barriers", barriers[columns], RESULT_COLUMNS))]

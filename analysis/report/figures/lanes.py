@@ -1,6 +1,6 @@
-"""What the lanes of one step show: merged intervals to see at a glance, and single kernels to zoom in on.
+"""The data of lanes of one step: merged intervals for an overview, and single kernels to zoom in on.
 
-Both have a budget, so that a page stays light whatever a trace holds.
+Both have a budget, so that a page stays small for any trace.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from analysis.traces.intervals import Intervals, bridge, clip, minus, union
 from analysis.traces.timeline import PHASES, RankTimeline
 
 SMALLEST_GAP_US = 30.0
-"""Gaps below this are not drawn: nobody could see one."""
+"""Smaller gaps are closed, since they cannot be seen."""
 MOST_INTERVALS = 4000
-"""Merged intervals that all compute lanes of a figure have together; where there would be more, larger gaps close."""
+"""Merged intervals of all compute lanes of a figure together. To keep to it, larger gaps are closed too."""
 MOST_KERNELS = 2400
-"""Kernels that a figure shows one by one at most."""
+"""Kernels that a figure draws one by one."""
 MOST_STREAMS = 4
-"""Streams of a kind that a rank has lanes for: those with the most time."""
+"""Lanes for streams of one kind on a rank: those with the most time."""
 
 
 def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
 def compute_lane(
     timeline: RankTimeline, start: float, end: float, gap: float = SMALLEST_GAP_US
 ) -> dict[str, Intervals]:
-    """The compute lane between two moments: compute by phase, and what the rest of the time was.
+    """The compute lane between two moments: compute by phase, and exposed communication and idle time in the rest.
 
     Args:
         gap: Gaps in compute below this (us) are closed.
@@ -41,7 +41,7 @@ def compute_lane(
     phase = phase_of(timeline, compute[:, 0])
     drawn = {name: bridge(compute[phase == name], gap) for name in dict.fromkeys(phase)}
     busy = bridge(compute, gap)
-    if gap > SMALLEST_GAP_US:  # collectives count against the budget, too
+    if gap > SMALLEST_GAP_US:  # collectives count for the budget too
         sent = bridge(sent, gap)
     drawn["exposed"] = minus(sent, busy)
     drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, sent])))
@@ -69,9 +69,9 @@ def gap_to_close(shown: Sequence[tuple[RankTimeline, int]]) -> float:
 
 
 def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
-    """The phase in which compute that starts at each of `moments` belongs.
+    """The phase of compute that starts at each of `moments`.
 
-    On a device kernels run later than the range that launched them, so there it is `compute` alone.
+    On a device it is always `compute`, since a kernel may run after the phase that launched it.
     """
     phase = np.full(len(moments), "compute" if timeline.kind == "cuda" else "other compute", dtype=object)
     for name in PHASES if timeline.kind == "cpu" else ():
@@ -91,9 +91,9 @@ def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame
 
 
 def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
-    """`kernels_of` on streams that have lanes, with a column single: whether it is among those drawn one by one.
+    """`kernels_of` on streams that have lanes, with a column single: whether the kernel is drawn on its own.
 
-    These are the longest: half of `most` in compute, a quarter each in communication and memory copies.
+    The longest kernels are: half of `most` in compute, a quarter each in communication and memory copies.
     """
     kernels = kernels_of(timeline, start, end)
     time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
@@ -105,25 +105,22 @@ def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) ->
 
 
 def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
-    """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones where needed."""
+    """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones if needed."""
     while len(found := bridge(intervals, gap)) > most:
         gap *= 2
     return found
 
 
 def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
-    """How much of a step's kernels the figure shows one by one."""
+    """How many of a step's kernels the figure draws one by one."""
     drawn = total = 0
-    drawn_us = total_us = 0.0
     for timeline in timelines:
-        every = kernels_of(timeline, *bounds(timeline, step))
-        kernels = lane_kernels(timeline, *bounds(timeline, step), MOST_KERNELS // len(timelines))
-        longest = kernels[kernels["single"]]
-        drawn, total = drawn + len(longest), total + len(every)
-        drawn_us, total_us = drawn_us + longest["length"].sum(), total_us + every["length"].sum()
-    gap = f"Gaps in compute below {gap_to_close([(timeline, step) for timeline in timelines]) / 1000:g} ms are closed."
-    shown = "are drawn one by one: zoom in for their names, and point at one for its times."
-    if drawn == total:
-        return f"All {total:,} kernels of the step {shown} {gap}"
-    share = f"{100 * drawn_us / total_us:.0f} % of their time"
-    return f"The longest {drawn:,} of {total:,} kernels of the step, {share}, {shown} {gap} The trace has all."
+        moments = bounds(timeline, step)
+        drawn += int(lane_kernels(timeline, *moments, MOST_KERNELS // len(timelines))["single"].sum())
+        total += len(kernels_of(timeline, *moments))
+    which = f"All {total:,}" if drawn == total else f"The longest {drawn:,} of {total:,}"
+    gap_ms = gap_to_close([(timeline, step) for timeline in timelines]) / 1000
+    return (
+        f"{which} kernels of the step are drawn one by one: zoom in to see their names, and point at one to see its "
+        f"times. Gaps in compute below {gap_ms:g} ms are closed."
+    )

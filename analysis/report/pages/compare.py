@@ -16,37 +16,33 @@ from analysis.columns import (
     SHARE_COLUMNS,
     SPEED_COLUMNS,
     TRAFFIC_COLUMNS,
+    kinds_run,
 )
-from analysis.comparison.compare import Traced, comparison, kinds_run, standings
+from analysis.comparison.compare import Traced, comparison, standings
 from analysis.comparison.conclusion import conclusion, fastest
-from analysis.comparison.fairness import Difference, bent
-from analysis.comparison.labels import labels
+from analysis.comparison.fairness import Difference, affected
+from analysis.files import write_csv, write_text
 from analysis.metrics.significance import FEWEST_PAIRS
-from analysis.report.compare_figures import (
-    lanes_by_choice_figure,
-    loss_figure,
-    parts_figure,
-    step_time_figure,
-    traffic_figure,
-)
-from analysis.report.fairness_section import audit_lines, banner, fairness_section
-from analysis.report.memory_figures import memory_by_choice_figure
+from analysis.report.figures.lanes_figure import lanes_by_choice_figure
+from analysis.report.figures.memory import memory_figure
+from analysis.report.figures.times import loss_figure, parts_figure, step_time_figure
+from analysis.report.figures.tradeoff import tradeoff_figure
+from analysis.report.figures.traffic import traffic_figure
 from analysis.report.page import Section, drawing, render, table
-from analysis.report.tradeoff_figure import tradeoff_figure
-from analysis.summary import write_csv, write_text
+from analysis.report.pages.heads import audit_lines, banner, fairness_section, labels
 
 HOW_PAIRED = (
-    "Step k of every choice trains on the same samples, so step times are compared step by step: ratio and 95 % "
-    "interval (of each comparison alone) are Hodges and Lehmann's over batches of consecutive steps, since neighbours "
-    "are alike; p is Wilcoxon's signed-rank test's, corrected for the number of choices by Holm; a difference is seen "
-    f"where p is at most 0.05. Below {FEWEST_PAIRS} pairs it is unknown. The limit: choices ran one after the other, "
-    "so a machine that was slower during one run than during another is in these figures. benchmarks/strategies.py "
-    "alternates choices inside one process group."
+    "Step k of every choice trains on the same samples, so step times are compared step by step, over batches of "
+    "consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and Lehmann's; p is that of "
+    "Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is seen if p is at most "
+    f"0.05; below {FEWEST_PAIRS} pairs it is unknown. The limit: the choices ran one after the other, so a machine "
+    "that was slower during one run changes these figures. benchmarks/strategies.py alternates choices inside one "
+    "process group."
 )
 HOW_DRAWN = (
-    "One step of one rank of each choice, all on one axis: of the analysed steps the one of median duration, and in it "
-    "the rank of median duration (of an even number, the shorter of the two in the middle). Collectives: at least one "
-    "was under way. Where they do not lie under compute, the choice's own lane shows exposed communication. Drawn: "
+    "One step of one rank of each choice on one time axis: the analysed step of median duration, and in it the rank of "
+    "median duration (of an even number, the shorter of the middle two). Collectives: at least one ran. If they do not "
+    "lie under compute, the choice's own lane shows exposed communication. Drawn: "
 )
 
 
@@ -58,9 +54,9 @@ class Compared:
         records: Run record by choice, in display order.
         traced: What their traces say; a choice may have none.
         reference: The choice that ratios refer to.
-        failed: Choices that gave no result.
-        differences: What the runs differ in besides their choice, by leave of the user.
-        incomplete: Choices of which ranks' traces are missing, so that none of their traces' figures are shown.
+        failed: Choices without a result.
+        differences: What the runs differ in besides their choice, as the user allowed.
+        incomplete: Choices without traces of some ranks. The page shows no figures of their traces.
     """
 
     records: Mapping[str, dict[str, Any]]
@@ -76,7 +72,7 @@ class Compared:
 
 
 def write_comparison(compared: Compared, folder: Path) -> Path:
-    """Write `compare.csv` and `compare.html` into `folder`, and answer with the page's path.
+    """Write `compare.csv` and `compare.html` into `folder`, and return the page's path.
 
     Raises:
         TraceError: they cannot be written.
@@ -104,7 +100,7 @@ def comparison_page(compared: Compared) -> str:
         lines.append(f"No result from: {', '.join(compared.failed)}.")
     if compared.incomplete:
         lines.append(
-            f"Without figures of traces, since those of some ranks are missing: {', '.join(compared.incomplete)}."
+            f"Without figures of traces, since traces of some ranks are missing: {', '.join(compared.incomplete)}."
         )
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
@@ -118,7 +114,7 @@ def comparison_page(compared: Compared) -> str:
         ),
         *tradeoff_section(compared.table, compared.reference),
         *trace_sections(compared),
-        *memory_section(compared.table),
+        memory_section(compared.table),
         *traffic_section(compared.table),
         loss_section(compared),
     ]
@@ -128,7 +124,7 @@ def comparison_page(compared: Compared) -> str:
 def conclusion_section(compared: Compared) -> Section:
     best = fastest(compared.table)
     to_fastest = standings(compared.records, best) if best else {}
-    return Section("What the figures say", conclusion(compared.table, to_fastest, bent(compared.differences)))
+    return Section("What the figures say", conclusion(compared.table, to_fastest, affected(compared.differences)))
 
 
 def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
@@ -137,33 +133,27 @@ def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
     if not len(recorded):
         return []
     text = (
-        "Lower is leaner, further left is faster. A mark is the most that a rank's tensors took in a step; the dash "
+        "Lower needs less memory, further left is faster. A mark is the peak of a rank's tensors in a step; the dash "
         "below it is what the rank's model states take between steps."
     )
-    figure = drawing(tradeoff_figure(recorded, reference))
-    return [Section("Memory against step time", text, figure=figure)]
+    return [Section("Memory against step time", text, figure=drawing(tradeoff_figure(recorded, reference)))]
 
 
 def trace_sections(compared: Compared) -> list[Section]:
     """Parts of a step and lanes, of the choices that have traces."""
-    table_of_all, traced = compared.table, compared.table.dropna(subset=["profiled_step_ms"])
+    traced = compared.table.dropna(subset=["profiled_step_ms"])
     if not len(traced):
         return []
     drawn = (f"{name}, rank {kept.timeline.rank}, step {kept.step}" for name, kept in compared.traced.items())
     return [
         Section(
             "Where the time went",
-            "Means over ranks and profiled steps, which take longer than others. Every moment belongs to one part. "
-            "Waiting: a collective is under way, no compute is, and the last rank has not arrived. Transfer: all have.",
-            table=table("parts", table_of_all, CHOICE | PART_COLUMNS),
+            "Means over ranks and profiled steps, which take longer than others; the parts in ms add up to the step. "
+            "Waiting: a collective runs, compute does not, and the last rank has not arrived. Transfer: the same after "
+            "its arrival. Shares in % are of the time from the first kernel to the last, by Holistic Trace Analysis "
+            "(HTA). Overlap: the share of communication time in which compute ran as well.",
+            table=table("parts", compared.table, CHOICE | PART_COLUMNS | SHARE_COLUMNS),
             figure=drawing(parts_figure(traced["choice"], traced)),
-        ),
-        Section(
-            "The same as shares",
-            "Of the time from the first kernel to the last, mean over ranks, by Holistic Trace Analysis (HTA). "
-            "Exposed: communication ran and compute did not. Overlap: share of communication time in which compute "
-            "ran as well.",
-            table=table("shares", table_of_all, CHOICE | SHARE_COLUMNS),
         ),
         Section(
             "One step of each choice",
@@ -173,42 +163,42 @@ def trace_sections(compared: Compared) -> list[Section]:
     ]
 
 
-def memory_section(comparison: pd.DataFrame) -> list[Section]:
+def memory_section(comparison: pd.DataFrame) -> Section:
     """Memory by component, of the choices that have it recorded."""
     recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes"])
-    drawn = drawing(memory_by_choice_figure(recorded)) if len(recorded) else None
     text = (
-        "Model states at rest by component, with the peak of a step behind them in grey; line: what the formula "
-        "expects at rest of what a choice shards, without padding. Each is of the rank that has most."
+        "Model states at rest by component. Grey: the peak in a step. Line: the formula at rest of what a choice "
+        "shards, without padding. Each figure is of the rank that has most."
     )
-    return [Section("Memory", text, table=table("memory", comparison, CHOICE | HELD_COLUMNS), figure=drawn)]
+    drawn = drawing(memory_figure(recorded["choice"], recorded)) if len(recorded) else None
+    return Section("Memory", text, table=table("memory", comparison, CHOICE | HELD_COLUMNS), figure=drawn)
 
 
 def traffic_section(comparison: pd.DataFrame) -> list[Section]:
     """Calls and payload, of the kinds that ran."""
-    kinds = kinds_run(comparison)
+    kinds, traced = kinds_run(comparison), comparison.dropna(subset=["profiled_step_ms"])
     if not kinds:
         return []
     columns = {name: column for name, column in TRAFFIC_COLUMNS.items() if name.startswith(tuple(kinds))}
     return [
         Section(
             "Traffic",
-            "Collectives of one optimizer step as the traces show them. A payload is the whole tensor that is reduced, "
-            "gathered or scattered, as nccl-tests counts it.",
+            "Collectives of one optimizer step in the traces, mean over ranks. A payload is the whole tensor that is "
+            "reduced, gathered or scattered, as nccl-tests counts it.",
             table=table("traffic", comparison, CHOICE | columns),
-            figure=drawing(traffic_figure(comparison.dropna(subset=["profiled_step_ms"]))),
+            figure=drawing(traffic_figure(traced["choice"], traced, ("calls", "bytes"))),
         )
     ]
 
 
 def loss_section(compared: Compared) -> Section:
-    """Losses on top of each other, and how far they are from each other at most."""
+    """Losses on top of each other, and the largest difference between them."""
     known = compared.table[compared.table["choice"] != compared.reference].dropna(subset=["loss_difference"])
-    text = f"No curve of {compared.reference} to compare with."
+    text = f"No losses of {compared.reference} to compare with."
     if len(known):
         apart = known.set_index("choice")["loss_difference"]
         text = (
-            f"At no step is a choice's loss further from {compared.reference}'s than {apart.max():.1e} nats "
+            f"At no step does a choice's loss differ from {compared.reference}'s by more than {apart.max():.1e} nats "
             f"({apart.idxmax()})."
         )
     return Section(

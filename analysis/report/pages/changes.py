@@ -11,38 +11,33 @@ from analysis.columns import CHANGE_COLUMNS, PART_COLUMNS, Column
 from analysis.comparison.changes import Run, changes, summary
 from analysis.comparison.compare import traced_row
 from analysis.comparison.fairness import Difference
+from analysis.files import write_csv, write_text
 from analysis.metrics.significance import FEWEST_PAIRS
-from analysis.report.compare_figures import lanes_by_choice_figure, loss_figure, parts_figure, step_times_figure
-from analysis.report.fairness_section import audit_lines, banner, fairness_section
+from analysis.report.figures.lanes_figure import lanes_by_choice_figure
+from analysis.report.figures.times import loss_figure, parts_figure, step_times_figure
 from analysis.report.page import Section, cell, drawing, render, table, titled
-from analysis.summary import write_csv, write_text
+from analysis.report.pages.heads import audit_lines, banner, fairness_section
 
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
 WHICH = {"choice": Column("run", "", "which of the two")}
 ORDER = ("figure", "result", *(name for name in CHANGE_COLUMNS if name not in ("figure", "result")))
-"""The result stands where a narrow screen still shows it."""
+"""The result comes early, so that a narrow screen shows it."""
 IN_UNIT = ("baseline", "run", "change")
 HOW_TESTED = (
-    "Step k of both runs trains on the same samples, so figures with spread are compared step by step, over batches of "
-    "consecutive steps: Hodges and Lehmann's estimate and 95 % interval (of each alone), and the p of Wilcoxon's "
-    "signed-rank test, corrected for the number of figures by Holm. "
-    f"Below {FEWEST_PAIRS} steps in both runs they are unknown (to test the parts of a step, train with a larger "
-    "--profile-active), as are figures of which a run has only one. Calls and bytes are counted, so every difference "
-    "counts. The limit: the runs were made one after the other, and a machine that was slower during one of them is in "
+    "Step k of both runs trains on the same samples, so figures that vary from step to step are compared step by step, "
+    "over batches of consecutive steps. Change and 95 % interval (of each figure alone) are Hodges and Lehmann's; p is "
+    "that of Wilcoxon's signed-rank test, corrected for the number of figures by Holm. "
+    f"Below {FEWEST_PAIRS} steps in both runs the result is unknown (to test the parts of a step, train with a larger "
+    "--profile-active); so is that of figures measured once a run. Calls and bytes are counted, so every difference "
+    "counts. The limit: the runs were made one after the other, so a machine that was slower during one run changes "
     "these figures."
 )
 
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """What `changes.html` shows.
+    """What `changes.html` shows. `differences` are settings in which the user allows the runs to differ."""
 
-    Attributes:
-        choice: Of both.
-        differences: What they differ in by leave of the user.
-    """
-
-    choice: str
     baseline: Run
     run: Run
     differences: Sequence[Difference]
@@ -53,7 +48,7 @@ class TwoRuns:
 
 
 def write_changes(runs: TwoRuns, folder: Path) -> tuple[pd.DataFrame, Path]:
-    """Write `changes.csv` and `changes.html` into `folder`; answer with the table, and with the page's path.
+    """Write `changes.csv` and `changes.html` into `folder`, and return the table and the page's path.
 
     Raises:
         TraceError: they cannot be written.
@@ -67,30 +62,30 @@ def write_changes(runs: TwoRuns, folder: Path) -> tuple[pd.DataFrame, Path]:
 
 def changes_page(runs: TwoRuns, rows: pd.DataFrame) -> str:
     record = runs.run.record
+    records = {name: each.record for name, each in runs.named.items()}
     lines = [
         f"Run {record['run_id']} against baseline {runs.baseline.record['run_id']}; workload "
         f"{record['config']['workload']}, {record['world_size']} ranks over {record['backend']} on "
         f"{record['device_name']}.",
         *audit_lines({name: each.traced.failed_checks for name, each in runs.named.items() if each.traced}),
     ]
-    records = {name: each.record for name, each in runs.named.items()}
     sections = [
         fairness_section(runs.differences, "run"),
         Section("What changed", summary(rows)),
         Section("Figures", HOW_TESTED, table=changes_table(rows)),
         Section(
             "Step time",
-            "Of the steps that were timed: not the first, and none under the profiler.",
+            "Timed steps only: not the first, and none under the profiler.",
             figure=drawing(step_times_figure(records)),
         ),
         *trace_sections(runs),
         Section("Training loss", figure=drawing(loss_figure(records))),
     ]
-    return render(f"{runs.choice}: what changed", lines, sections, banner(runs.differences, "run"))
+    return render(f"{record['choice']}: what changed", lines, sections, banner(runs.differences, "run"))
 
 
 def changes_table(rows: pd.DataFrame) -> dict[str, Any]:
-    """Every row, each figure with the digits that its unit asks for."""
+    """Every row. The digits of a figure depend on its unit."""
     cells = []
     for row in rows.to_dict("records"):
         of_unit = Column("", row["unit"], "", 1, DIGITS.get(row["unit"], 2))
@@ -108,7 +103,7 @@ def trace_sections(runs: TwoRuns) -> list[Section]:
     return [
         Section(
             "Where the time went",
-            "Means over ranks and profiled steps, which take longer than others. Every moment belongs to one part.",
+            "Means over ranks and profiled steps, which take longer than others; the parts add up to the step.",
             table=table("parts", parts, WHICH | PART_COLUMNS),
             figure=drawing(parts_figure(parts["choice"], parts)),
         ),
