@@ -74,11 +74,11 @@ TIME_COLUMNS = {
 
 KIND_COLUMNS = {
     column: shown
-    for kind, label in KINDS.items()
+    for kind in KINDS
     for column, shown in (
-        (f"{kind}_calls_per_step", Column("calls", "calls/step", f"{label}: calls")),
-        (f"{kind}_bytes_per_step", Column("payload", "MiB/step", f"{label}: payload in bytes", MIB, 3)),
-        (f"{kind}_ms_per_step", Column("total time", "ms/step", f"{label}: sum of durations, hidden or not", 1, 2)),
+        (f"{kind}_calls_per_step", Column("calls", "calls/step", "calls of this kind")),
+        (f"{kind}_bytes_per_step", Column("payload", "MiB/step", "their payload in bytes", MIB, 3)),
+        (f"{kind}_ms_per_step", Column("total time", "ms/step", "sum of their durations, hidden or not", 1, 2)),
     )
 }
 
@@ -214,8 +214,8 @@ TRAFFIC_COLUMNS = {
     column: shown
     for kind, label in KINDS.items()
     for column, shown in (
-        (f"{kind}_calls_per_step", Column(label, "calls/step", f"{label}: calls, mean over ranks")),
-        (f"{kind}_bytes_per_step", Column(label, "MiB/step", f"{label}: payload in bytes, mean over ranks", MIB, 3)),
+        (f"{kind}_calls_per_step", Column(label, "calls/step", "calls of this kind, mean over ranks")),
+        (f"{kind}_bytes_per_step", Column(label, "MiB/step", "their payload in bytes, mean over ranks", MIB, 3)),
     )
 }
 HELD_COLUMNS = {

@@ -1,4 +1,4 @@
-"""This machine, as far as a run of several processes depends on it. Everything is read, nothing changed."""
+"""The parts of this machine on which a run of several processes depends. Everything is read, nothing is changed."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ COMMAND_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes in bytes; `memlock_bytes` None: unlimited. `interfaces`: name -> up or down, loopback included."""
+    """Sizes in bytes. `memlock_bytes` is None if unlimited. `interfaces` has up or down by name, with loopback."""
 
     shm_bytes: int | None
     shm_free_bytes: int | None
@@ -33,9 +33,23 @@ class Machine:
     port: str
     iommu: str
 
-    @property
-    def has_rdma(self) -> bool:
-        return bool(self.infiniband)
+    def describe(self) -> dict[str, str]:
+        """The machine in words, a line each."""
+        shm = "not there" if self.shm_bytes is None else f"{self.shm_bytes / 2**20:,.0f} MiB"
+        free = "" if self.shm_free_bytes is None else f", {self.shm_free_bytes / 2**20:,.0f} MiB free"
+        memlock = "unlimited" if self.memlock_bytes is None else f"{self.memlock_bytes / 1024:,.0f} KiB"
+        return {
+            "devices": "; ".join(self.gpus) or "none that nvidia-smi shows; ranks run on the CPU",
+            "/dev/shm": shm + free,
+            "locked memory": memlock,
+            "interfaces": ", ".join(f"{name} ({state})" for name, state in self.interfaces.items()) or "none",
+            "RDMA cards": ", ".join(self.infiniband) or "none",
+            "port": self.port,
+            "virtual machine": "yes" if self.is_virtual else "no sign of one",
+            "IOMMU": self.iommu,
+            "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()) or "no torch here",
+            "variables": ", ".join(f"{name}={value}" for name, value in self.environment.items()) or "none set",
+        }
 
 
 def examine() -> Machine:
@@ -43,6 +57,7 @@ def examine() -> Machine:
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     interfaces = {name: _read(f"/sys/class/net/{name}/operstate") or "unknown" for _, name in socket.if_nameindex()}
+    groups = _names_in("/sys/kernel/iommu_groups")
     prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_VISIBLE_DEVICES", "MASTER_")
     return Machine(
         shm_bytes=shm.total if shm else None,
@@ -56,22 +71,17 @@ def examine() -> Machine:
         topology=_output("nvidia-smi", "topo", "-m"),
         versions=_versions(),
         port=_port(),
-        iommu=_iommu(),
+        iommu=f"{len(groups)} groups" if groups else "off, or not visible here",
     )
 
 
-def _iommu() -> str:
-    groups = _names_in("/sys/kernel/iommu_groups")
-    return f"{len(groups)} groups" if groups else "off, or not visible here"
-
-
 def _port() -> str:
-    """Whether the port of the rendezvous, or torchrun's default, is free on this host."""
+    """Whether the port of the rendezvous (by default torchrun's) is free on this host."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun has one already"
     given = os.environ.get("MASTER_PORT", "") or "29500"
     if not given.isdecimal() or not 0 < int(given) < 65536:
-        return f"MASTER_PORT={given} is no port; unset it, or give a number from 1024 to 65535"
+        return f"MASTER_PORT={given} is not a port; unset it, or give a number from 1024 to 65535"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -103,7 +113,7 @@ def _read(path: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty if it is not there, fails, or does not end in time."""
+    """What a command prints; empty if it is missing, fails, or does not end in time."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

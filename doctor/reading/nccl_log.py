@@ -1,8 +1,8 @@
-"""What NCCL says with NCCL_DEBUG=INFO, of any generation, as facts about each process that wrote it.
+"""NCCL's log (NCCL_DEBUG=INFO) of any version, as facts about each process that wrote it.
 
-The prefix is `host:pid:tid [device]`, before it perhaps a time stamp (2.27 and later) or what a launcher puts there
-(`[1,3]<stdout>:`), and after it the source file, `NCCL`, and INFO or WARN (before 2.3 without `NCCL`). Formats are
-those of src/debug.cc, src/init.cc and src/transport/ of https://github.com/NVIDIA/nccl.
+A line's prefix is `host:pid:tid [device]`. Before it may stand a time stamp (2.27 and later) or a launcher's prefix
+(`[1,3]<stdout>:`); after it stand the source file, `NCCL` (from 2.3 on), and INFO or WARN. The formats are from
+src/debug.cc, src/init.cc and src/transport/ of https://github.com/NVIDIA/nccl.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from doctor.texts import Line, Text, ranks_in_words
+from doctor.reading.texts import Line, Text, ranks_in_words
 
 _PREFIX = re.compile(r":(\d{1,10}):\d{1,10} \[(\d{1,3})\] ")
 _NO_HOST = re.compile(r"[^\w.-]")
@@ -31,7 +31,7 @@ _ENVIRONMENT = re.compile(r"(NCCL_[A-Z0-9_]{1,60}) set (?:by environment )?to (\
 
 @dataclass
 class Process:
-    """One process (with several GPUs in it: one device of it) that wrote into a log."""
+    """A process that wrote into a log. A process with several GPUs counts once for each."""
 
     host: str
     pid: int
@@ -44,7 +44,6 @@ class Process:
     interface: str | None = None
     address: str | None = None
     gdr: bool | None = None
-    is_ready: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     transports: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
     devices: dict[int, str] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Process:
 
 
 def read_processes(texts: Iterable[Text]) -> list[Process]:
-    """The processes of all logs together, by rank where it is known."""
+    """The processes of all logs, ordered by rank if it is known."""
     found: dict[tuple[str, int, int], Process] = {}
     for text in texts:
         current: Process | None = None
@@ -80,7 +79,7 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
                 key = (_NO_HOST.split(line.text[: match.start()])[-1], int(match[1]), int(match[2]))
                 current = found.setdefault(key, Process(*key))
                 _take(current, line, severity[1], severity[2])
-            elif "NCCL version" in line.text:  # without a prefix, by the process whose lines stand around it
+            elif "NCCL version" in line.text:  # has no prefix: of the process whose lines are around it
                 unclaimed = line
             if unclaimed and current:
                 _take(current, unclaimed, "INFO", unclaimed.text)
@@ -91,7 +90,7 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
 
 
 def _fill_from_siblings(process: Process, others: Iterable[Process]) -> None:
-    """Version, network and interface are said once a process, also where it drives several devices."""
+    """A process logs its version, network and interface once, even if it drives several devices."""
     for other in others:
         if (other.host, other.pid) == (process.host, process.pid):
             for name in ("version", "network", "cards", "interface", "address"):
@@ -106,7 +105,7 @@ def _take(process: Process, line: Line, severity: str, message: str) -> None:
         return
     if match := _CHANNEL.match(message):
         pair = (int(match[1]), int(match[3]))
-        if process.rank is None:  # lines that say it outright follow, or are cut off
+        if process.rank is None:  # later lines name it, unless the log is cut off
             process.rank = pair[1] if match[5] == "receive" else pair[0]
         transport = _transport(match[6])
         process.transports.setdefault(pair, Counter())[transport] += 1
@@ -118,8 +117,7 @@ def _take(process: Process, line: Line, severity: str, message: str) -> None:
             process.gdr = bool(process.gdr) or "GDRDMA" in match[6]
         return
     if (match := _RANK.search(message)) and int(match[2]) >= (process.world_size or 0):
-        process.rank, process.world_size = int(match[1]), int(match[2])  # of the largest communicator: the world
-        process.is_ready = process.is_ready or "Init COMPLETE" in message
+        process.rank, process.world_size = int(match[1]), int(match[2])  # the largest communicator is the world
     for name, pattern in (("version", _VERSION), ("network", _NETWORK)):
         if (match := pattern.search(message)) and getattr(process, name) is None:
             setattr(process, name, match[1])
@@ -146,7 +144,7 @@ def _transport(text: str) -> str:
 
 
 def differences(processes: Sequence[Process]) -> list[str]:
-    """In what ranks differ, a sentence each: version, network, kind of fabric, interface."""
+    """A sentence each for version, fabric and interface, if ranks differ in them."""
     sentences = []
     for name in ("version", "fabric", "interface"):
         by_value: dict[str, list[Process]] = {}

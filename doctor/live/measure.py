@@ -1,4 +1,7 @@
-"""An all-reduce between every pair of ranks, measured: in processes of its own, or as a rank under torchrun."""
+"""An all-reduce between every pair of ranks, measured in processes of its own, or as a rank under torchrun.
+
+Pairs are measured one after the other, while all other ranks wait, since pairs that share a link slow each other down.
+"""
 
 import datetime
 import os
@@ -9,12 +12,12 @@ from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from doctor.live import Pair
-from doctor.texts import ranks_in_words
+from doctor.live.results import Pair
+from doctor.reading.texts import ranks_in_words
 
 WARMUP, ITERATIONS = 2, 5
 START_TIMEOUT_S = 120
-"""Until all processes have imported torch and joined."""
+"""Time in which all processes must import torch and join."""
 
 
 class MeasureError(Exception):
@@ -22,10 +25,10 @@ class MeasureError(Exception):
 
 
 def measure_here(ranks: int, device: str, size_bytes: int, timeout_s: float) -> list[Pair]:
-    """Start `ranks` processes on this machine and measure each pair; a pair that hangs costs `timeout_s` seconds.
+    """Start `ranks` processes on this machine and measure each pair. A pair that hangs costs `timeout_s` seconds.
 
     Raises:
-        MeasureError: the processes do not come up.
+        MeasureError: the processes do not start.
     """
     from torch.multiprocessing import get_context
 
@@ -51,7 +54,7 @@ def measure_here(ranks: int, device: str, size_bytes: int, timeout_s: float) -> 
 
 
 def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> list[Pair]:
-    """Each pair's time as the lower of its ranks tells it; what is left when ranks fall silent has failed."""
+    """Each pair's time, as the lower of its ranks reports it. When no more reports come, the next pair has failed."""
     times: dict[tuple[int, int], float] = {}
     problem = "no answer within the timeout"
     open_connections = list(connections)
@@ -78,7 +81,7 @@ def _collect(connections: list[Connection], ranks: int, timeout_s: float) -> lis
     if not times and not has_begun:
         silent = set(range(ranks)) - here
         who = f"; {ranks_in_words(silent)} never answered" if silent else ""
-        raise MeasureError(f"the {ranks} processes did not come up: {problem}{who}")
+        raise MeasureError(f"the {ranks} processes did not start: {problem}{who}")
     order = list(combinations(range(ranks), 2))
     failed = next((pair for pair in order if pair not in times), None)
     return [Pair(pair, times.get(pair), problem if pair == failed else "") for pair in order]
@@ -98,12 +101,12 @@ def _serve(
         for pair, seconds in _measure(rank, ranks, device, size_bytes, timeout_s, connection):
             connection.send(("time", pair, seconds * 1e3))
         dist.barrier()
-    except Exception as error:  # whatever it is, the parent must hear of it
+    except Exception as error:  # the parent must know of any error
         connection.send(("failed", None, str(error).splitlines()[0][:200]))
 
 
 def measure_under_torchrun(device: str, size_bytes: int, timeout_s: float) -> list[Pair]:
-    """As one of the ranks that torchrun started; the list is complete on every rank. Collective.
+    """Measure as one of the ranks that torchrun started. Every rank gets the whole list. Collective.
 
     Raises:
         MeasureError: a pair failed, or did not end in time.
@@ -142,7 +145,7 @@ def _join(device: str, **where: Any) -> None:
 def _measure(
     rank: int, ranks: int, device: str, size_bytes: int, timeout_s: float, connection: Connection | None
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Yield each pair of which this rank is the lower, with the median seconds of an all-reduce. Collective."""
+    """Yield each pair in which this rank is the lower, with the median seconds of an all-reduce. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -162,4 +165,4 @@ def _measure(
             if rank == pair[0]:
                 yield pair, statistics.median(times[WARMUP:])
             dist.destroy_process_group(group)
-        dist.barrier()  # over Gloo: the next pair has the links to itself
+        dist.barrier()  # the next pair must have the links to itself

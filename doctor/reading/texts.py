@@ -1,4 +1,4 @@
-"""Text files as numbered lines, read so that no file can do harm: bounded, without control characters."""
+"""Text files as numbered lines, bounded and without control characters, so that no file can do harm."""
 
 import re
 from bisect import bisect_right
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 LONGEST_LINE = 4000
-"""Characters of a line that are kept. Longer ones are progress bars and dumped tensors."""
+"""Characters kept of a line. Longer lines are progress bars and dumped tensors."""
 LONGEST_FILE = 256 * 2**20
 """Bytes of a file that are read."""
 
@@ -16,8 +16,12 @@ ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
 
+class InputError(Exception):
+    """A file that cannot be used. The message says in one line which file, where and why."""
+
+
 class Line(NamedTuple):
-    """One line of a file; numbers begin at 1, as editors count them, and 0 is the whole file."""
+    """One line of a file. Numbers begin at 1, as in editors; 0 is the whole file."""
 
     path: str
     number: int
@@ -30,7 +34,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """A text file. `cut` says that it was longer than what is read of a file."""
+    """A text file. `cut`: it is longer than the part that was read."""
 
     path: str
     lines: list[Line] = field(default_factory=list)
@@ -38,7 +42,7 @@ class Text:
 
     @cached_property
     def whole(self) -> str:
-        """All lines in one string: one search in it is much faster than one in each."""
+        """All lines in one string, since one search in it is much faster than one in each line."""
         return "\n".join(line.text for line in self.lines)
 
     @cached_property
@@ -61,7 +65,7 @@ class Text:
 def to_text(path: str, content: bytes) -> Text:
     """Lines of `content`, without terminal codes, each at most `LONGEST_LINE` characters.
 
-    A carriage return begins a new line too, since progress bars end none otherwise, but not one of its own number.
+    A carriage return begins a new line too, since progress bars end no line otherwise. That line has the same number.
     """
     decoded = CONTROL.sub("", ANSI.sub("", content[:LONGEST_FILE].decode("utf-8", errors="replace")))
     return Text(path, list(_split(path, decoded)), cut=len(content) > LONGEST_FILE)
@@ -74,31 +78,21 @@ def _split(path: str, decoded: str) -> Iterator[Line]:
 
 
 def printable(text: str) -> str:
-    """`text` without codes that would move the cursor, change colours or reorder what a terminal shows."""
+    """`text` without codes that move a terminal's cursor, change its colours or reorder its text."""
     return CONTROL.sub("", ANSI.sub("", text)).replace("\r", " ")
 
 
-def first_lines(lines: Iterable[Line]) -> list[Line]:
-    """Each line once, in the order of files and lines as given."""
-    return list(dict.fromkeys(lines))
-
-
-def list_of(numbers: Iterable[int]) -> str:
-    """`0, 1, 4 to 7`: numbers in words, runs of three and more shortened."""
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2` or `ranks 0, 1, 4 to 7`: runs of three and more are shortened."""
+    numbers = sorted(set(ranks))
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
+    for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
     parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0, 2`."""
-    ranks = sorted(set(ranks))
-    return f"rank{'s' if len(ranks) != 1 else ''} {list_of(ranks)}"
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(parts)}"
 
 
 def count_of(number: int, thing: str) -> str:

@@ -1,4 +1,4 @@
-"""From paths to facts: each file is taken for what its content says it is, never for what its name says.
+"""From paths to facts. The content of a file decides what it is, never its name.
 
 Nothing that is read can run: pickles and archives are refused, JSON is checked against a layout, text is bounded.
 """
@@ -7,29 +7,25 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from doctor.facts import Facts
-from doctor.flight_recorder import DumpError, is_dump, read_dump
-from doctor.texts import LONGEST_FILE, Text, count_of, printable, to_text
-from doctor.topology import TopologyError, find_topologies
+from doctor.reading.flight_recorder import is_dump, read_dump
+from doctor.reading.texts import LONGEST_FILE, InputError, Text, count_of, printable, to_text
+from doctor.reading.topology import find_topologies
 
 MOST_FILES = 5000
-"""Files of a folder that are looked at."""
+"""Files of a folder that are read."""
 SKIPPED = (".pt.trace.json", ".json.gz", ".safetensors", ".pt", ".pth", ".bin", ".npy", ".csv", ".html", ".png", ".py")
-"""Ends of names that a run directory is full of, and that say nothing about a hang."""
+"""Ends of names of the many files in a run's folder that say nothing about a hang."""
 
 _OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight|run)\.json")
 
 
-class InputError(Exception):
-    """A file that cannot be used, in one line."""
-
-
 class ForeignFile(InputError):
-    """A file of another kind: worth a line if it was asked for by name, not if it only lies in a folder."""
+    """A file of another kind. It gets a line if the user named it, but not if it only lies in a folder."""
 
 
 @dataclass
@@ -42,7 +38,7 @@ class Inputs:
 
 
 def read_inputs(paths: Sequence[str]) -> Inputs:
-    """Everything in the files and folders named; `-` is standard input."""
+    """Everything in the named files and folders; `-` is standard input."""
     inputs = Inputs()
     for name in paths:
         path = Path(name)
@@ -60,7 +56,7 @@ def read_inputs(paths: Sequence[str]) -> Inputs:
 
 
 def _take_folder(inputs: Inputs, folder: Path) -> None:
-    """All that is of use in a folder; of run records and this project's flight records, those of the latest run."""
+    """Everything useful in a folder. Of run records and this project's flight records, those of the latest run."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(SKIPPED))
     if len(files) > MOST_FILES:
         inputs.looked_at.append(f"{folder}: only the first {MOST_FILES:,} of {len(files):,} files")
@@ -70,14 +66,14 @@ def _take_folder(inputs: Inputs, folder: Path) -> None:
     older = [path for path, run in of_run.items() if run != latest]
     if older:
         inputs.looked_at.append(
-            f"{folder}: of run {latest}, the latest, and not of {len(set(of_run.values())) - 1} others"
+            f"{folder}: run {latest}, the latest, and not {len(set(of_run.values())) - 1} older runs"
         )
     before = len(inputs.looked_at)
     for path in files:
         if path not in older:
             _take_file(inputs, path, is_wanted=False)
     if len(inputs.looked_at) == before:
-        inputs.problems.append(f"{folder}: no log, topology, run record or flight-recorder dump in it")
+        inputs.problems.append(f"{folder}: has no log, topology, run record or flight-recorder dump")
 
 
 def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
@@ -93,7 +89,7 @@ def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
 def _take(inputs: Inputs, name: str, content: bytes, is_wanted: bool = True) -> None:
     try:
         inputs.looked_at.append(f"{name}: {_read(inputs, name, content)}")
-    except (InputError, DumpError, TopologyError) as error:
+    except InputError as error:
         if is_wanted or not isinstance(error, ForeignFile):
             inputs.problems.append(str(error))
 
@@ -137,7 +133,7 @@ def _refuse_binary(name: str, content: bytes) -> None:
 
 
 def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
-    """What a JSON file is; None if it is not JSON but text that begins with a brace."""
+    """What a JSON file is; None for text that only begins with a brace."""
     try:
         decoded = json.loads(content)
     except (ValueError, RecursionError):
@@ -147,7 +143,7 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
     if is_dump(decoded):
         dump = read_dump(name, decoded)
         if any(other.rank == dump.rank for other in inputs.facts.dumps):
-            raise InputError(f"{name}: another dump of rank {dump.rank} was read already; give those of one run only")
+            raise InputError(f"{name}: another dump of rank {dump.rank} was read already; give the dumps of one run")
         inputs.facts.dumps.append(dump)
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
         return f"flight recorder of rank {dump.rank}, {count_of(len(dump.calls), 'collective')}{more}"
@@ -157,17 +153,14 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
     raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump nor a run record")
 
 
-def looked_for(facts: Facts) -> Iterable[str]:
-    """What a verdict of unknown rests on: what was there to look at."""
-    if facts.processes:
-        yield f"NCCL's log of {count_of(len(facts.processes), 'rank')}"
-    if facts.topologies:
-        yield f"the topology of {count_of(len(facts.topologies), 'machine')}"
-    if facts.dumps:
-        yield f"the flight records of {count_of(len(facts.dumps), 'rank')}"
-    if facts.runs:
-        yield f"{count_of(len(facts.runs), 'run record')}"
-    if facts.machine:
-        yield "this machine"
-    if facts.texts:
-        yield f"{count_of(sum(_count_lines(text) for text in facts.texts), 'line')} of text"
+def looked_for(facts: Facts) -> list[str]:
+    """What was examined, for the verdict `unknown`."""
+    counts = (
+        ("NCCL's log of ", len(facts.processes), "rank"),
+        ("the topology of ", len(facts.topologies), "machine"),
+        ("the flight records of ", len(facts.dumps), "rank"),
+        ("", len(facts.runs), "run record"),
+        ("", sum(map(_count_lines, facts.texts)), "line"),
+    )
+    seen = [f"{before}{count_of(count, thing)}" for before, count, thing in counts if count]
+    return seen + ["this machine"] * (facts.machine is not None)

@@ -1,8 +1,8 @@
-"""The recent collectives of each rank, as JSON: what torch's flight recorder dumps, and what this project writes.
+"""The recent collectives of each rank, as JSON from torch's flight recorder or from this project.
 
-torch (2.5 to 2.15; `torch._C._distributed_c10d._dump_nccl_trace_json()` and, of Gloo, `_dump_fr_trace_json()`) writes
-`entries` with a sequence number of each process group. It also dumps pickles: those are never loaded, since a pickle
-runs code. This project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is `OwnDump`.
+torch (2.5 to 2.15; `torch._C._distributed_c10d._dump_nccl_trace_json()`, for Gloo `_dump_fr_trace_json()`) writes
+`entries` with a sequence number in their process group. Its pickles are never loaded, since a pickle can run code. This
+project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is `OwnDump`.
 """
 
 import re
@@ -11,19 +11,17 @@ from typing import Annotated, Any
 
 import msgspec
 
+from doctor.reading.texts import InputError
+
 _RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
 
 MOST_RANKS = 1_000_000
-"""More than any job has; a file that says more is refused."""
-
-
-class DumpError(Exception):
-    """A dump that cannot be used; the message says which and why."""
+"""More than any job has. A file with a larger number is refused."""
 
 
 class OwnEntry(msgspec.Struct):
-    """A collective, in the order in which a rank issued them; `seq` counts those of its group."""
+    """A collective, in the order of issue. `seq` counts the collectives of its group."""
 
     seq: int
     kind: str
@@ -43,7 +41,7 @@ class OwnDump(msgspec.Struct):
 
 
 class TorchEntry(msgspec.Struct):
-    """The fields that are used of an entry of torch's dump, `version` 2.x."""
+    """The fields that are used in an entry of torch's dump, `version` 2.x."""
 
     collective_seq_id: int
     process_group: list[str]
@@ -69,9 +67,9 @@ class TorchDump(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank issued it. `moves` says what it takes: elements or sizes, and dtype.
+    """A collective as one rank issued it. `moves` has its elements or sizes, and dtype.
 
-    `is_done`: it no longer runs; of Gloo's in torch's dump nobody knows whether it ended or was given up.
+    `is_done`: it no longer runs. For Gloo, torch's dump does not say whether it ended or was given up.
     """
 
     group: str
@@ -88,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank left. `members`: the ranks of each group, as far as the dump says."""
+    """The dump of one rank. `members`: the ranks of each group, as far as the dump says."""
 
     path: str
     rank: int
@@ -108,19 +106,19 @@ def read_dump(path: str, content: Any) -> Dump:
     """A dump from decoded JSON.
 
     Raises:
-        DumpError: fields are missing or of another type, or the rank is neither in the file nor in its name.
+        InputError: fields are missing or of another type, or the rank is neither in the file nor in its name.
     """
     try:
         if "pg_config" in content or not isinstance(content.get("version"), int):
             return _from_torch(path, msgspec.convert(content, TorchDump))
         return _from_own(path, msgspec.convert(content, OwnDump))
     except msgspec.ValidationError as error:
-        raise DumpError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
+        raise InputError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
 
 
 def _from_own(path: str, dump: OwnDump) -> Dump:
     if dump.version != 1:
-        raise DumpError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
+        raise InputError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
     calls = [
         Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
@@ -133,7 +131,7 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
     name = _RANK_IN_NAME.findall(path.rsplit("/", 1)[-1])
     rank = dump.rank if dump.rank is not None else int(name[-1][0] or name[-1][1]) if name else None
     if rank is None:
-        raise DumpError(f"{path}: torch's dump does not say its rank; put it into the file's name, such as rank_0.json")
+        raise InputError(f"{path}: torch's dump does not say its rank; put it into the file's name: rank_0.json")
     calls, members = [], {}
     for entry in dump.entries:
         group = entry.process_group[0] if entry.process_group else ""
@@ -161,7 +159,7 @@ def _from_torch(path: str, dump: TorchDump) -> Dump:
 
 
 def _members_of(group: str, world_size: int) -> frozenset[int]:
-    """The ranks of a group of this project's record; empty if its name is too long to name them."""
+    """The ranks of a group in this project's record; empty if its name does not list them."""
     if group.startswith(f"{world_size} ranks"):
         return frozenset(range(world_size))
     return _ranks_in(group)

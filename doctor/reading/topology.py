@@ -1,25 +1,18 @@
-"""What `nvidia-smi topo -m` prints, as a matrix: how each GPU reaches every other and every network card.
+"""The output of `nvidia-smi topo -m` as a matrix: how each GPU reaches every other GPU and every network card.
 
-Formats: https://docs.nvidia.com/deploy/nvidia-smi/ (topo -m). Tabs or spaces; columns `CPU Affinity`, `NUMA Affinity`
-and `GPU NUMA ID` where the driver has them; network cards named by themselves, or `NIC<k>` with a legend below.
+Format: https://docs.nvidia.com/deploy/nvidia-smi/ (topo -m). It has tabs or spaces, and the columns `CPU Affinity`,
+`NUMA Affinity` and `GPU NUMA ID` if the driver knows them. Network cards have their names, or `NIC<k>` and a legend.
 """
 
 import re
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from doctor.texts import Line, Text
+from doctor.reading.texts import InputError, Line, Text
 
-LINKS = {
-    "X": "itself",
-    "NV#": "NVLink",
-    "PIX": "at most one PCIe bridge",
-    "PXB": "several PCIe bridges, no host bridge",
-    "PHB": "a PCIe host bridge (the CPU)",
-    "NODE": "several host bridges of one NUMA node",
-    "SYS": "the link between NUMA nodes",
-}
 DISTANCE = ["PIX", "PXB", "PHB", "NODE", "SYS"]
+"""Nearest first: at most one PCIe bridge, several bridges, a host bridge (the CPU), several host bridges of one NUMA
+node, the link between NUMA nodes. `NV<n>` is NVLink."""
 EXTRA_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 MOST_LINES = 200
@@ -28,25 +21,20 @@ MOST_LINES = 200
 _LINK = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A")
 _GPU = re.compile(r"GPU\d{1,3}")
 _HEADER = re.compile(r"^[ \t]{0,200}GPU\d{1,3}\b", re.MULTILINE)
-_NIC = re.compile(r"(?=[^\d]*\d)[A-Za-z][\w.-]{0,30}")  # with a digit, as words of a sentence have none
+_NIC = re.compile(r"(?=[^\d]*\d)[A-Za-z][\w.-]{0,30}")  # has a digit, unlike words of a sentence
 _PEER_ACCESS = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
+"""In rows of `nvidia-smi topo -p2p`, which has the same header."""
 _LEGEND = re.compile(r"^\s*(NIC\d{1,3})\s*:\s+(\S{1,40})\s*$")
-
-
-class TopologyError(Exception):
-    """A matrix that cannot be read; the message says in which line and why."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A machine's matrix. `links[a][b]` is how device a reaches b; network cards go by their own names."""
+    """A machine's matrix. `links[a][b]` is how device a reaches b. Network cards have their own names."""
 
     gpus: list[str]
     nics: list[str]
     links: dict[str, dict[str, str]]
-    cpu_affinity: dict[str, str] = field(default_factory=dict)
     numa_affinity: dict[str, str] = field(default_factory=dict)
-    gpu_numa_id: dict[str, str] = field(default_factory=dict)
     path: str = field(default="", compare=False)
 
     @property
@@ -54,7 +42,7 @@ class Topology:
         return self.gpus + self.nics
 
     def best_nics(self, gpu: str) -> list[str]:
-        """The nearest network cards of a GPU, the best first: bonded ones before others that are as near."""
+        """The nearest network cards of a GPU. Bonded cards come first."""
         reach = {nic: DISTANCE.index(link) for nic in self.nics if (link := self.links[gpu].get(nic)) in DISTANCE}
         nearest = [nic for nic, distance in reach.items() if distance == min(reach.values())]
         return sorted(nearest, key=lambda nic: ("bond" not in nic, self.nics.index(nic)))
@@ -70,32 +58,27 @@ class Topology:
 
 
 def find_topologies(text: Text) -> list[Topology]:
-    """All matrices in a text, which may hold other things as well.
+    """All matrices in a text, which may have other lines as well.
 
     Raises:
-        TopologyError: a header without the rows that it promises, or a row that does not fit it.
+        InputError: a header without its rows, or a row that does not fit it.
     """
     found = []
     lines = text.lines
     for index in text.indices(_HEADER):
         header = _read_header(lines[index].text)
-        if header and not _is_of_peer_access(lines[index + 1 : index + 3]):
+        if header and not any(_PEER_ACCESS & set(row.text.split()) for row in lines[index + 1 : index + 3]):
             found.append(_read_matrix(header, lines[index], lines[index + 1 : index + 1 + MOST_LINES]))
     return found
 
 
-def _is_of_peer_access(rows: list[Line]) -> bool:
-    """Whether the rows are of `nvidia-smi topo -p2p`, which has the same header and says OK, NS and the like."""
-    return any(_PEER_ACCESS & set(row.text.split()) for row in rows)
-
-
 def _read_header(text: str) -> tuple[list[str], list[str]] | None:
-    """The devices of a header line and the names of the columns after them; None if the line is no header."""
+    """The devices of a header line and the names of the columns after them; None for other lines."""
     tokens = text.split()
     if not tokens or not _GPU.fullmatch(tokens[0]) or (len(tokens) > 1 and _LINK.fullmatch(tokens[1])):
         return None
     if len(tokens) == 1 and text.startswith("GPU"):
-        return None  # a word alone in a sentence; nvidia-smi indents the header
+        return None  # a sentence that begins with a GPU's name: nvidia-smi indents the header
     devices: list[str] = []
     for token in tokens:
         if token in ("CPU", "NUMA", "GPU"):
@@ -111,7 +94,7 @@ def _read_header(text: str) -> tuple[list[str], list[str]] | None:
 def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Line]) -> Topology:
     devices, columns = header
     rows: dict[str, dict[str, str]] = {}
-    extras: dict[str, dict[str, str]] = {name: {} for name in EXTRA_COLUMNS}
+    numa: dict[str, str] = {}
     legend: dict[str, str] = {}
     for other in below:
         tokens = other.text.split()
@@ -122,16 +105,17 @@ def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Li
         elif tokens and tokens[0] in devices and tokens[0] not in rows:
             links = tokens[1 : 1 + len(devices)]
             if len(links) < len(devices) or not all(_LINK.fullmatch(link) for link in links):
-                raise TopologyError(
+                raise InputError(
                     f"{other.place}: {tokens[0]} has no readable link to each of the {len(devices)} devices in line "
                     f"{line.number}; paste the whole output of nvidia-smi topo -m"
                 )
             rows[tokens[0]] = {device: link.replace("SOC", "SYS") for device, link in zip(devices, links, strict=True)}
-            for name, value in zip(columns, tokens[1 + len(devices) :], strict=False):
-                extras[name][tokens[0]] = value
+            extras = dict(zip(columns, tokens[1 + len(devices) :], strict=False))
+            if "NUMA Affinity" in extras:
+                numa[tokens[0]] = extras["NUMA Affinity"]
     missing = [device for device in devices if _GPU.fullmatch(device) and device not in rows]
     if missing:
-        raise TopologyError(
+        raise InputError(
             f"{line.place}: the header names {', '.join(missing[:4])}{' and more' if len(missing) > 4 else ''}, but no "
             "row of it follows; paste the whole output of nvidia-smi topo -m"
         )
@@ -140,8 +124,6 @@ def _read_matrix(header: tuple[list[str], list[str]], line: Line, below: list[Li
         gpus=[device for device in devices if _GPU.fullmatch(device)],
         nics=[names[device] for device in devices if not _GPU.fullmatch(device)],
         links={names[a]: {names[b]: link for b, link in row.items()} for a, row in rows.items()},
-        cpu_affinity=extras["CPU Affinity"],
-        numa_affinity=extras["NUMA Affinity"],
-        gpu_numa_id=extras["GPU NUMA ID"],
+        numa_affinity=numa,
         path=line.path,
     )
