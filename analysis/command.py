@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from analysis.errors import TraceError
+from analysis.errors import TraceError, listed
 from analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
-from analysis.wording import listed
 
 if TYPE_CHECKING:
     from analysis.summary import WindowAnalysis
@@ -101,7 +100,7 @@ def report_on_window(window: Window, choice: str, folder: Path, options: argpars
 
     Shows a progress bar by rank on a terminal.
     """
-    from analysis.report.summary_page import write_summary
+    from analysis.report.pages.summary import write_summary
     from analysis.summary import analyse_window
 
     console = Console(stderr=True)

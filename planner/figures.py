@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, styled
-from analysis.report.memory_figures import MEMORY_COLOURS
+from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, MEMORY_COLOURS, styled
 from analysis.traces.intervals import Intervals, bridge, minus, union
 from planner.columns import COMPONENTS
 from planner.contracts import Simulated

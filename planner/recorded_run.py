@@ -16,7 +16,8 @@ import numpy as np
 from analysis.comparison.choices import last_window
 from analysis.comparison.compare import latest_record
 from analysis.errors import TraceError
-from analysis.summary import read_rank, read_record
+from analysis.files import read_record
+from analysis.summary import read_rank
 from analysis.traces.intervals import Intervals, clip, length, minus, union
 from analysis.traces.timeline import RankTimeline
 from planner.volumes import KINDS

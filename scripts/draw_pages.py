@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis.report.strategy_page import PICTURE, filled, problems, run_block
+from analysis.report.pages.strategy_page import PICTURE, filled, problems, run_block
 from scripts.runs import FAMILIES, Family
 
 PAGES = ROOT / "docs" / "how-it-works"
@@ -52,8 +52,8 @@ def train(choice: str, family: Family, output_dir: Path) -> None:
 def draw_all(runs: Path, pages: Path) -> None:
     """Draw the pictures, and fill the figures in, from the newest run of each choice under `runs`."""
     from analysis.columns import MIB
-    from analysis.report.step_picture import draw
-    from analysis.report.traced_step import TracedStep
+    from analysis.report.figures.step_picture import draw
+    from analysis.report.figures.traced_step import TracedStep
     from analysis.summary import analyse_window
     from analysis.traces.finding import find_windows
     from analysis.traces.reading import read_trace

@@ -1,7 +1,7 @@
 """Reading one trace file: it is parsed once, and only what a figure needs is kept.
 
-Most of a trace is arguments that no figure needs, and on a GPU most events are operators of the host, of which none is
-needed either. So events are decoded with their arguments left as bytes, and those of collectives alone are looked into.
+No figure needs most of the arguments in a trace, nor, on a GPU, the operators of the host. So the arguments of events
+stay undecoded bytes, except those of collectives and of device events.
 """
 
 import gzip
@@ -35,7 +35,7 @@ STEP_PREFIX = "ProfilerStep#"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
 LONGEST_NAME = 300
 LARGEST_TIME_US = 1e17
-"""Three thousand years: no clock says more."""
+"""Three thousand years. A larger time is an error in the trace."""
 STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
 
 
@@ -72,8 +72,8 @@ class RankTrace:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
         events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
             (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN) and
-            args (a dict, of collectives only; else None). Of a trace with device events, operators of the host are
-            left out, but for those that issue collectives.
+            args (a dict, of collectives only; else None). A trace with device events keeps only those operators of the
+            host that issue collectives.
         left_out: Number of events without a usable time.
     """
 
@@ -93,7 +93,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 def parse_trace(data: bytes, path: Path) -> RankTrace:
-    """The same, of the file's content; `path` is for messages."""
+    """As `read_trace`, from the file's content; `path` is for messages."""
     if not data.strip():
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
@@ -105,9 +105,7 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
     if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
-        raise TraceError(
-            f"{path}: shows how work was given to a device, but not what ran there; profile the device too"
-        )
+        raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
     events, left_out = _table(file.traceEvents)
     if events.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
@@ -118,7 +116,7 @@ def read_bytes(path: Path) -> bytes:
     """The content of a file, decompressed.
 
     Raises:
-        TraceError: it cannot be read, or its end is missing.
+        TraceError: the file cannot be read, or its end is missing.
     """
     try:
         data = path.read_bytes()
@@ -130,16 +128,16 @@ def read_bytes(path: Path) -> bytes:
 
 
 def peek(path: Path) -> tuple[int | None, int | None]:
-    """The rank and the number of the first profiled step that a trace file names; None for what it does not.
+    """The rank and the first profiled step that a trace file names; None for what it does not name.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: the file cannot be read.
     """
     data = read_bytes(path)
     try:
         info = msgspec.json.decode(data, type=_Info).distributedInfo
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        info = None  # whoever reads the whole of it says what is wrong
+        info = None  # `parse_trace` says what is wrong
     rank = info.get("rank") if isinstance(info, dict) else None
     steps = [int(number) for number in STEP_NAME.findall(data)]
     return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
@@ -155,15 +153,15 @@ def _decode(data: bytes, path: Path) -> _File:
     except RecursionError:
         raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
     except msgspec.ValidationError:
-        raise TraceError(f"{path}: no list traceEvents in it, so this is no trace of torch.profiler") from None
+        raise TraceError(f"{path}: has no list traceEvents, so it is not a trace of torch.profiler") from None
     except (ValueError, msgspec.DecodeError) as error:
-        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or no trace") from None
+        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
 
 
 def _repaired(data: bytes) -> bytes:
-    """What the strict decoder refuses and a profiler may have written: NaN, infinity, control characters, broken UTF-8.
+    """Valid JSON from what a profiler may write but the decoder refuses.
 
-    Events that are no objects fall away.
+    That is NaN, infinity, control characters and broken UTF-8. Events that are not objects are removed.
     """
     file = json.loads(
         data.decode("utf-8", errors="replace"),
@@ -215,7 +213,7 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
 
 
 class _Names(dict[Any, str]):
-    """Names as they may be shown: one line of printable text that is not too long, each kept once."""
+    """Names made safe to show: one line of printable text, at most `LONGEST_NAME` long. Each is kept once."""
 
     def __missing__(self, name: Any) -> str:
         text = CONTROL_CHARACTERS.sub(" ", str(name)[: LONGEST_NAME + 1])

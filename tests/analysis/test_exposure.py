@@ -172,7 +172,7 @@ def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda s: (s[0], s[0] + s[1])), max_size=6)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(spans, spans, spans), min_size=2, max_size=3), st.integers(1, 60))
 def test_parts_against_a_grid(ranks: list[Any], cut: int) -> None:
     """Each microsecond of two steps is given to one part by the definition, one by one."""

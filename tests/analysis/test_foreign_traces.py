@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from analysis.errors import TraceError
-from analysis.report.summary_page import write_summary
+from analysis.report.pages.summary import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import find_windows, group_by_window
 from analysis.traces.reading import parse_trace

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from analysis.columns import MIB
-from analysis.report.step_picture import draw, rows_of
-from analysis.report.strategy_page import BEGIN, END, filled, problems, run_block
-from analysis.report.traced_step import TracedStep
+from analysis.report.figures.step_picture import draw, rows_of
+from analysis.report.figures.traced_step import TracedStep
+from analysis.report.pages.strategy_page import BEGIN, END, filled, problems, run_block
 from analysis.traces.collectives import COLUMNS
 from scripts.draw_pages import PAGES, hand_written
 from tests.traces import cpu_trace, event, parsed, record, timeline_of
