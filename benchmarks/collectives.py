@@ -3,14 +3,14 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/collectives.py --collectives all_reduce --max-bytes 64M
 
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
-done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. What has been
-measured is in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv and .json after every size.
+done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
+all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv and .json.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from training.process.environment import prepare_process
 if __name__ == "__main__":
     prepare_process()
 
-from benchmarks.sizes import parse_size, size_range
-from training.cli import OneLineParser, exit_with_error, unknown_name
+from benchmarks.collective.sizes import parse_size, size_range
+from training.cli import OneLineParser, unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 
@@ -39,7 +39,7 @@ COLLECTIVES = (
     "send_recv",
     "barrier",
 )
-"""In display order; torch's own, but for what `sharding.` stands before: those that this project's strategies call."""
+"""In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""
 DTYPES = ("fp32", "bf16", "fp16")
 REPORTS = Path("reports") / "collectives"
 
@@ -48,18 +48,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
-    add("--collectives", default=",".join(COLLECTIVES), help="which, with commas between (default: all: %(default)s)")
-    add("--min-bytes", default="1K", help="smallest size; K, M and G are powers of 1024 (default: %(default)s)")
-    add("--max-bytes", default="1G", help="largest size (default: %(default)s)")
-    add("--factor", type=float, default=4.0, help="from one size to the next (default: %(default)s)")
-    add("--sizes", help="these sizes instead of a range, such as 1M,10M,100M")
-    add("--dtypes", default="fp32", help=f"with commas between, of {', '.join(DTYPES)} (default: %(default)s)")
-    add("--warmup", type=int, default=5, help="most calls before the check; there are two at least (default: 5)")
-    add("--iterations", type=int, help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
-    add("--in-a-row", type=int, default=1, help="calls from one barrier to the next; their mean counts (default: 1)")
-    add("--spread", help="calls take turns on tensors of this size in all, as in training, so that caches hold none")
-    add("--seconds-per-size", type=float, default=1.0, help="time for the timed calls of a size (default: %(default)s)")
+    add, names, types = parser.add_argument, ",".join(COLLECTIVES), ", ".join(DTYPES)
+    add("--collectives", type=names_of("collective", COLLECTIVES), default=names, help=f"comma-separated, of {names}")
+    add("--min-bytes", type=size, default="1K", help="smallest size; K, M and G are powers of 1024 (default: 1K)")
+    add("--max-bytes", type=size, default="1G", help="largest size (default: 1G)")
+    add("--factor", type=at_least(1.01, float), default=4.0, help="from one size to the next (default: 4)")
+    add("--sizes", type=sizes, help="these sizes instead of a range, such as 1M,10M,100M")
+    add("--dtypes", type=names_of("dtype", DTYPES), default="fp32", help=f"comma-separated, of {types} (default: fp32)")
+    add("--warmup", type=at_least(0), default=5, help="most calls before the check; at least two are made (default: 5)")
+    add("--iterations", type=at_least(1), help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
+    add("--in-a-row", type=at_least(1), default=1, help="calls from one barrier to the next; their mean counts")
+    add(
+        "--spread", type=size, default=0, help="calls use tensors of this size in all in turn, so that caches hold none"
+    )
+    add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help="auto, gloo or nccl (default: %(default)s)")
     add("--timeout-minutes", type=float, default=10.0, help="how long a call may wait for a rank (default: 10)")
@@ -67,76 +69,76 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A type of a flag: names with commas between."""
+
+    def parse_names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(unknown_name(kind, name, known))
+        return text.split(",")
+
+    return parse_names
+
+
+def numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers above 0 with commas between, such as 2,4,6")
+    return sorted({int(part) for part in parts})
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """A type of a flag: a finite number of this kind."""
+
+    def parse_number(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = float("nan")
+        if not least <= number < float("inf"):
+            whole = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}: must be a {whole}number of at least {least}")
+        return number
+
+    return parse_number
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def sizes(text: str) -> list[int]:
+    return sorted({size(part) for part in text.split(",")})
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The settings; `collectives`, `sizes` (bytes) and `dtypes` are lists. Leaves with one line if they make no sense.
+    """The settings; `sizes` has all sizes in bytes. Leaves the process with one line if they make no sense.
 
     This imports no torch, so that a mistake is answered at once.
     """
-    options = build_parser().parse_args(arguments)
-    options.collectives, options.dtypes = options.collectives.split(","), options.dtypes.split(",")
-    for kind, given, known in (
-        ("collective", options.collectives, COLLECTIVES),
-        ("dtype", options.dtypes, DTYPES),
-    ):
-        for name in given:
-            if name not in known:
-                exit_with_error(f"--{kind}s: {unknown_name(kind, name, known)}")
-    options.sizes = sizes_of(options)
-    options.spread = spread_of(options)
-    for flag, value, least in (
-        ("--warmup", options.warmup, 0),
-        ("--iterations", options.iterations, 1),
-        ("--in-a-row", options.in_a_row, 1),
-    ):
-        if value is not None and value < least:
-            exit_with_error(f"{flag} {value}: must be a whole number of at least {least}")
-    if not 0 < options.seconds_per_size < float("inf"):
-        exit_with_error(f"--seconds-per-size {options.seconds_per_size}: must be a number above 0")
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.max_bytes < options.min_bytes:
+        parser.error(f"--max-bytes {options.max_bytes}: must not be below --min-bytes {options.min_bytes}")
+    options.sizes = options.sizes or size_range(options.min_bytes, options.max_bytes, options.factor)
     return options
-
-
-def sizes_of(options: argparse.Namespace) -> list[int]:
-    flag = ""
-    try:
-        if options.sizes is not None:
-            flag = "--sizes"
-            return sorted({parse_size(value) for value in options.sizes.split(",")})
-        flag = "--min-bytes"
-        least = parse_size(options.min_bytes)
-        flag = "--max-bytes"
-        most = parse_size(options.max_bytes)
-    except ValueError as error:
-        exit_with_error(f"{flag}: {error}")
-    if most < least:
-        exit_with_error(f"--max-bytes {options.max_bytes}: must not be below --min-bytes {options.min_bytes}")
-    if not 1.01 <= options.factor < float("inf"):
-        exit_with_error(f"--factor {options.factor}: must be at least 1.01, such as 2 or 4")
-    return size_range(least, most, options.factor)
-
-
-def spread_of(options: argparse.Namespace) -> int:
-    """Bytes; 0 for one tensor."""
-    try:
-        return parse_size(options.spread) if options.spread is not None else 0
-    except ValueError as error:
-        exit_with_error(f"--spread: {error}")
-
-
-def file_stem(backend: str, device: str, world_size: int) -> str:
-    return f"{backend}_{device}_{world_size}_ranks"
 
 
 def main() -> int:
     options = parse()
-    from benchmarks.collective_loop import RanksLostError, measure_all
-    from training.distributed import joined_ranks
+    from benchmarks.collective.loop import RanksLostError, measure_all
+    from training.distributed import joined_ranks, on_every_rank
     from training.run import silence_libraries
 
     silence_libraries()
     try:
         config = RunConfig(device=options.device, backend=options.backend, timeout_minutes=options.timeout_minutes)
         with joined_ranks(config) as ranks:
-            results = from_rank0_results(options, ranks)
+            results = on_every_rank(lambda: make_results(options, ranks))
             measure_all(options, ranks, results)
             if results:
                 results.write(complete=True)
@@ -153,24 +155,19 @@ def main() -> int:
     return 0
 
 
-def from_rank0_results(options: argparse.Namespace, ranks: Any) -> Any:
-    """`Results` on rank 0, None on others. Collective.
+def make_results(options: argparse.Namespace, ranks: Any) -> Any:
+    """`Results` on rank 0, None on others.
 
     Raises:
-        UserError: on every rank, where files cannot be written.
+        UserError: files cannot be written.
     """
-    from training.distributed import on_every_rank
+    if not ranks.is_main:
+        return None
+    from benchmarks.collective.results import Results
 
-    def make() -> Any:
-        if not ranks.is_main:
-            return None
-        from benchmarks.collective_results import Results
-
-        path = options.output_dir / REPORTS / file_stem(ranks.backend, ranks.device.type, ranks.world_size)
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-        return Results(path, ranks, settings)
-
-    return on_every_rank(make)
+    path = options.output_dir / REPORTS / f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks"
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return Results(path, ranks, settings)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, ranks: "Ranks") -> None:
     Raises:
         UserError: there is one rank only, or the file cannot be written.
     """
-    from benchmarks.collective_rows import link_rate
+    from benchmarks.collective.rows import link_rate
     from benchmarks.contention_rounds import PAYLOADS, measure_drift, measure_rounds, summary
     from planner.contention import Measured, keep
     from training.distributed import from_rank0

@@ -1,4 +1,4 @@
-"""Rounds in which all choices of a benchmark take turns, and what a step could take at least on a link."""
+"""Rounds in which all choices of a benchmark run in turn, and the least time that a step could take on a link."""
 
 import random
 import time
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.link_lab.counters import link_bytes
-from benchmarks.runners import Runner, largest
+from benchmarks.runners import Runner, over_ranks
 from training.distributed import Ranks
 
 WARMUP_ROUNDS = 2
@@ -20,8 +20,8 @@ def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> tuple[
     """Run all choices in turn, in a new random order each round. Collective.
 
     Returns:
-        Two tables with a row a round and a column a choice: milliseconds a step, of the slowest rank; and bytes a step
-        that a node has sent over its link, mean over ranks, nan outside the link lab.
+        Two tables with one row for each round and one column for each choice: milliseconds a step, of the slowest
+        rank; and bytes a step that a node has sent over its link, mean over ranks, nan outside the link lab.
     """
     times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
     sent = times.copy()
@@ -29,9 +29,11 @@ def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> tuple[
     for round_number in range(-WARMUP_ROUNDS, rounds):
         for name in order.sample(list(runners), len(runners)):
             seconds, sent_bytes = timed(runners[name], ranks.device)
+            slowest = over_ranks(seconds, ranks.device, dist.ReduceOp.MAX)
+            mean_sent = over_ranks(sent_bytes, ranks.device, dist.ReduceOp.SUM) / ranks.world_size
             if round_number >= 0:
-                times.loc[round_number, name] = 1000 * largest(seconds, ranks.device) / STEPS_PER_ROUND
-                sent.loc[round_number, name] = mean(sent_bytes, ranks) / STEPS_PER_ROUND
+                times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
+                sent.loc[round_number, name] = mean_sent / STEPS_PER_ROUND
     return times, sent
 
 
@@ -55,21 +57,15 @@ def sent_bytes() -> float:
         return float("nan")
 
 
-def mean(value: float, ranks: Ranks) -> float:
-    """The mean of all ranks' values."""
-    held = torch.tensor(value, dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(held)
-    return held.item() / ranks.world_size
-
-
 def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: pd.DataFrame, ranks: Ranks) -> pd.DataFrame:
-    """The least milliseconds that a step could take on this link: a row a round, a column a choice. Collective.
+    """The least milliseconds that a step could take on this link: a row for each round, a column for each choice.
 
     Forward, then backward or the bytes on the wire at the link's rate, whichever takes longer, then the optimizer.
+    Collective.
 
     Args:
         phase_seconds: Of each timed step of `local`: seconds of forward, backward and optimizer.
-        table: A row a choice with its `wire_bytes` and `link_bits_per_s`.
+        table: One row for each choice with its `wire_bytes` and `link_bits_per_s`.
     """
     phases = torch.tensor(phase_seconds, dtype=torch.float64, device=ranks.device)
     dist.all_reduce(phases, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""What a benchmark runs: strategies through the project's training loop, and two plain loops to compare them with."""
+"""What a benchmark runs: strategies through the project's training loop, and two plain loops beside them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from training.run import build_strategy, seed_everything
 from training.strategy import MicroBatch, Strategy
 
 PLAIN = ("local", "bare_loop")
-"""A step without communication; a loop around PyTorch DDP without this project's runtime."""
+"""A step without communication, and a loop around PyTorch DDP without this project's runtime."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Runner:
         elements: Of the model's parameters.
         steps: Run this many optimizer steps, to the end of all their communication.
         drop_gradients: Free them, as the next step would before its forward pass.
-        state_bytes: Count the bytes that model states hold now, those of a DDP's buckets among them.
-        expected_state_bytes: What the formula says of them after a step, gradients not yet dropped.
-        wire_bytes: What a rank sends in a step, by the formulas of its collectives; once a step has been run.
-        settling_steps: The first ones, at least one, which say little of later ones.
-        remarks: What the strategy says of its own decisions.
+        state_bytes: Count the bytes that model states hold now, with the buckets of a DDP.
+        expected_state_bytes: The formula's bytes after a step, gradients not yet dropped.
+        wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives; needs one step to have run.
+        settling_steps: How many first steps differ from later ones; at least one.
+        notes: What the strategy says of its own decisions.
         phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
 
@@ -50,7 +50,7 @@ class Runner:
     expected_state_bytes: int
     wire_bytes: Callable[[], float]
     settling_steps: int = 1
-    remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
     phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
         wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
         settling_steps=max(1, strategy.settling_steps),
-        remarks=strategy.remarks,
+        notes=strategy.notes,
     )
 
 
@@ -88,7 +88,7 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
 
 
 def longest_batch_rank(config: RunConfig, workload: Workload, ranks: Ranks) -> int:
-    """The rank whose part of that global batch has most elements. Samples differ in length, and the others wait."""
+    """The rank whose part of that global batch has most elements. Samples differ in length, and other ranks wait."""
 
     def elements(rank: int) -> int:
         micro_batches = one_global_batch(config, workload, replace(ranks, rank=rank))
@@ -98,7 +98,7 @@ def longest_batch_rank(config: RunConfig, workload: Workload, ranks: Ranks) -> i
 
 
 def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
-    """One of `PLAIN`: what a person writes by hand."""
+    """One of `PLAIN`, as a person writes it by hand."""
     size = ModelSize.of(workload.model)
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
@@ -137,21 +137,21 @@ def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], r
         state_bytes,
         sum(expected.values()),
         wire_bytes=lambda: wire_bytes if name == "bare_loop" else 0.0,
-        settling_steps=2 if name == "bare_loop" else 1,  # DDP fills its buckets anew in the second
+        settling_steps=2 if name == "bare_loop" else 1,  # DDP rebuilds its buckets in the second
         phase_seconds=phase_seconds,
     )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that holds most: model states after a step, and all tensors at the worst moment of one."""
+    """Bytes on the rank that holds most: model states after a step, and all tensors at the peak of one."""
 
     resting: int
     peak: int
 
 
 def measure_memory(runner: Runner, device: torch.device) -> Memory:
-    """Collective. Of a step once the choice has settled and optimizer states are made, gradients dropped."""
+    """Of a step once the choice has settled and optimizer states exist; gradients are dropped before it. Collective."""
     runner.steps(runner.settling_steps)
     resting = runner.state_bytes()
     runner.drop_gradients()
@@ -165,11 +165,12 @@ def measure_memory(runner: Runner, device: torch.device) -> Memory:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
             runner.steps(1)
         added = peak_of_allocations(profiler)
-    return Memory(resting=round(largest(resting, device)), peak=round(largest(before + added, device)))
+    resting, peak = (over_ranks(held, device, dist.ReduceOp.MAX) for held in (resting, before + added))
+    return Memory(round(resting), round(peak))
 
 
-def largest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
+def over_ranks(value: float, device: torch.device, operation: Any) -> float:
+    """The largest (`dist.ReduceOp.MAX`) or the sum (`SUM`) of all ranks' values. Collective."""
     held = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    dist.all_reduce(held, op=operation)
     return held.item()

@@ -14,47 +14,28 @@ SETTINGS = {
     "compress": str,
     "precision": str,
 }
-"""What may differ between the choices of one benchmark, and how its value reads."""
+"""What may differ between the choices of one benchmark, and how its value is read."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A choice and its own settings.
+def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
+    """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`.
 
-    Attributes:
-        label: As the command line has it.
+    Leaves the process with one line where the text makes no sense.
     """
-
-    label: str
-    choice: str
-    settings: dict[str, object]
-
-    def of(self, config: RunConfig) -> RunConfig:
-        """`config` for this variant.
-
-        Raises:
-            UserError: a setting does not fit.
-        """
-        return dataclasses.replace(config, choice=self.choice, **self.settings)
-
-
-def parse_variant(text: str, names: Sequence[str]) -> Variant:
-    """Reads `choice` or `choice:setting=value:setting=value`; leaves the process with one line where it cannot."""
     choice, *pairs = text.split(":")
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
-    settings = {}
+    fields: dict[str, object] = {"choice": choice}
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in SETTINGS:
             exit_with_error(f"{text}: {unknown_name('setting', name, SETTINGS)}")
         try:
-            settings[name] = SETTINGS[name](value)
+            fields[name] = SETTINGS[name](value)
         except (ValueError, KeyError, argparse.ArgumentTypeError):
             exit_with_error(f"{text}: {name} cannot be '{value}'")
-    variant = Variant(text, choice, settings)
     try:
-        variant.of(RunConfig())
+        dataclasses.replace(RunConfig(), **fields)
     except UserError as error:
         exit_with_error(f"{text}: {error}")
-    return variant
+    return fields

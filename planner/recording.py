@@ -15,7 +15,7 @@ class Recording:
         earlier: Collectives that were issued before, and not yet done when the step began.
     """
 
-    bends_this_step = False
+    slows_this_step = False
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -33,7 +33,7 @@ from planner.operators import UNSIMULATED, PretendedDevice, with_data, without_d
 from planner.process_group import pretended_world
 from planner.recording import Recording
 from planner.streams import Streams, pretended_streams
-from sharding.unit import _nowhere
+from sharding.units.unit import nan_placeholder
 from training.config import StrategyOptions
 from training.errors import UserError
 from training.loop import train
@@ -121,9 +121,9 @@ class Simulation:
         """Within this context the strategy exists, and everything is pretended."""
         make_strategy = load(self.setting.choice)
         self.micro_batches = list(self.setting.make_micro_batches())
-        _nowhere.cache_clear()
+        nan_placeholder.cache_clear()
         with ExitStack() as stack:
-            stack.callback(_nowhere.cache_clear)  # of a tensor that holds data, or holds none
+            stack.callback(nan_placeholder.cache_clear)  # of a tensor that holds data, or holds none
             for place in NEEDS_DATA:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))

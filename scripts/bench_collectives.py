@@ -1,8 +1,7 @@
 """Measure collectives with several numbers of ranks on this node, and show them on one page.
 
     python scripts/bench_collectives.py --ranks 2,4 --max-bytes 64M
-    python scripts/bench_collectives.py --published          # beside published figures
-    python scripts/bench_collectives.py --from FILE.json ... # a page of what was measured before, on any machines
+    python scripts/bench_collectives.py --from FILE.json ... # a page of earlier results, of any machines
 
 Starts `torchrun benchmarks/collectives.py` for each number of ranks, with all other flags passed on; its --help
 explains them. Then writes collectives.html and collectives.csv into <output-dir>/reports/collectives/. Ctrl-C keeps
@@ -21,25 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
-from benchmarks.collectives import REPORTS, parse
-from training.cli import OneLineParser, exit_with_error
+from benchmarks.collectives import REPORTS, numbers, parse
+from training.cli import OneLineParser
 
 END_S = 30
 """How long ranks may take to end after Ctrl-C."""
-PUBLISHED = ["--collectives", "all_reduce", "--sizes", "1M,10M,100M,1024M", "--dtypes", "fp32"]
-PUBLISHED_RANKS = "2,4,6"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--ranks", help="numbers of processes, with commas between (default: 2)")
     parser.add_argument(
-        "--published",
-        action="store_true",
-        help="all-reduce of 1, 10, 100 and 1024 MB (2^20 bytes) with 2, 4 and 6 ranks over Gloo on the CPU, and over "
-        "NCCL where there are GPUs, beside the published figures",
+        "--ranks", type=numbers, default=[2], help="numbers of processes, with commas between (default: 2)"
     )
     parser.add_argument(
         "--from",
@@ -47,57 +40,31 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="measure nothing; a page of these .json files of earlier runs",
+        help="measure nothing; make a page of these .json files of earlier runs",
     )
     return parser
 
 
 def main() -> int:
-    parser = build_parser()
-    options, flags = parser.parse_known_args()
-    if options.published:
-        if any(flag.split("=")[0] in PUBLISHED for flag in flags):
-            parser.error(f"--published sets {', '.join(PUBLISHED[::2])} itself")
-        flags = [*PUBLISHED, *flags]
-    settings = parse(flags)  # a mistake in them is answered here, once
-    folder = settings.output_dir / REPORTS
+    options, flags = build_parser().parse_known_args()
+    folder = parse(flags).output_dir / REPORTS  # a mistake in the flags is answered here, once
     if options.files:
-        return write_report(options.files, folder, options.published)
-    numbers = parse_ranks(options.ranks or (PUBLISHED_RANKS if options.published else "2"))
-    runs = [(number, flags) for number in numbers]
-    if options.published and settings.device == settings.backend == "auto":
-        runs = published_runs(numbers, flags)
-    started, failed = set(), False
-    stopped = False
-    for number, of_run in runs:
+        return write_report(options.files, folder)
+    written: set[Path] = set()
+    failed = stopped = False
+    for ranks in options.ranks:
         before = {path: path.stat().st_mtime_ns for path in folder.glob("*_ranks.json")}
         try:
-            failed |= not measure(number, of_run)
+            failed |= not measure(ranks, flags)
         except KeyboardInterrupt:
             stopped = True
-        started |= {path for path in folder.glob("*_ranks.json") if before.get(path) != path.stat().st_mtime_ns}
+        written |= {path for path in folder.glob("*_ranks.json") if before.get(path) != path.stat().st_mtime_ns}
         if stopped:
             break
-    if not started:
+    if not written:
         return 130 if stopped else 1
-    code = write_report(sorted(started), folder, options.published)
+    code = write_report(sorted(written), folder)
     return 130 if stopped else code or int(failed)
-
-
-def parse_ranks(text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        exit_with_error(f"--ranks {text}: must be whole numbers above 0 with commas between, such as 2,4,6")
-    return sorted({int(number) for number in numbers})
-
-
-def published_runs(numbers: Sequence[int], flags: list[str]) -> list[tuple[int, list[str]]]:
-    """Gloo on the CPU with each number of ranks; NCCL with those for which there are GPUs."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    runs = [(number, [*flags, "--device", "cpu", "--backend", "gloo"]) for number in numbers]
-    return runs + [(number, [*flags, "--device", "cuda", "--backend", "nccl"]) for number in numbers if number <= gpus]
 
 
 def measure(ranks: int, flags: Sequence[str]) -> bool:
@@ -124,7 +91,7 @@ def measure(ranks: int, flags: Sequence[str]) -> bool:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Of a terminal's Ctrl-C the ranks know already; of a signal to this process alone they do not."""
+    """A terminal's Ctrl-C reaches the ranks too, but a signal to this process alone does not."""
     try:
         process.terminate()
         process.wait(END_S)
@@ -133,12 +100,12 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def write_report(files: Sequence[Path], folder: Path, is_published: bool) -> int:
+def write_report(files: Sequence[Path], folder: Path) -> int:
     from analysis.errors import TraceError
-    from benchmarks.collective_report import report
+    from benchmarks.collective.report import report
 
     try:
-        page = report(files, folder, is_published)
+        page = report(files, folder)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.link_lab import control
-from benchmarks.link_lab.run import Settings, run_at
+from benchmarks.link_lab.run import Settings, run_at, sweep
 from training.cli import OneLineParser
 from training.communication.rates import Rate
 from training.errors import UserError
@@ -41,7 +41,9 @@ def main() -> int:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         if arguments and arguments[0] in ("list", "set-rate", "cut", "restore"):
-            print(change_links(build_control_parser().parse_args(arguments)))
+            change = build_control_parser().parse_args(arguments)
+            is_list = change.action == "list"
+            print(control.listing() if is_list else control.change(change.action, change.lab, change.node, change.rate))
             return 0
         options = parse(arguments)
         settings = Settings(
@@ -53,8 +55,6 @@ def main() -> int:
             counters=options.counters,
         )
         if len(options.rate) > 1:
-            from benchmarks.link_lab.rate_sweep import sweep  # takes seconds to import
-
             return sweep(options.rate, settings, options.command, options.output_dir)
         run_at(options.rate[0], settings, options.command, Path())
     except UserError as error:
@@ -63,14 +63,6 @@ def main() -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
-
-
-def change_links(options: argparse.Namespace) -> str:
-    if options.action == "set-rate":
-        return control.set_rate(options.rate, options.lab, options.node)
-    if options.action == "list":
-        return control.listing()
-    return {"cut": control.cut, "restore": control.restore}[options.action](options.lab, options.node)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -146,6 +138,8 @@ def build_control_parser() -> argparse.ArgumentParser:
         action = actions.add_parser(name, allow_abbrev=False)
         if name == "set-rate":
             action.add_argument("rate", type=rate)
+        else:
+            action.set_defaults(rate=None)
         action.add_argument("--lab", type=int, metavar="N", help="default: the only one that runs")
         action.add_argument("--node", type=int, metavar="N", help="default: all nodes")
     return parser

@@ -62,6 +62,32 @@ class Frozen(nn.Module):
         return answer(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
 
 
+class AdaptedBlock(nn.Module):
+    """A frozen layer, and then a trainable one, whose gradient is made before backward reads the frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.base.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.adapter(torch.tanh(self.base(hidden)))
+
+
+class Adapted(nn.Module):
+    """Blocks that are partly frozen, as in fine-tuning with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(3))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = block(x)
+        return answer(self.head(x), y)
+
+
 class Normed(nn.Module):
     """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones, that start at random."""
 
@@ -199,7 +225,14 @@ def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-MODELS = {"plain": Plain, "tied": Tied, "frozen": Frozen, "odd": Odd, "llama": llama_classifier}
+MODELS = {
+    "plain": Plain,
+    "tied": Tied,
+    "frozen": Frozen,
+    "adapted": Adapted,
+    "odd": Odd,
+    "llama": llama_classifier,
+}
 """Those whose training has an exact counterpart in one process, whatever the split."""
 UNUSUAL = {
     "out of order": OutOfOrder,

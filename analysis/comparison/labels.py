@@ -17,4 +17,4 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
     if record.get("link_bits_per_s"):
         lines.append(f"Each node's link was shaped to {record['link_bits_per_s'] / 1e6:g} Mbit/s.")
-    return lines + [f"{record['choice']}: {remark}." for remark in record.get("remarks", [])]
+    return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]

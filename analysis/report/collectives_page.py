@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
-from analysis.columns import MIB, Column
 from analysis.report.bandwidth_figure import TICKS
 from analysis.report.figures import styled
 from analysis.report.page import Section, drawing, render, table
@@ -22,13 +21,6 @@ SETTING = ["backend", "device", "link_bits_per_s", "type"]
 WORLD_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 OWN = "sharding."
 PANEL_PX, GAP_PX, TOP_PX = 230, 70, 70
-PUBLISHED_COLUMNS = {
-    **{name: RESULT_COLUMNS[name] for name in ("backend", "world_size")},
-    "size_bytes": Column("size", "MiB", "of the tensor", MIB, 0),
-    "published_ms": Column("published", "ms", "on other hardware"),
-    "measured_ms": Column("measured", "ms", "median time of a call here"),
-    "ratio": Column("measured / published", "×", "below 1: faster here", 1, 2),
-}
 
 
 @dataclass(frozen=True)
@@ -42,8 +34,6 @@ class Measurements:
             `busbw_gb_per_s`.
         lines: Where and when this was measured.
         skipped: What could not be measured, and why.
-        published: `PUBLISHED_COLUMNS`; None where nothing is compared.
-        published_text: Where those figures are from.
     """
 
     rows: pd.DataFrame
@@ -51,8 +41,6 @@ class Measurements:
     curves: pd.DataFrame
     lines: Sequence[str]
     skipped: Sequence[str] = field(default_factory=list)
-    published: pd.DataFrame | None = None
-    published_text: str = ""
 
 
 def write_collectives_page(measured: Measurements, path: Path) -> None:
@@ -62,9 +50,6 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         TraceError: it cannot be written.
     """
     sections = []
-    if measured.published is not None:
-        comparison = table("published", measured.published, PUBLISHED_COLUMNS)
-        sections.append(Section("Beside the published figures", measured.published_text, table=comparison))
     sized = measured.rows[measured.rows["size_bytes"] > 0]
     for setting, rows in sized.groupby(SETTING, dropna=False, sort=False):
         curves = measured.curves[same(measured.curves, setting)]

@@ -1,1 +1,1 @@
-"""A real multi-node job on one Linux machine: a network namespace a node, joined by a bridge, each link shaped."""
+"""A real multi-node job on one Linux machine: one network namespace for each node, joined by a bridge, links shaped."""

@@ -1,5 +1,5 @@
-"""Why a job failed, in one line: a node out of reach rather than the ranks that gave up on it, a killed rank rather
-than those that lost it."""
+"""Why a job failed, in one line. A node out of reach comes before the ranks that gave up on it, and a killed rank
+before those that lost it."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from benchmarks.link_lab.state import Lab, Node
 OWN = "error: "
 LOG_NAME = "link_lab.failed.log"
 PREFIX_OF_RANK = re.compile(r"^\[rank\d+\]: ")
-"""Before each line of a traceback, in torch."""
+"""What torch writes before each line of a traceback."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended otherwise than well, by itself."""
+    """A rank that failed by itself."""
 
     node: Node
     rank: int
@@ -39,13 +39,13 @@ def how_ended(code: int) -> str:
 
 
 def why_failed(lab: Lab, codes: Sequence[int | None], log_folder: Path) -> str:
-    """The reason, and where the ranks' standard error is kept unless they gave a reason in a line of their own.
+    """The reason. It names the file with the ranks' standard error, unless they gave a reason in a line of their own.
 
     Args:
         codes: Exit code of each node's `torchrun`; None of one that would not end.
     """
     failures = sorted(read_failures(lab), key=lambda failure: (not failure.was_killed, failure.time))
-    lines = said_by_ranks(lab.logs)
+    lines = stderr_of_ranks(lab.logs)
     if gone := unreachable(lab):
         names = " and ".join(f"node {node.number} ({node.address})" for node in gone)
         gave_up = f"; {failures[0]}: {lines[-1]}" if failures and lines else ""
@@ -67,8 +67,8 @@ def read_failures(lab: Lab) -> list[Failure]:
     return [Failure(node, **entry) for node, path in paths if path.exists() for entry in json.loads(path.read_text())]
 
 
-def said_by_ranks(logs: Path) -> list[str]:
-    """What ranks wrote to standard error, rank 0 last; what `torchrun` did, if ranks wrote nothing."""
+def stderr_of_ranks(logs: Path) -> list[str]:
+    """The lines of all ranks, rank 0 last; if ranks wrote nothing, those of `torchrun`."""
     paths = sorted(logs.rglob("stderr.log"), reverse=True)
     return read_lines(paths) or read_lines(sorted(logs.glob("*.agent.log"), reverse=True))
 

@@ -1,6 +1,12 @@
-"""Run a command under a real multi-node `torchrun`: an agent in each node's namespace, rendezvous over the link."""
+"""Run a command under a real multi-node `torchrun`: one agent in each node's namespace, rendezvous over the link.
+
+The agent is this file too: `python -m benchmarks.link_lab.launch FAILURES.json [arguments of torchrun]` writes which
+ranks failed, and how, to a file instead of a long report.
+"""
 
 import ctypes
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -53,8 +59,8 @@ def run_job(lab: Lab, command: list[str], ranks_per_node: int, tick: Callable[[]
 def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int) -> subprocess.Popen:
     """`torchrun` on one node.
 
-    Lost heartbeats of a node whose link is cut are no reason to give up: how long a job waits for the link is for the
-    job's own timeout to say, and whether an agent lives, the lab sees itself.
+    It does not give up when heartbeats are lost, as they are while a link is cut. The job's own timeout decides how
+    long to wait for a link, and the lab itself sees whether an agent lives.
     """
     is_host = int(node.number == 0)
     torchrun = (
@@ -68,7 +74,7 @@ def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int) -
         f"--log-dir={lab.logs / node.port}",
         "--redirects=2",
     )
-    agent = (sys.executable, "-m", "benchmarks.link_lab.agent", str(lab.logs / f"{node.port}.json"))
+    agent = (sys.executable, "-m", "benchmarks.link_lab.launch", str(lab.logs / f"{node.port}.json"))
     with (lab.logs / f"{node.port}.agent.log").open("w") as log:
         return subprocess.Popen(
             ["ip", "netns", "exec", node.namespace, *agent, *torchrun, *command],
@@ -77,17 +83,12 @@ def start_agent(lab: Lab, node: Node, command: list[str], ranks_per_node: int) -
             stdout=None if is_host else subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the lab, which then ends its agents
-            preexec_fn=end_with_parent,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # it ends when the lab is killed
         )
 
 
-def end_with_parent() -> None:
-    """In the child: `torchrun` ends its ranks on SIGTERM, which it gets if the lab is killed."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def environment(lab: Lab, node: Node) -> dict[str, str]:
-    """What ranks see. NCCL would go past the link, through shared memory, if all nodes were the same host to it."""
+    """What ranks see. NCCL_HOSTID differs by node, so that NCCL does not use shared memory instead of the link."""
     path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     own = {
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -100,3 +101,25 @@ def environment(lab: Lab, node: Node) -> dict[str, str]:
     rates = [rate for each in lab.nodes if (rate := Rate.parse(each.rate).bits_per_s) is not None]
     slowest = {"LINK_BITS_PER_S": str(min(rates))} if rates else {}
     return {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **inherited, **own, **slowest}
+
+
+def run_agent(failures_path: Path, arguments: list[str]) -> int:
+    """`torchrun` in this process; the exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.disable(logging.ERROR)
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        failures = [
+            {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+        failures_path.write_text(json.dumps(failures))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(Path(sys.argv[1]), sys.argv[2:]))

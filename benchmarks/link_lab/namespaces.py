@@ -1,4 +1,4 @@
-"""The network of a lab: a namespace a node and one for the switch; nothing touches the machine's own network."""
+"""The network of a lab: one namespace for each node and one for the switch. The machine's own stays as it is."""
 
 import json
 import os
@@ -9,23 +9,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.link_lab.shaping import shape
+from benchmarks.link_lab.shaping import RefusedError, require_tools, run_tool, shape
 from benchmarks.link_lab.state import INTERFACE, Lab, all_labs, locked, plan
-from benchmarks.link_lab.tools import RefusedError, ip, require_tools
 from training.communication.rates import Rate
 from training.errors import UserError
 
 CONGESTION_CONTROL = "reno"
-"""Of TCP, for all nodes: every kernel has it. A host's own default may be BBR, with which steps of small messages stand
-still time and again (docs/findings.md, stops of 200 ms)."""
-CHOOSE = f"open('/proc/sys/net/ipv4/tcp_congestion_control', 'w').write('{CONGESTION_CONTROL}')"
+"""Of TCP on all nodes; every kernel has it. A host's default may be BBR, with which steps of small messages stop for
+200 ms again and again (docs/findings.md)."""
+SET_CONTROL = f"open('/proc/sys/net/ipv4/tcp_congestion_control', 'w').write('{CONGESTION_CONTROL}')"
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING_S = 5.0
 """What processes get between SIGTERM and SIGKILL."""
 
 
 @contextmanager
 def lab_network(rates: list[Rate], mtu: int, delay: str | None, command: list[str]) -> Iterator[Lab]:
-    """Within this context a lab's network is up: node k has `rates[k]`. At its end, however it ends, all is gone.
+    """Within this context a lab's network is up: node k has `rates[k]`. However the context ends, all is removed.
 
     Raises:
         UserError: it cannot be made.
@@ -41,8 +41,14 @@ def lab_network(rates: list[Rate], mtu: int, delay: str | None, command: list[st
         build(lab)
         yield lab
     finally:
-        with undisturbed(), locked():
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # a second Ctrl-C waits
+        with locked():
             remove(lab)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def ip(*arguments: str) -> str:
+    return run_tool("ip", *arguments)
 
 
 def build(lab: Lab) -> None:
@@ -57,30 +63,30 @@ def build(lab: Lab) -> None:
         ip("-n", lab.switch, "link", "set", node.port, "master", "switch", "up")
         ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", INTERFACE)
         ip("-n", node.namespace, "link", "set", INTERFACE, "up")
-        control_congestion(node.namespace)
+        set_congestion_control(node.namespace)
         shape(lab, node)
     ip("-n", lab.switch, "link", "set", "switch", *mtu, "up")
 
 
-def control_congestion(namespace: str) -> None:
-    """Where that is refused (before Linux 4.15, and in containers that may only read /proc/sys), the default stays."""
+def set_congestion_control(namespace: str) -> None:
+    """The host's default stays where this is refused: before Linux 4.15, and where /proc/sys is read-only."""
     try:
-        ip("netns", "exec", namespace, sys.executable, "-c", CHOOSE)
+        ip("netns", "exec", namespace, sys.executable, "-c", SET_CONTROL)
     except RefusedError:
         print(
             f"link lab: {namespace} keeps this host's TCP congestion control, since {CONGESTION_CONTROL} was refused; "
-            "with BBR, steps of small messages stand still time and again (docs/findings.md)",
+            "with BBR, steps of small messages stop for 200 ms again and again (docs/findings.md)",
             file=sys.stderr,
         )
 
 
 def refuse_foreign(lab: Lab) -> None:
     """Raises:
-    UserError: a namespace of a name that `lab` would take is there already, and so was made by something else.
+    UserError: a namespace that `lab` would make exists already, so something else has made it.
     """
-    there = {entry["name"] for entry in json.loads(ip("-json", "netns", "list") or "[]")}
+    existing = {entry["name"] for entry in json.loads(ip("-json", "netns", "list") or "[]")}
     for namespace in lab.namespaces:
-        if namespace in there:
+        if namespace in existing:
             raise UserError(
                 f"network namespace {namespace} exists, and no lab made it; if nobody needs it, run: "
                 f"ip netns delete {namespace}"
@@ -88,7 +94,7 @@ def refuse_foreign(lab: Lab) -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove what labs left whose process was killed; they alone are known by a state file."""
+    """Remove the labs whose process was killed. Their state files tell which ones these are."""
     for lab in all_labs():
         if not lab.is_alive:
             remove(lab)
@@ -96,23 +102,23 @@ def remove_leftovers() -> None:
 
 
 def remove(lab: Lab) -> None:
-    """End what runs in its namespaces, and delete them and its state. Whatever of it is gone already may be gone."""
+    """End what runs in its namespaces, and delete them and its state. Parts that are gone already are no error."""
     end_processes(lab)
     for namespace in lab.namespaces:
-        ip("netns", "delete", namespace, check=False)
+        run_tool("ip", "netns", "delete", namespace, check=False)
     shutil.rmtree(lab.logs, ignore_errors=True)
     lab.path.unlink(missing_ok=True)
 
 
 def end_processes(lab: Lab) -> None:
-    """SIGTERM, so that `torchrun` ends its ranks, and after `ENDING_S` SIGKILL."""
+    """Send SIGTERM, so that `torchrun` ends its ranks, and after `ENDING_S` SIGKILL."""
     deadline = time.monotonic() + ENDING_S
     sent: set[int] = set()
     while pids := pids_in(lab):
-        late = time.monotonic() > deadline
-        for pid in pids if late else pids - sent:
+        is_late = time.monotonic() > deadline
+        for pid in pids if is_late else pids - sent:
             try:
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
             except ProcessLookupError:
                 continue
         sent |= pids
@@ -120,17 +126,5 @@ def end_processes(lab: Lab) -> None:
 
 
 def pids_in(lab: Lab) -> set[int]:
-    listed = (ip("netns", "pids", namespace, check=False) for namespace in lab.namespaces)
+    listed = (run_tool("ip", "netns", "pids", namespace, check=False) for namespace in lab.namespaces)
     return {int(pid) for lines in listed for pid in lines.split()}
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Signals that would end the process do nothing within this context."""
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

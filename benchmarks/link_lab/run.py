@@ -1,19 +1,22 @@
-"""One job in one lab, from the first line on the terminal to the last."""
+"""One job in one lab, and the same job over links of several rates."""
 
 import csv
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.link_lab.counters import COLUMNS, LinkBytes, open_counters, write_sample
+from benchmarks.link_lab.counters import COLUMNS, LinkBytes, read_counters, write_sample
 from benchmarks.link_lab.launch import run_job
 from benchmarks.link_lab.namespaces import lab_network
 from benchmarks.link_lab.state import Lab
 from training.communication.rates import Rate
 from training.errors import UserError
+
+OUTPUT_FLAG = "--output-dir"
+TABLE_FLAG = "--csv"
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Settings:
     """What stays the same over all rates.
 
     Attributes:
-        node_rates: Rates of nodes whose link is another than the others'.
+        node_rates: Rates of nodes whose link differs from the others'.
         counters: A CSV file for the counters of every 100 ms.
     """
 
@@ -33,30 +36,65 @@ class Settings:
     counters: Path | None = None
 
 
+def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir: Path) -> int:
+    """Run `command` at each rate, its results in `<output_dir>/<rate>/`; the exit code is 1 if any run failed.
+
+    Raises:
+        UserError: the folder cannot be made, or the command names a place for its results itself.
+    """
+    from analysis.errors import TraceError
+    from analysis.report.link_page import write_link_page  # takes seconds to import
+
+    flag = TABLE_FLAG if Path(command[0]).name == "strategies.py" else OUTPUT_FLAG
+    if any(given.split("=")[0] == flag for given in command):
+        raise UserError(f"{flag} of the command: with several rates, give the lab's own {OUTPUT_FLAG} (before the --)")
+    failed = []
+    for rate in rates:
+        folder = output_dir / str(rate)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{OUTPUT_FLAG} {output_dir}: cannot make {folder}: {error.strerror}") from error
+        target = folder / "strategies.csv" if flag == TABLE_FLAG else folder
+        try:
+            run_at(rate, settings, [*command, flag, str(target)], folder)
+        except UserError as error:
+            print(f"error: {rate}: {error}", file=sys.stderr, flush=True)
+            failed.append(str(rate))
+    try:
+        page = write_link_page(output_dir, {str(rate): rate.bits_per_s for rate in rates if str(rate) not in failed})
+    except TraceError as error:
+        raise UserError(str(error)) from error
+    print(f"\nreport: {page}")
+    if failed:
+        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
 def run_at(rate: Rate, settings: Settings, command: list[str], log_folder: Path) -> list[LinkBytes]:
     """Run `command` over links of this rate; print how the lab looks, and at the end what each node sent.
 
     Args:
-        log_folder: Where the ranks' standard error is kept after a failure that nobody foresaw.
+        log_folder: Where the ranks' standard error is kept if they gave no reason in a line of their own.
 
     Raises:
         UserError: the lab cannot be made, or the job failed.
     """
     rates = [settings.node_rates.get(node, rate) for node in range(settings.nodes)]
-    with ExitStack() as stack:
-        sample = stack.enter_context(open_csv(settings.counters)) if settings.counters else None
-        lab = stack.enter_context(lab_network(rates, settings.mtu, settings.delay, command))
+    with (
+        open_csv(settings.counters) if settings.counters else nullcontext() as sample,
+        lab_network(rates, settings.mtu, settings.delay, command) as lab,
+    ):
         print(heading(lab, rate, settings.ranks_per_node), flush=True)
-        counters = stack.enter_context(open_counters(lab))
         tell_changes = changes_of(lab)
 
         def tick() -> None:
             tell_changes()
             if sample:
-                write_sample(sample, counters.read())
+                write_sample(sample, read_counters(lab))
 
         run_job(lab, command, settings.ranks_per_node, tick, log_folder)
-        counted = counters.read()
+        counted = read_counters(lab)
     for node, each in enumerate(counted):
         print(f"link: node {node} sent {each.sent / 1e6:.2f} MB and received {each.received / 1e6:.2f} MB", flush=True)
     return counted
@@ -77,19 +115,17 @@ def open_csv(path: Path) -> Iterator[TextIO]:
 
 
 def heading(lab: Lab, rate: Rate, ranks_per_node: int) -> str:
-    """What the lab looks like; nodes whose link is another than the others' are named."""
-    others = [f"node {node.number} {node.rate}" for node in lab.nodes if node.rate != str(rate)]
-    parts = [
-        f"link lab {lab.number}: {len(lab.nodes)} nodes of {ranks_per_node} rank{'s' if ranks_per_node > 1 else ''}",
-        f"links {rate} each way" + "".join(f" ({', '.join(others)})" for _ in others[:1]),
-        f"MTU {lab.mtu} bytes",
-        *([f"delay {lab.delay}"] if lab.delay else []),
-    ]
-    return ", ".join(parts)
+    """What the lab looks like; it names the nodes whose link differs from the others'."""
+    others = ", ".join(f"node {node.number} {node.rate}" for node in lab.nodes if node.rate != str(rate))
+    return (
+        f"link lab {lab.number}: {len(lab.nodes)} nodes of {ranks_per_node} rank{'s' if ranks_per_node > 1 else ''}, "
+        f"links {rate} each way{f' ({others})' if others else ''}, MTU {lab.mtu} bytes"
+        f"{f', delay {lab.delay}' if lab.delay else ''}"
+    )
 
 
 def changes_of(lab: Lab) -> Callable[[], None]:
-    """A function that says what has changed on the lab's links, by another terminal, since it was last called."""
+    """A function that prints what another terminal has changed on the lab's links since its last call."""
     known = {node.number: node for node in lab.nodes}
 
     def tell() -> None:

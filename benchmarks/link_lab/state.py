@@ -1,12 +1,13 @@
-"""What is known of each lab that runs on this machine, in a file a lab: whose it is, and its nodes."""
+"""What is known of each lab on this machine, in one file for each lab: its process and its nodes."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from training.communication.rates import Rate
 from training.errors import UserError
@@ -35,7 +36,7 @@ class Node:
 
 @dataclass
 class Lab:
-    """One lab. `owner` is the process that runs it, by id and by the moment of its start, since ids come again."""
+    """One lab. `owner` is the process that runs it: its id and its start time, because ids are used again."""
 
     number: int
     owner: tuple[int, int]
@@ -65,27 +66,26 @@ class Lab:
 
     def save(self) -> None:
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
+        partial.write_bytes(msgspec.json.encode(self))
         partial.rename(self.path)
 
     def reload(self) -> "Lab":
-        return read(self.path)
+        return msgspec.json.decode(self.path.read_bytes(), type=Lab)
 
 
-def plan(nodes: list[Rate], mtu: int, delay: str | None, command: list[str], labs: list[Lab]) -> Lab:
-    """A lab of this process under a number that none of `labs` has. Nothing is made yet.
+def plan(rates: list[Rate], mtu: int, delay: str | None, command: list[str], labs: list[Lab]) -> Lab:
+    """A lab of this process, under a number that none of `labs` has. Nothing is made yet.
 
-    All addresses have as many digits, since `torchrun` numbers nodes in the order of their addresses as texts.
+    All addresses have the same number of digits, because `torchrun` sorts nodes by address as text.
     """
-    number = next(number for number in range(len(labs) + 1) if number not in {lab.number for lab in labs})
-    pid = os.getpid()
-    started = start_of(pid)
+    number = min(set(range(len(labs) + 1)) - {lab.number for lab in labs})
+    started = start_of(os.getpid())
     assert started is not None
-    made = [
+    nodes = [
         Node(index, f"{PREFIX}-{number}-node{index}", f"10.77.0.{100 + index}", str(rate))
-        for index, rate in enumerate(nodes)
+        for index, rate in enumerate(rates)
     ]
-    return Lab(number, (pid, started), f"{PREFIX}-{number}-switch", made, mtu, delay, command)
+    return Lab(number, (os.getpid(), started), f"{PREFIX}-{number}-switch", nodes, mtu, delay, command)
 
 
 def start_of(pid: int) -> int | None:
@@ -98,21 +98,14 @@ def start_of(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def read(path: Path) -> Lab:
-    content = json.loads(path.read_text())
-    content["nodes"] = [Node(**node) for node in content["nodes"]]
-    content["owner"] = tuple(content["owner"])
-    return Lab(**content)
-
-
 def all_labs() -> list[Lab]:
-    """Those that run, and those that were left behind."""
-    return [read(path) for path in sorted(FOLDER.glob("*.json"))]
+    """Those that run, and those whose process was killed."""
+    return [msgspec.json.decode(path.read_bytes(), type=Lab) for path in sorted(FOLDER.glob("*.json"))]
 
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """Whoever makes, changes or removes a lab holds this lock.
+    """A lab is made, changed and removed under this lock.
 
     Raises:
         UserError: the folder of states cannot be written to.
@@ -128,7 +121,7 @@ def locked() -> Iterator[None]:
 
 
 def choose(number: int | None) -> Lab:
-    """The running lab that a user names, or the only one.
+    """The running lab with this number, or the only one.
 
     Raises:
         UserError: there is no such lab, or there are several.
@@ -136,11 +129,9 @@ def choose(number: int | None) -> Lab:
     running = {lab.number: lab for lab in all_labs() if lab.is_alive}
     if not running:
         raise UserError("no lab is running; start one with link_lab.py --nodes 2 --rate 1gbit -- COMMAND")
-    shown = ", ".join(map(str, running))
-    if number is None:
-        if len(running) > 1:
-            raise UserError(f"several labs are running: {shown}; name one with --lab")
-        (number,) = running
-    if number not in running:
-        raise UserError(f"--lab {number}: no such lab; running: {shown}")
-    return running[number]
+    names = ", ".join(map(str, running))
+    if number is None and len(running) > 1:
+        raise UserError(f"several labs are running: {names}; name one with --lab")
+    if number is not None and number not in running:
+        raise UserError(f"--lab {number}: no such lab; running: {names}")
+    return running[min(running) if number is None else number]

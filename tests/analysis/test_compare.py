@@ -336,7 +336,7 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     """Compressed gradients, above all; and no run without them stands beside."""
     assert labels(None) == labels(record("a", 1.0)) == []
     settings = record("a", 1.0)["config"] | {"compress": "bf16", "overlap_optimizer": True}
-    said = {"config": settings, "link_bits_per_s": 250_000_000, "remarks": ["2 buckets fit this <link>"]}
+    said = {"config": settings, "link_bits_per_s": 250_000_000, "notes": ["2 buckets fit this <link>"]}
     with pytest.raises(TraceError, match="differ in gradient compression"):
         compared(tmp_path, **said)
     marked = record("other", 0.1) | said

@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, repeat
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,24 +22,14 @@ import torch
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
 from analysis.report.collectives_page import pairs_figure, sizes_figure
-from benchmarks import collectives, operations
-from benchmarks.collective_loop import Bench
-from benchmarks.collective_report import CURVE_POINTS, PUBLISHED_MS, beside_published, curves, report
-from benchmarks.collective_rows import fit_models, make_row, model_text
-from benchmarks.measured import Measured
-from benchmarks.sizes import parse_size, shown_size, size_range
+from benchmarks import collectives
+from benchmarks.collective import operations
+from benchmarks.collective.loop import Bench
+from benchmarks.collective.report import CURVE_POINTS, curves, report
+from benchmarks.collective.rows import fit_models, make_row, model_text
+from benchmarks.collective.sizes import Measured, parse_size, size_range, size_text
 from scripts import bench_collectives as script
-from tests.collective_ranks import (
-    CPU,
-    bench,
-    connection_lost,
-    little_memory,
-    no_number,
-    options,
-    three_elements,
-    two_ranks_swapped,
-    unsupported,
-)
+from tests import collective_ranks as planted
 from tests.ranks import RankPool
 from training.distributed import Ranks
 
@@ -47,13 +37,14 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 RANKS = 3
 TYPES = ["fp32", "bf16", "fp16"]
+CPU = planted.CPU
 
 
 @pytest.fixture(scope="module")
 def measured(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of everything at two sizes in every dtype."""
     folder = tmp_path_factory.mktemp("collectives")
-    ranks.run(RANKS, bench, folder, ["--dtypes", ",".join(TYPES)])
+    ranks.run(RANKS, planted.bench, folder, ["--dtypes", ",".join(TYPES)])
     return folder / f"gloo_cpu_{RANKS}_ranks.json"
 
 
@@ -75,7 +66,7 @@ def test_everything_is_measured_and_right(measured: Path) -> None:
 
 
 def test_sizes_and_counts_are_those_of_nccl_tests(measured: Path) -> None:
-    """1000 bytes of bf16 are 500 elements; shared out over 3 ranks, 166 a rank and 996 bytes in all."""
+    """1000 bytes of bf16 are 500 elements; divided over 3 ranks, 166 a rank and 996 bytes in all."""
     rows = rows_of(measured).query("type == 'bf16'").set_index("collective")
     smallest = rows[(rows["size_bytes"] <= 1000) & ~rows.index.duplicated()]
     for name, operation in operations.OPERATIONS.items():
@@ -86,7 +77,7 @@ def test_sizes_and_counts_are_those_of_nccl_tests(measured: Path) -> None:
 
 
 def test_bandwidths_by_hand() -> None:
-    """10^6 bytes in a mean of 1 ms are 1 GB/s; by 4 ranks' all-reduce, times 2 * 3/4."""
+    """10^6 bytes in a mean of 1 ms are 1 GB/s; for the all-reduce of 4 ranks, times 2 * 3/4."""
     ranks = Ranks(0, 4, CPU, "gloo")
     of_all = Measured("all_reduce", "fp32", "sum", 10**6, 250_000, [0.0005, 0.0005, 0.002], 0)
     with mock.patch.dict(os.environ, {"LINK_BITS_PER_S": "1e9"}):
@@ -97,71 +88,65 @@ def test_bandwidths_by_hand() -> None:
         assert make_row(replace(of_all, collective=name), ranks)["busbw_gb_per_s"] == pytest.approx(factor), name
 
 
-@pytest.mark.parametrize(
-    ("plant", "name", "least", "most"),
-    [(three_elements, "all_reduce", 3, 3), (no_number, "broadcast", 1, 1), (two_ranks_swapped, "all_gather", 200, 250)],
-)
-def test_a_wrong_result_is_seen(
-    ranks: RankPool, tmp_path: Path, plant: Callable[[int], Any], name: str, least: int, most: int
-) -> None:
-    """Of 250 elements, that many are wrong, on one of two ranks."""
-    ranks.run(2, bench, tmp_path, ["--collectives", name, "--sizes", "1000"], plant)
-    (row,) = rows_of(tmp_path / "gloo_cpu_2_ranks.json").to_dict("records")
-    assert least <= row["wrong"] <= most
-    page = report([tmp_path / "gloo_cpu_2_ranks.json"], tmp_path)
-    assert f"Wrong results: {name}" in page.read_text()
+def test_a_wrong_result_is_seen(ranks: RankPool, tmp_path: Path) -> None:
+    flags = ["--collectives", "all_reduce", "--sizes", "1000"]
+    ranks.run(2, planted.bench, tmp_path, flags, planted.three_elements)
+    path = tmp_path / "gloo_cpu_2_ranks.json"
+    assert rows_of(path)["wrong"].item() == 3, "on one of two ranks"
+    assert "Wrong results: all_reduce" in report([path], tmp_path).read_text()
 
 
-@pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        (little_memory, ["reduce fp32 of 70 KiB on 2 ranks: needs 77 KiB a rank, and one has only 43.95 KiB"]),
-        (unsupported, [f"reduce fp32 of {size} on 2 ranks: rank 0: no such thing" for size in ("1000 B", "70 KiB")]),
-    ],
-)
+def test_no_number_and_swapped_parts_are_wrong() -> None:
+    ranks = Ranks(0, 2, CPU, "gloo")
+    full = torch.empty(250)
+    parts = operations.parts_of_ranks(full, ranks)
+    call = operations.Call(inputs=parts, expected=parts)
+    call.fill()
+    assert call.count_wrong() == 0
+    full[0] = float("nan")
+    assert call.count_wrong() == 1
+    call.fill()
+    full.copy_(full.roll(125))
+    assert 200 <= call.count_wrong() <= 250
+
+
+LITTLE = ["reduce fp32 of 70 KiB on 2 ranks: needs 77 KiB a rank, and one has only 43.95 KiB"]
+UNSUPPORTED = [f"reduce fp32 of {size} on 2 ranks: rank 0: no such thing" for size in ("1000 B", "70 KiB")]
+
+
+@pytest.mark.parametrize(("plant", "expected"), [(planted.little_memory, LITTLE), (planted.unsupported, UNSUPPORTED)])
 def test_what_cannot_be_is_skipped(
     ranks: RankPool, tmp_path: Path, plant: Callable[[int], Any], expected: list[str]
 ) -> None:
-    skipped, _ = ranks.run(2, bench, tmp_path, ["--collectives", "reduce,barrier"], plant)
+    skipped, _ = ranks.run(2, planted.bench, tmp_path, ["--collectives", "reduce,barrier"], plant)
     assert skipped == expected
     assert "barrier" in rows_of(tmp_path / "gloo_cpu_2_ranks.json")["collective"].tolist()
 
 
-def test_calls_in_a_row_count_by_their_mean() -> None:
-    bench = object.__new__(Bench)
-    bench._options, bench._control = Namespace(in_a_row=4), mock.Mock()
-    bench._ranks, call = Ranks(0, 1, CPU, "gloo"), mock.Mock()
-    with mock.patch("torch.distributed.barrier") as barrier, mock.patch("time.perf_counter", side_effect=[1.0, 3.0]):
-        assert bench._timed(repeat(call)) == 0.5
-    assert (call.run.call_count, barrier.call_count) == (4, 1)
-
-
-def test_calls_take_turns_on_as_many_tensors_as_no_cache_holds() -> None:
-    """All of 8 MiB, for 2 MiB each; of the smaller ones no more than 64."""
-    bench = object.__new__(Bench)
-    bench._options = Namespace(spread=8 * 2**20)
-    assert [bench._copies(size) for size in (2 * 2**20, 5 * 2**20, 64 * 2**20, 1, 0)] == [4, 2, 1, 64, 64]
-    first, second = mock.Mock(), mock.Mock()
-    bench._options, bench._control, bench._ranks = Namespace(in_a_row=3), mock.Mock(), Ranks(0, 1, CPU, "gloo")
-    with mock.patch("torch.distributed.barrier"):
-        bench._timed(cycle([first, second]))
-    assert (first.run.call_count, second.run.call_count) == (2, 1)
-
-
 def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
-    said = ranks.run(2, bench, tmp_path, ["--collectives", "all_reduce,reduce", "--sizes", "1K,4K"], connection_lost)
-    for rank, (message,) in enumerate(said):
+    flags = ["--collectives", "all_reduce,reduce", "--sizes", "1K,4K"]
+    for rank, (message,) in enumerate(ranks.run(2, planted.bench, tmp_path, flags, planted.connection_lost)):
         assert f"rank {rank} lost another one at reduce fp32 of 1 KiB: Connection closed by peer; what" in message
-    rows = rows_of(tmp_path / "gloo_cpu_2_ranks.json")
-    assert rows["collective"].tolist() == ["all_reduce"] * 2
-    assert not json.loads((tmp_path / "gloo_cpu_2_ranks.json").read_text())["complete"]
+    path = tmp_path / "gloo_cpu_2_ranks.json"
+    assert rows_of(path)["collective"].tolist() == ["all_reduce"] * 2
+    assert not json.loads(path.read_text())["complete"]
+
+
+def test_calls_in_a_row_count_by_their_mean_and_use_tensors_in_turn() -> None:
+    """Of 8 MiB in all: four tensors of 2 MiB, but never more than 64."""
+    bench = object.__new__(Bench)
+    bench._options, bench._control = Namespace(in_a_row=3, spread=8 * 2**20), mock.Mock()
+    bench._ranks, first, second = Ranks(0, 1, CPU, "gloo"), mock.Mock(), mock.Mock()
+    with mock.patch("torch.distributed.barrier") as barrier, mock.patch("time.perf_counter", side_effect=[1.0, 2.5]):
+        assert bench._timed(cycle([first, second])) == 0.5
+    assert (first.run.call_count, second.run.call_count, barrier.call_count) == (2, 1, 1)
+    assert [bench._copies(size) for size in (2 * 2**20, 5 * 2**20, 64 * 2**20, 1, 0)] == [4, 2, 1, 64, 64]
 
 
 def test_sums_are_exact_in_bf16_for_any_number_of_ranks() -> None:
     for world_size in (2, 7, 64, 256, 300):
-        mine = [Ranks(rank, world_size, CPU, "gloo") for rank in range(world_size)]
-        total = sum(operations.pattern_of(ranks.rank, torch.float32, mine[0]) for ranks in mine)
-        assert isinstance(total, torch.Tensor) and 1 < total.max() <= operations.LARGEST_EXACT
+        total = operations.pattern_of_sum(torch.float32, Ranks(0, world_size, CPU, "gloo"))
+        assert 1 < total.max() <= operations.LARGEST_EXACT
         operations.pattern_of.cache_clear()
 
 
@@ -169,12 +154,12 @@ def test_sums_are_exact_in_bf16_for_any_number_of_ranks() -> None:
     ("text", "size"), [("4096", 4096), ("1K", 1024), ("4MiB", 2**22), ("1g", 2**30), ("1.5K", 1536)]
 )
 def test_sizes_as_people_write_them(text: str, size: int) -> None:
-    assert parse_size(text) == size and parse_size(shown_size(size)) == size
+    assert parse_size(text) == size and parse_size(size_text(size)) == size
 
 
 def test_ranges() -> None:
     assert size_range(1024, 16 * 1024, 4) == [1024, 4096, 16384] and size_range(10, 10, 2) == [10]
-    assert options("--sizes", "4M,1K,4M").sizes == [1024, 2**22]
+    assert planted.options("--sizes", "4M,1K,4M").sizes == [1024, 2**22]
 
 
 @pytest.mark.parametrize(
@@ -184,14 +169,13 @@ def test_ranges() -> None:
         (["--dtypes", "fp23"], "unknown dtype 'fp23'; did you mean"),
         (["--min-bytes", "1X"], "--min-bytes: '1X' is not a size"),
         (["--sizes", "1K,-4"], "--sizes: '-4' is not a size"),
-        (["--min-bytes", "1M", "--max-bytes", "1K"], "--max-bytes 1K: must not be below --min-bytes 1M"),
-        (["--factor", "1"], "--factor 1.0: must be at least 1.01"),
-        (["--iterations", "0"], "--iterations 0: must be a whole number of at least 1"),
-        (["--in-a-row", "0"], "--in-a-row 0: must be a whole number of at least 1"),
-        (["--seconds-per-size", "0"], "must be a number above 0"),
-        (["--ranks", "2,x"], "--ranks 2,x: must be whole numbers above 0"),
-        (["--ranks", "0"], "--ranks 0: must be whole numbers above 0"),
-        (["--published", "--sizes", "1K"], "--published sets"),
+        (["--min-bytes", "1M", "--max-bytes", "1K"], "--max-bytes 1024: must not be below --min-bytes 1048576"),
+        (["--factor", "1"], "--factor: 1: must be a number of at least 1.01"),
+        (["--iterations", "0"], "--iterations: 0: must be a whole number of at least 1"),
+        (["--in-a-row", "x"], "--in-a-row: x: must be a whole number of at least 1"),
+        (["--seconds-per-size", "nan"], "must be a number of at least 0.001"),
+        (["--ranks", "2,x"], "--ranks: 2,x: must be whole numbers above 0"),
+        (["--ranks", "0"], "--ranks: 0: must be whole numbers above 0"),
         (["--from", "nowhere.json"], "cannot read nowhere.json"),
         (["--world", "2"], "unrecognized arguments: --world"),
     ],
@@ -224,15 +208,18 @@ def test_flags_and_columns_are_documented() -> None:
     assert columns == [(name, column.meaning) for name, column in RESULT_COLUMNS.items()]
 
 
-def planted(collective: str, world_size: int, latency: float, per_byte: float) -> list[dict[str, Any]]:
-    sizes = [2**power for power in range(10, 31, 2)]
+def line(world_size: int, latency: float, per_byte: float) -> list[dict[str, Any]]:
+    """Rows of an all-reduce that takes `latency` and a time for each byte, in seconds."""
     ranks = Ranks(0, world_size, CPU, "gloo")
-    of_size = lambda size: Measured(collective, "fp32", "sum", size, size // 4, [latency + per_byte * size], 0)  # noqa: E731
-    return [make_row(of_size(size), ranks) for size in sizes]
+    sizes = [2**power for power in range(10, 31, 2)]
+    measured = [
+        Measured("all_reduce", "fp32", "sum", size, size // 4, [latency + per_byte * size], 0) for size in sizes
+    ]
+    return [make_row(each, ranks) for each in measured]
 
 
 def test_models_are_fitted_to_each_line_and_drawn_through_it() -> None:
-    rows = pd.DataFrame([*planted("all_reduce", 2, 1e-4, 1e-9), *planted("all_reduce", 4, 2e-3, 3e-9)])
+    rows = pd.DataFrame([*line(2, 1e-4, 1e-9), *line(4, 2e-3, 3e-9)])
     fits = fit_models(rows)
     assert [model_text(fit["pieces"]) for fit in fits] == ["100 us + 1 ns/B", "2.00 ms + 3 ns/B"]
     assert [fit["held_out_error_pct"] for fit in fits] == pytest.approx([0, 0], abs=1e-6)
@@ -245,24 +232,15 @@ def test_models_are_fitted_to_each_line_and_drawn_through_it() -> None:
 
 def test_the_page_shows_what_was_measured(measured: Path, tmp_path: Path) -> None:
     page = report([measured], tmp_path).read_text()
-    for type_name in TYPES:
-        assert f"Time and bandwidth over size: gloo on cpu, {type_name}" in page
-    for heading in ("Fitted models", f"Pairs of {RANKS} ranks", "Barrier latency", "Measurements"):
+    headings = [f"Time and bandwidth over size: gloo on cpu, {type_name}" for type_name in TYPES]
+    for heading in (*headings, "Fitted models", f"Pairs of {RANKS} ranks", "Barrier latency", "Measurements"):
         assert heading in page
     assert "Wrong results" not in page
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "collectives.csv"), rows_of(measured))
     pairs = rows_of(measured).query("collective == 'send_recv' and type == 'fp32' and size_bytes > 1000")
     (heat,) = pairs_figure(pairs).data
-    assert [[speed is None for speed in row] for row in heat.z] == [
-        [i == j for j in range(RANKS)] for i in range(RANKS)
-    ]
-
-
-def test_published_figures_stand_beside_ours() -> None:
-    rows = pd.DataFrame([row | {"size_bytes": 2**20} for n in (2, 6) for row in planted("all_reduce", n, 2e-3, 0)[:1]])
-    known, unknown = beside_published(rows).to_dict("records")
-    assert known["published_ms"] == PUBLISHED_MS["gloo", 2][1] and known["ratio"] == pytest.approx(2.0)
-    assert pd.isna(unknown["published_ms"]) and unknown["measured_ms"] == pytest.approx(2.0)
+    on_diagonal = [[i == j for j in range(RANKS)] for i in range(RANKS)]
+    assert [[speed is None for speed in row] for row in heat.z] == on_diagonal
 
 
 @pytest.mark.parametrize(
@@ -274,33 +252,18 @@ def test_foreign_files_are_refused(tmp_path: Path, content: str, expected: str) 
         report([tmp_path / "x.json"], tmp_path)
 
 
-def listen() -> None:
-    """As a terminal starts processes; those that a script starts in the background ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     """The script in a process group of its own, as a terminal has it; returns once something has been measured."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    command = [sys.executable, "scripts/bench_collectives.py", "--output-dir", str(folder), "--collectives"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "scripts/bench_collectives.py",
-            "--output-dir",
-            str(folder),
-            "--collectives",
-            "all_reduce,reduce",
-        ]
-        + ["--seconds-per-size", "0.5", *flags],
+        [*command, "all_reduce,reduce", "--seconds-per-size", "0.5", *flags],
         cwd=ROOT,
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=listen,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     path, deadline = folder / "reports" / "collectives" / "gloo_cpu_2_ranks.csv", time.monotonic() + TIMEOUT_S
     while not (path.exists() and len(pd.read_csv(path)) >= 2):
@@ -311,9 +274,11 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
 
 def workers(folder: Path) -> list[int]:
     """Ranks that were started for `folder`, by process id."""
-    found = subprocess.run(["pgrep", "-f", f"benchmarks/collectives.py .*{folder}"], capture_output=True, text=True)
-    of_torchrun = subprocess.run(["pgrep", "-f", f"torch.distributed.run.*{folder}"], capture_output=True, text=True)
-    return sorted({int(pid) for pid in found.stdout.split()} - {int(pid) for pid in of_torchrun.stdout.split()})
+    found = [
+        subprocess.run(["pgrep", "-f", f"{name}.*{folder}"], capture_output=True, text=True).stdout.split()
+        for name in ("benchmarks/collectives.py ", "torch.distributed.run")
+    ]
+    return sorted(map(int, set(found[0]) - set(found[1])))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests.models import build
 from tests.parity import oracle, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication.compression import WHOLE_ROUNDS, OwnGradients, PowerSGD
+from training.communication.compression import WHOLE_ROUNDS, PowerSGD
 from training.profiling.memory import storage_bytes
 
 STEPS = [[[2, 2], [2, 2]]] * 6
@@ -43,7 +43,7 @@ def powersgd_rounds(planted: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     powersgd = PowerSGD(dist.group.WORLD)
     for _ in range(WHOLE_ROUNDS + 3):
         flat = torch.cat([(full * (1 + 2 * rank)).view(-1), torch.full((5,), float(rank))])
-        powersgd.average(OwnGradients(0, flat, [flat[:1200].view(30, 40), flat[1200:]]))
+        powersgd.average(0, flat, [flat[:1200].view(30, 40), flat[1200:]])
         averages.append(flat)
     return averages, 2 * full
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ddp.bucket_ddp_async import BucketDDP
+from ddp.early_updates import only
 from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
-from ddp.partial_step import only
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
 from tests.ranks import RankPool
@@ -32,7 +32,7 @@ def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
 
 
 def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
-    """Names of the parameters in each bucket after the fit, the strategy's remarks, and the steps' clock readings.
+    """Names of the parameters in each bucket after the fit, the strategy's notes, and the steps' clock readings.
 
     Rank 0's clock goes evenly, the others' ever faster, so that each rank by itself would plan for another timeline.
     """
@@ -48,17 +48,17 @@ def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
         strategy.forward_backward([make_batch(model, 2, 10 * step + rank)])
         strategy.step()
         strategy.zero_grad()
-    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.remarks, next(readings)
+    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.notes, next(readings)
 
 
 @pytest.mark.parametrize("model", ["llama", "branching"])
 def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool, model: str) -> None:
     """In `branching`, ranks use different parameters, and one is used by none."""
-    (buckets, remarks, read), *others = ranks.run(3, fitted, model, 0.001)
+    (buckets, notes, read), *others = ranks.run(3, fitted, model, 0.001)
     assert read > 0 and all(other[0] == buckets for other in others)
     held = sorted(itertools.chain.from_iterable(buckets))
     assert held == sorted(name for name, p in build(model).named_parameters() if p.requires_grad)
-    assert len(remarks) == 1 and "this link: all are predicted" in remarks[0]
+    assert len(notes) == 1 and "this link: all are predicted" in notes[0]
 
 
 def predicted() -> list[float]:
@@ -82,9 +82,9 @@ def test_a_pretended_clock_decides(ranks: RankPool) -> None:
 
     Gradients become ready in reversed order, a reading after each other.
     """
-    ((buckets, remarks, _), _) = ranks.run(2, fitted, "plain", 1.0)
+    ((buckets, notes, _), _) = ranks.run(2, fitted, "plain", 1.0)
     assert len(buckets) == 1 and len(buckets[0]) == len(list(build("plain").parameters()))
-    assert "1 bucket of" in remarks[0]
+    assert "1 bucket of" in notes[0]
 
 
 def test_what_runs_after_the_fit_is_what_is_announced(ranks: RankPool) -> None:

@@ -11,9 +11,9 @@ import sharding
 from tests.models import batch, build
 from tests.parity import OPTIMIZERS, check_messages, message_of
 from tests.ranks import RankPool
-from training.cli import build_parser, parse_config
 from training.config import StrategyOptions
 from training.errors import OneRankError, UnsupportedError, UserError
+from training.flags import build_parser, parse_config
 from training.registry import Registry
 
 FSDP2 = ["pytorch_zero2", "pytorch_zero3"]
@@ -110,14 +110,14 @@ COMMAND = "uv sync --extra no_such_package"
 
 def test_what_is_not_installed_is_listed_but_not_swept() -> None:
     assert REGISTRY.names == ("near",)
-    listing = build_parser("", REGISTRY.sentences, ("--ddp-choice",)).format_help()
+    listing = build_parser("", REGISTRY.sentences).format_help()
     assert "near  is here\n" in listing and f"far   is not (not installed: {COMMAND})" in listing
     assert Registry(ENTRIES, extras={"far": "pytest"}).names == ("near", "far")
 
 
 def test_choosing_what_is_not_installed_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse_config("", REGISTRY.sentences, ("--ddp-choice",), ["--ddp-choice", "far"], REGISTRY.missing)
+        parse_config("", REGISTRY, arguments=["--ddp-choice", "far"])
     assert left.value.code == 2
     assert capsys.readouterr().err == f"error: strategy 'far' is not installed; run: {COMMAND}\n"
     with pytest.raises(UserError, match=COMMAND):

@@ -108,7 +108,7 @@ def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
     """Most bytes of full parameters, and of all model states beyond rest; the bytes of the root, of a block, left."""
     module = build("deep")
     strategy = make("zero3", module)
-    root, block = (sum(flat.full_bytes for flat in unit.flats) for unit in (strategy.root, strategy.units[0]))
+    root, block = (sum(flat.full_bytes for flat in unit.flats) for unit in (strategy.root, strategy.schedule.units[0]))
     one_step(strategy, [batch(2, i) for i in range(micro_batches)])
     at_rest = sum(strategy.memory_breakdown().values())
     full, held = [], []
@@ -154,7 +154,7 @@ def table_in_backward(reads: str) -> set[int]:
     seen: set[int] = set()
     for parameter in module.blocks.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _: seen.add(strategy.tables.flats[0].full.untyped_storage().nbytes())
+            lambda _: seen.add(strategy.embeddings.flats[0].full.untyped_storage().nbytes())
         )
     for step in range(2):
         one_step(strategy, [batch(2, 10 * step + index) for index in range(2)])

@@ -1,0 +1,26 @@
+# The commands that people use; `make` lists them.
+PYTHON := uv run python
+
+help:
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
+
+test: ## the tests
+	uv run pytest
+
+lint: ## style and types
+	uv run ruff check .
+	uv run ruff format --check .
+	uv run mypy
+	$(PYTHON) benchmarks/publish.py --check
+
+sweep: ## train with every strategy on two processes, and compare (10 minutes)
+	./run_experiment_ddp.sh 2
+	./run_experiment_shard.sh 2
+
+results: ## measure docs/results.md anew, on a quiet machine (20 minutes)
+	$(PYTHON) benchmarks/publish.py
+
+pages: ## draw the pictures of docs/how-it-works anew (4 minutes)
+	$(PYTHON) scripts/draw_pages.py
+
+.PHONY: help test lint sweep results pages

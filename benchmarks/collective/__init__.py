@@ -1,0 +1,1 @@
+"""Collectives over message size: what is called, the order of measuring, files, fitted models and the page."""

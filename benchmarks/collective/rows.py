@@ -1,0 +1,94 @@
+"""One measurement as a row of the table, and the models that are fitted to many rows."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.metrics.exposure import bus_factor
+from benchmarks.collective.sizes import Measured, size_text
+from training.communication.link_model import LinkModel, held_out_error
+from training.distributed import Ranks
+
+OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
+"""Measurements with the same values in these columns share one model."""
+
+
+def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
+    """A row of `analysis.benchmark_columns.RESULT_COLUMNS`; None where a column does not apply."""
+    micro = np.asarray(measured.seconds) * 1e6
+    low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
+    mean = float(micro.mean())
+    algbw = measured.size / mean / 1000 if measured.size else None  # bytes a us are MB/s
+    return {
+        "collective": measured.collective,
+        "world_size": ranks.world_size,
+        "backend": ranks.backend,
+        "device": ranks.device.type,
+        "link_bits_per_s": link_rate(),
+        "from_rank": measured.pair[0] if measured.pair else None,
+        "to_rank": measured.pair[1] if measured.pair else None,
+        "size_bytes": measured.size,
+        "count": measured.count,
+        "type": measured.type_name or None,
+        "redop": measured.redop,
+        "iterations": len(micro),
+        "time_us": mean,
+        "algbw_gb_per_s": algbw,
+        "busbw_gb_per_s": None if algbw is None else algbw * busbw_over_algbw(measured.collective, ranks.world_size),
+        "wrong": measured.wrong,
+        "p50_us": median,
+        "p95_us": p95,
+        "p99_us": p99,
+        "spread_pct": 100 * (high - low) / median,
+    }
+
+
+def link_rate() -> float | None:
+    """Bits a second of a shaped link, if the environment gives it (the link lab sets it)."""
+    try:
+        return float(os.environ["LINK_BITS_PER_S"])
+    except (KeyError, ValueError):
+        return None
+
+
+def busbw_over_algbw(collective: str, world_size: int) -> float:
+    """nccl-tests' factor (doc/PERFORMANCE.md, src/sendrecv.cu)."""
+    return 1.0 if collective == "send_recv" else bus_factor(collective.removeprefix("sharding."), world_size)
+
+
+def fit_models(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """A model of the median times of each group of rows that agree in `OF_ONE_MODEL`, barriers left out.
+
+    The times of all pairs are fitted together.
+
+    Returns:
+        For each group those columns, `sizes` (how many), `pieces` (of `LinkModel`) and `held_out_error_pct`.
+    """
+    fits = []
+    for key, group in rows[rows["size_bytes"] > 0].groupby(list(OF_ONE_MODEL), sort=False, dropna=False):
+        sizes, seconds = group["size_bytes"], group["p50_us"] * 1e-6
+        error = held_out_error(sizes, seconds)
+        fits.append(
+            {
+                **{name: None if pd.isna(value) else value for name, value in zip(OF_ONE_MODEL, key, strict=True)},
+                "sizes": int(sizes.nunique()),
+                "pieces": [asdict(piece) for piece in LinkModel.fit(sizes, seconds).pieces],
+                "held_out_error_pct": None if np.isnan(error) else 100 * error,
+            }
+        )
+    return fits
+
+
+def model_text(pieces: Sequence[dict[str, float]]) -> str:
+    """`12 us + 0.412 ns/B; from 1 MiB: 30 us + 0.8 ns/B`."""
+    texts = []
+    for piece in pieces:
+        where = f"from {size_text(piece['from_bytes'])}: " if piece["from_bytes"] else ""
+        latency = piece["latency_s"]
+        latency_text = f"{latency * 1e3:.2f} ms" if latency >= 1e-3 else f"{latency * 1e6:.3g} us"
+        texts.append(f"{where}{latency_text} + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
+    return "; ".join(texts)
