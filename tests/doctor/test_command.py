@@ -116,7 +116,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
         ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
         ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
         ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
-        ("log.gz", gzip.compress(b"NCCL INFO"), ": compressed; unpack it first"),
+        ("log.gz", gzip.compress(b"NCCL INFO", mtime=0), ": compressed; unpack it first"),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
         ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),
