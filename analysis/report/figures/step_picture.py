@@ -10,7 +10,7 @@ from analysis.metrics.memory import OTHER
 from analysis.report.figures import COLOURS
 from analysis.report.figures.lanes import bounds, compute_lane
 from analysis.report.figures.traced_step import TracedStep
-from analysis.report.memory_figures import MEMORY_COLOURS
+from analysis.report.figures.memory import MEMORY_COLOURS
 from analysis.traces.timeline import PHASES
 
 MEMORY_PARTS = {
