@@ -9,8 +9,8 @@ from analysis.columns import COMPONENTS, MIB, SHARDABLE
 from analysis.metrics.memory import OTHER
 from analysis.report.figures import COLOURS
 from analysis.report.figures.lanes import bounds, compute_lane
-from analysis.report.figures.traced_step import TracedStep
 from analysis.report.figures.memory import MEMORY_COLOURS
+from analysis.report.figures.traced_step import TracedStep
 from analysis.traces.timeline import PHASES
 
 MEMORY_PARTS = {
