@@ -1,7 +1,7 @@
-"""Models by name, from a local `config.json`, or from a few numbers: built without weights, with batches to match.
+"""Models by name, from a local `config.json`, or from a few sizes: built without weights, with batches to match.
 
-What is planned is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have
-stars, in fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
+The model is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have stars, in
+fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
 """
 
 import json
@@ -22,27 +22,38 @@ from training.strategy import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")
 SUFFIXES = ("-instruct", "-base", "-it")
-"""Of names of models that have been trained further: their shape is the same."""
+"""Ends of the names of fine-tuned models, whose shape is that of the base model."""
 TOKENS = "tokens"
 IMAGES = "images"
 IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
-MOST_PARAMETERS = 10**13
-"""Larger models than this are taken for a mistake."""
-MOST_LAYERS, MOST_WIDTH = 10_000, 1_000_000
+MOST_PARAMETERS, MOST_LAYERS, MOST_WIDTH = 10**13, 10_000, 1_000_000
+"""Larger numbers are taken for a mistake; building such models would take hours."""
 DEFAULT_VOCABULARY = 49_152
-"""SmolLM2's, for models that are given by numbers."""
+"""SmolLM2's, for models by sizes."""
 HEAD_WIDTH = 64
+NOT_OF_THE_SHAPE = (
+    "model_type",
+    "architectures",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+)
+"""Entries of a `config.json` that are not taken over."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that can be built where tensors hold no data.
+    """A model, which can be built where tensors hold no data.
 
     Attributes:
         type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
         config: What differs from that configuration's defaults.
-        source: Where its numbers are from.
-        parameters: Of the published model, with the head that it was published with; None where nothing is published.
+        source: Where its numbers come from.
+        parameters: Of the published model with its published head; None if nothing is published.
     """
 
     name: str
@@ -71,8 +82,6 @@ class Model:
             config.pad_token_id, config.use_cache = 0, False
         try:
             return makers[self.kind].from_config(config, trust_remote_code=False, dtype=torch.float32).train()
-        except UserError:
-            raise
         except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
             raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
 
@@ -85,7 +94,7 @@ class Model:
         except Exception as error:  # as above
             raise UserError(
                 f"model {self.name}: transformers cannot make its configuration: {first_line(error)}"
-            ) from (error)
+            ) from error
 
     def elements(self) -> int:
         """Parameters of the classifier; tied ones count once. Raises as `build`."""
@@ -98,14 +107,13 @@ class Model:
         Args:
             count: Micro-batches.
             samples: In each.
-            sequence_length: Tokens of a sample, padding included; without meaning for images.
+            sequence_length: Tokens of a sample, padding included; not used for images.
         """
         return [self._batch(samples, sequence_length) for _ in range(count)]
 
     def _batch(self, samples: int, sequence_length: int) -> dict[str, Tensor]:
-        """Of several samples, all but the first are one token short, as those of a batch of reviews rarely are of one
-        length: attention then needs a mask, which a batch of one sample does without.
-        """
+        """Of several samples, all but the first are one token shorter, since real reviews differ in length: attention
+        then needs a mask, which it does not for a single sample."""
         labels = torch.zeros(samples, dtype=torch.long)
         if self.kind == IMAGES:
             return {"pixel_values": torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS), "labels": labels}
@@ -114,10 +122,10 @@ class Model:
         return {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": labels}
 
     def require_length(self, sequence_length: int) -> None:
-        """Refuse samples that are longer than the model's positions.
+        """Refuse samples of more tokens than the model has positions.
 
         Raises:
-            UserError: they are.
+            UserError: names both.
         """
         if self.kind == IMAGES:
             return
@@ -140,7 +148,7 @@ def find(name: str) -> Model:
     `config.json` describes (the file, or a folder that holds it).
 
     Raises:
-        UserError: there is none; names the nearest.
+        UserError: there is none; names similar ones.
     """
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
@@ -154,16 +162,16 @@ def find(name: str) -> Model:
 
 
 def plain(name: str) -> str:
-    """A name without case and without what says that a model was trained further."""
+    """A name in lower case, without the end that marks a fine-tuned model."""
     lower = name.lower()
     return next((lower.removesuffix(suffix) for suffix in SUFFIXES if lower.endswith(suffix)), lower)
 
 
 def from_file(path: Path) -> Model:
-    """The model that a local `config.json` describes. Nothing is loaded but that file, and none of its code is run.
+    """The model that a local `config.json` describes. Only that file is read, and no code that it names is run.
 
     Raises:
-        UserError: it cannot be read, or is none of transformers' own types.
+        UserError: it cannot be read, or its type is not one of transformers' own.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -186,20 +194,7 @@ def from_file(path: Path) -> Model:
     return checked(Model(str(path), content["model_type"], config, f"{file.name} in {file.absolute().parent.name}/"))
 
 
-NOT_OF_THE_SHAPE = (
-    "model_type",
-    "architectures",
-    "num_labels",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "torch_dtype",
-    "dtype",
-    "quantization_config",
-)
-
-
-def from_numbers(
+def from_sizes(
     d_model: int, d_ff: int, layers: int, heads: int | None, vocab: int | None, kv_heads: int | None = None
 ) -> Model:
     """A Llama of these sizes.
@@ -210,7 +205,7 @@ def from_numbers(
         kv_heads: Default: as many as `heads`.
 
     Raises:
-        UserError: they make no model.
+        UserError: no model can have these sizes.
     """
     for flag, value, most in (
         ("--d-model", d_model, MOST_WIDTH),
@@ -248,26 +243,17 @@ def checked(model: Model) -> Model:
     """`model`, built once without memory.
 
     Raises:
-        UserError: it cannot be built, or is beyond any sense.
-    """
-    require_sane(model)
-    elements = model.elements()
-    if elements > MOST_PARAMETERS:
-        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
-    return model
-
-
-def require_sane(model: Model) -> None:
-    """Refuse layers and widths that would take hours to build.
-
-    Raises:
-        UserError: names the number.
+        UserError: it cannot be built, or is absurdly large.
     """
     config = model.configuration()
     for name, most in (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MOST_WIDTH)):
         value = getattr(config, name, 1)
         if isinstance(value, int) and not 1 <= value <= most:
             raise UserError(f"model {model.name}: {name} {value} must be from 1 to {most}")
+    elements = model.elements()
+    if elements > MOST_PARAMETERS:
+        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
+    return model
 
 
 def first_line(error: Exception) -> str:

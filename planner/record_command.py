@@ -1,4 +1,4 @@
-"""`scripts/plan.py record`: how long this device takes for the operators of a model's step, kept for later plans."""
+"""`scripts/plan.py record`: times the operators of a model's step on this device, for later plans."""
 
 import argparse
 
@@ -32,7 +32,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     model.require_length(options.sequence_length)
     import torch
 
-    from planner.record import TrainingStep, record, write
+    from planner.costs import record
+    from planner.costs.timing import TrainingStep, measure
 
     device = (
         torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,10 +50,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
             batches = [model.micro_batches(1, int(size), options.sequence_length) for size in sizes]
             steps = [TrainingStep(module, batch, optimizer, options.precision) for batch in batches]
-            content = record(steps, device, options.precision, options.repeats, about)
+            content = measure(steps, device, options.precision, options.repeats, about)
     except torch.OutOfMemoryError:
         raise UserError(f"{about}: too much for this GPU's memory; record with a smaller --micro-batch-sizes") from None
-    write(options.output, content)
+    record.write(options.output, content)
     console.print(
         f"{content['hardware']}: {len(content['operators'])} operators of {model.name}; record: {options.output}"
     )

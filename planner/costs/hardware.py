@@ -1,0 +1,161 @@
+"""Devices and links by name, from the table in `planner/hardware.toml`, and clusters made of them.
+
+device("L4")    device("rtx4090")    device("cpu")
+link("pcie4")   link("8xndr")        link("1gbit")
+cluster("2xL4", "pcie4")             cluster("4x8xH100", "nvlink4", between="8xndr")
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.costs.cluster import Cluster, Device, Link
+from training.cli import unknown_name
+from training.communication.rates import Rate
+from training.errors import UserError
+
+TABLE = Path(__file__).parent.parent / "hardware.toml"
+CPU = "cpu"
+MOST_RANKS = 2**20
+"""A larger number of devices is a typing mistake."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The part of a device's peak rates that operators reach.
+
+    Attributes:
+        compute: Part of `Device.flops_per_s` that a matrix product reaches, above 0, at most 1.
+        memory: Part of `Device.bytes_per_s` that other operators reach, above 0, at most 1.
+        launch_s: What an operator takes besides. An operator that touches no element takes nothing: no kernel runs.
+
+    Raises:
+        UserError: a part outside its bounds.
+    """
+
+    compute: float
+    memory: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"efficiency {getattr(self, name):g} of {name}: give a part above 0 and at most 1")
+
+
+def device(name: str) -> Device:
+    """The device of this name; case, blanks and hyphens do not matter. `cpu` has all of this machine's memory.
+
+    Raises:
+        UserError: there is none; names similar ones.
+    """
+    try:
+        key = known(name, table()["devices"], "device")
+    except UserError as error:
+        raise UserError(f"{error} Or add it to planner/hardware.toml") from None
+    entry = table()["devices"][key]
+    memory = entry["memory_mib"] * 2**20 if key != CPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(key, entry["kind"], memory, entry["flops"], entry["bytes_per_s"], entry["source"])
+
+
+def efficiency(device: Device) -> Efficiency:
+    """What operators are assumed to reach on a device of the table."""
+    of = table()["devices"][device.name]["efficiency"]
+    return Efficiency(of["compute"], of["memory"], of["launch_us"] * 1e-6)
+
+
+def contention(device: Device) -> tuple[float, str]:
+    """How many times as long compute takes beside collectives on this kind of device, with the source of the figure:
+    1 and no source where the table has none."""
+    entry = table()["contention"].get(device.kind)
+    return (entry["compute"], entry["source"]) if entry else (1.0, "")
+
+
+def link(name: str, efficiency: float | None = None) -> Link:
+    """The link of this name, or of a rate in `tc`'s words; `8xndr` is eight of them side by side.
+
+    Args:
+        efficiency: Part of the peak rate that a transfer gets, above 0, at most 1. Default: the table's.
+
+    Raises:
+        UserError: there is none; names similar ones.
+    """
+    count, _, single = name.partition("x") if re.match(r"\d+x", name) else ("1", "", name)
+    if int(count) < 1:
+        raise UserError(f"link '{name}': the number of links must be at least 1")
+    if re.match(r"[\d.]+\s*[kmgt]?bit", single, re.IGNORECASE):
+        entry = table()["ethernet"]
+        bits = Rate.parse(single).bits_per_s
+        assert bits is not None, "a number with its unit is no unshaped rate"
+        key, bytes_per_s = str(Rate(bits)), bits / 8
+    else:
+        key = known(single, table()["links"], "link", ["1gbit"])
+        entry = table()["links"][key]
+        bytes_per_s = entry["bytes_per_s"]
+    part = entry["efficiency"] if efficiency is None else efficiency
+    if not 0 < part <= 1:
+        raise UserError(f"efficiency {part:g} of link {name}: give a part above 0 and at most 1")
+    full_name = key if count == "1" else f"{count}x{key}"
+    source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
+    return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
+
+
+def cluster(gpus: str, link_name: str, between: str | None = None) -> Cluster:
+    """The cluster that a command line names.
+
+    Args:
+        gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
+        link_name: Between the devices of a node.
+        between: Between nodes: what all devices of a node share.
+
+    Raises:
+        UserError: a name or number that makes no sense.
+    """
+    parts = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", gpus.strip())
+    numbers = [int(part) for part in parts.groups()[:2] if part] if parts else []
+    if parts is None or 0 in numbers:
+        raise UserError(f"devices '{gpus}': give how many and which, such as 2xL4, or 4x8xH100 for 4 nodes of 8")
+    nodes, ranks = ([1, 1] + numbers)[-2:]
+    if nodes * ranks > MOST_RANKS:
+        raise UserError(f"devices '{gpus}': {nodes * ranks} of them; at most {MOST_RANKS} are planned for")
+    if nodes == 1 and between is not None:
+        raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
+    of_one = device(parts[3])
+    if of_one.kind == "cpu":
+        of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
+    return Cluster(
+        device=of_one,
+        nodes=nodes,
+        ranks_per_node=ranks,
+        inside=link(link_name),
+        between=link(between) if between is not None else None,
+        backend="gloo" if of_one.kind == "cpu" else "nccl",
+    )
+
+
+def known(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str] = ()) -> str:
+    """The key in `entries` that `name` stands for.
+
+    Raises:
+        UserError: none.
+    """
+    spellings = {spelled(key): key for key in entries}
+    for key, entry in entries.items():
+        spellings |= {spelled(alias): key for alias in entry.get("aliases", ())}
+    if spelled(name) not in spellings:
+        raise UserError(unknown_name(what, name, [*entries, *others]))
+    return spellings[spelled(name)]
+
+
+def spelled(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@cache
+def table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text())
