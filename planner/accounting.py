@@ -24,28 +24,15 @@ STAGES = {
 """Components of the model states of which each rank holds only 1/N."""
 
 
-@dataclass(frozen=True)
-class StatesPrecision:
-    """Bytes of a parameter in each component of the model states, with Adam."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    meaning: str
-
-    def of(self, component: str) -> int:
-        return int(getattr(self, component))
-
-
 PRECISIONS = {
-    "fp32": StatesPrecision(4, 4, 8, "Everything in fp32; Adam keeps two values a parameter."),
-    "bf16": StatesPrecision(
-        4, 4, 8, "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."
-    ),
-    "mixed": StatesPrecision(
-        2, 2, 12, "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values."
+    "fp32": ((4, 4, 8), "Everything in fp32; Adam keeps two values a parameter."),
+    "bf16": ((4, 4, 8), "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."),
+    "mixed": (
+        (2, 2, 12),
+        "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values.",
     ),
 }
+"""Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
 FP32, BF16 = 4, 2
 
 
@@ -167,18 +154,22 @@ def total(terms: Sequence[Term]) -> float:
 
 def state_bytes(parameters: float, ranks: int, stage: str, precision: str) -> dict[str, float]:
     """Bytes of model states on one rank between two steps, by component; padding is not in it."""
-    states = PRECISIONS[precision]
     return {
-        component: parameters * states.of(component) / (ranks if component in STAGES[stage] else 1)
-        for component in MODEL_STATES
+        component: parameters * size / (ranks if component in STAGES[stage] else 1)
+        for component, size in zip(MODEL_STATES, PRECISIONS[precision][0], strict=True)
     }
 
 
+def bytes_of_a_parameter(stage: str, precision: str) -> tuple[int, int]:
+    """Of one parameter the bytes that every rank holds, and those of which each holds 1/N."""
+    sizes = dict(zip(MODEL_STATES, PRECISIONS[precision][0], strict=True))
+    shared = sum(sizes[component] for component in STAGES[stage])
+    return sum(sizes.values()) - shared, shared
+
+
 def formula(stage: str, precision: str) -> str:
-    """Bytes a parameter: `4 + 12/N`."""
-    states = PRECISIONS[precision]
-    shared = sum(states.of(component) for component in STAGES[stage])
-    whole = sum(states.of(component) for component in MODEL_STATES) - shared
+    """Bytes of a parameter: `4 + 12/N`."""
+    whole, shared = bytes_of_a_parameter(stage, precision)
     return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
 
 
@@ -190,10 +181,6 @@ def least_ranks(
     Args:
         activation_bytes: Of one rank.
     """
-    states = PRECISIONS[precision]
-    shared = parameters * sum(states.of(component) for component in STAGES[stage])
-    whole = parameters * sum(states.of(component) for component in MODEL_STATES) - shared
-    left = memory_bytes - whole - activation_bytes
-    if left <= 0:
-        return None
-    return max(1, int(shared // left) + 1)
+    whole, shared = bytes_of_a_parameter(stage, precision)
+    left = memory_bytes - parameters * whole - activation_bytes
+    return max(1, int(parameters * shared // left) + 1) if left > 0 else None

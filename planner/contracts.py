@@ -119,10 +119,10 @@ class Span:
     """Something that took time on one lane of the simulated rank.
 
     Attributes:
-        lane: `compute`; `communication` with a number, since several may be in flight at once; or `phase`, for the part
-            of the step (forward, backward, ...) that the others lie in.
+        lane: `compute`, or `communication` with a number, since several may be in flight at once.
         start_s: From the beginning of the step.
-        details: What is known of it: of an operator its `call`; of a collective payload bytes, group size, backend.
+        details: Of an operator its `call`, and the `phase` of the step (forward, backward, ...); of a collective
+            `payload_bytes` and `backend`.
     """
 
     lane: str
@@ -159,8 +159,7 @@ class Simulated:
         compute_s: Time in which the rank computes.
         communication_s: Time in which any collective is in flight.
         exposed_s: Time in which the rank only waits for collectives.
-        without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
-        wall_s: What the simulation itself took.
+        without_costs: Operators of which nothing is known, with the number of calls. They take no time.
     """
 
     step_time_s: float
@@ -169,5 +168,4 @@ class Simulated:
     exposed_s: float
     spans: Sequence[Span]
     memory: MemoryCurve
-    without_costs: Mapping[str, tuple[int, int]]
-    wall_s: float
+    without_costs: Mapping[str, int]

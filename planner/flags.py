@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.communication.rates import Rate
-from training.config import AUTO, bucket_cap
+from training.config import AUTO, PRECISIONS, bucket_cap
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)"
     )
-    parser.add_argument(
-        "--precision", default="fp32", help="fp32, or bf16 for autocast over fp32 states (default: fp32)"
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16: autocast (default: fp32)")
     parser.add_argument("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     cap = "largest gradient bucket in MiB (default: auto)"
     parser.add_argument("--bucket-cap-mb", type=bucket_cap, default=AUTO, help=cap)
@@ -62,12 +60,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, help="simulations at a time, in processes of their own (default: a core each)"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table, pictures and sliders there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table and pictures there")
     parser.add_argument(
         "--grid-seconds",
         type=float,
         default=60.0,
-        help="of --html: seconds for simulating what the sliders show; 0: no sliders (default: 60)",
+        help="of --html: seconds for simulating other settings; 0: none (default: 60)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
 
@@ -78,8 +76,9 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the states (default: 1)")
     parser.add_argument(
         "--precision",
+        choices=(*PRECISIONS, "mixed"),
         default="fp32",
-        help="fp32; bf16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)",
+        help="bf16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)",
     )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples in a micro-batch (default: 1)")
     parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
@@ -93,8 +92,8 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)"
     )
     parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)")
-    parser.add_argument("--precision", default="fp32", help="fp32, or bf16 for autocast (default: fp32)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda; auto takes CUDA where there is a GPU")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16: autocast (default: fp32)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--repeats", type=int, default=7, help="how often each step is timed (default: 7)")
 
 
@@ -139,26 +138,17 @@ def chosen_model(options: argparse.Namespace) -> "Model":
     """
     from planner import models
 
-    if options.model is None:
-        return models.from_sizes(*chosen_sizes(options), options.heads, options.vocab, options.kv_heads)
-    for size in (*SIZES, *MORE_SIZES):
-        if getattr(options, size) is not None:
-            raise UserError(f"{flag(size)} is for a model by sizes; it does not go with --model {options.model}")
-    return models.find(options.model)
-
-
-def chosen_sizes(options: argparse.Namespace) -> tuple[int, int, int]:
-    """d_model, d_ff and layers.
-
-    Raises:
-        UserError: one of them is missing.
-    """
-    missing = [size for size in SIZES if getattr(options, size) is None]
+    given = [flag(size) for size in (*SIZES, *MORE_SIZES) if getattr(options, size) is not None]
+    if options.model is not None:
+        if given:
+            raise UserError(f"{given[0]} is for a model by sizes; it does not go with --model {options.model}")
+        return models.find(options.model)
+    missing = [flag(size) for size in SIZES if getattr(options, size) is None]
     if len(missing) == len(SIZES):
         raise UserError("no model: give --model, or --d-model, --d-ff and --layers")
     if missing:
-        raise UserError(f"{flag(missing[0])} is missing; a model by sizes needs --d-model, --d-ff and --layers")
-    return options.d_model, options.d_ff, options.layers
+        raise UserError(f"{missing[0]} is missing; a model by sizes needs --d-model, --d-ff and --layers")
+    return models.from_sizes(*(getattr(options, size) for size in (*SIZES, *MORE_SIZES)))
 
 
 def require_between(options: argparse.Namespace, name: str, least: float, most: float) -> None:

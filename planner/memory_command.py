@@ -17,7 +17,6 @@ from planner.accounting import (
     total,
 )
 from planner.flags import chosen_model, require_between
-from training.cli import unknown_name
 from training.errors import UserError
 
 GB, GIB = 1e9, 2**30
@@ -38,8 +37,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     for name, (least, most) in BOUNDS.items():
         require_between(options, name, least, most)
-    if options.precision not in PRECISIONS:
-        raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
     name, parameters, activations = counted(options)
     console.print(f"{name}: Psi = {total(parameters):,.0f} parameters")
     if len(parameters) > 1:
@@ -88,23 +85,20 @@ def show_states(console: Console, parameters: float, activations: float, options
     """Model states of each stage on one rank, and from how many ranks on they fit on a device."""
     ranks, precision = options.ranks, options.precision
     memory = options.device_memory_gib * GIB
-    title = f"One of {ranks:,} rank{'s' if ranks > 1 else ''} (N). {PRECISIONS[precision].meaning}"
+    title = f"One of {ranks:,} rank{'s' if ranks > 1 else ''} (N). {PRECISIONS[precision][1]}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     table.add_column("states, bytes\na parameter")
-    headings = ["parameters\nGB", "gradients\nGB", "Adam\nGB"]
-    headings += ["activations\nGB"] if activations else []
-    headings += ["sum\nGB", "sum\nGiB", f"states below\n{options.device_memory_gib:g} GiB from N"]
-    headings += [f"sum below\n{options.device_memory_gib:g} GiB from N"] if activations else []
+    from_n = f"below\n{options.device_memory_gib:g} GiB from N"
+    headings = ["parameters\nGB", "gradients\nGB", "Adam\nGB", "activations\nGB", "sum\nGB", "sum\nGiB"]
+    headings += [f"states {from_n}", f"sum {from_n}"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in STAGES:
         states = state_bytes(parameters, ranks, stage, precision)
         everything = sum(states.values()) + activations
-        parts = [*states.values(), *([activations] if activations else [])]
-        fits = [least_ranks(parameters, stage, precision, memory)]
-        if activations:
-            fits.append(least_ranks(parameters, stage, precision, memory, activations))
-        cells = [f"{held / GB:,.1f}" for held in (*parts, everything)] + [f"{everything / GIB:,.1f}"]
+        parts = [*states.values(), activations, everything]
+        fits = [least_ranks(parameters, stage, precision, memory, kept) for kept in (0.0, activations)]
+        cells = [f"{held / GB:,.1f}" for held in parts] + [f"{everything / GIB:,.1f}"]
         table.add_row(stage, formula(stage, precision), *cells, *(f"{least:,}" if least else "never" for least in fits))
     console.print("", table, "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from training.cli import unknown_name
 from training.data.reviews import STARS
@@ -102,24 +102,20 @@ class Model:
             return sum(parameter.numel() for parameter in self.build().parameters())
 
     def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
-        """One rank's micro-batches of one optimizer step, on the device and in the mode of the caller.
+        """`count` micro-batches of so many samples, on the device and in the mode of the caller.
 
         Args:
-            count: Micro-batches.
-            samples: In each.
             sequence_length: Tokens of a sample, padding included; not used for images.
         """
-        return [self._batch(samples, sequence_length) for _ in range(count)]
-
-    def _batch(self, samples: int, sequence_length: int) -> dict[str, Tensor]:
-        """Of several samples, all but the first are one token shorter, since real reviews differ in length: attention
-        then needs a mask, which it does not for a single sample."""
-        labels = torch.zeros(samples, dtype=torch.long)
+        batch = {"labels": torch.zeros(samples, dtype=torch.long)}
         if self.kind == IMAGES:
-            return {"pixel_values": torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS), "labels": labels}
-        tokens = torch.ones(samples, sequence_length, dtype=torch.long)
-        tokens[1:, -1] = 0
-        return {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": labels}
+            batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)
+        else:
+            tokens = torch.ones(samples, sequence_length, dtype=torch.long)
+            # Real samples differ in length, so attention needs a mask, which it does not for a single sample.
+            tokens[1:, -1] = 0
+            batch |= {"input_ids": tokens, "attention_mask": tokens.clone()}
+        return [{name: tensor.clone() for name, tensor in batch.items()} for _ in range(count)]
 
     def require_length(self, sequence_length: int) -> None:
         """Refuse samples of more tokens than the model has positions.
@@ -195,28 +191,27 @@ def from_file(path: Path) -> Model:
 
 
 def from_sizes(
-    d_model: int, d_ff: int, layers: int, heads: int | None, vocab: int | None, kv_heads: int | None = None
+    d_model: int,
+    d_ff: int,
+    layers: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int | None = None,
 ) -> Model:
     """A Llama of these sizes.
 
     Args:
         heads: Default: heads of 64 features.
-        vocab: Default: SmolLM2's.
         kv_heads: Default: as many as `heads`.
+        vocab: Default: SmolLM2's.
 
     Raises:
         UserError: no model can have these sizes.
     """
-    for flag, value, most in (
-        ("--d-model", d_model, MOST_WIDTH),
-        ("--d-ff", d_ff, MOST_WIDTH),
-        ("--layers", layers, MOST_LAYERS),
-        ("--heads", heads, MOST_WIDTH),
-        ("--kv-heads", kv_heads, MOST_WIDTH),
-        ("--vocab", vocab, 100 * MOST_WIDTH),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise UserError(f"{flag} {value}: must be a whole number from 1 to {most}")
+    sizes = {"d-model": d_model, "d-ff": d_ff, "layers": layers, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
+    for name, value in sizes.items():
+        if value is not None and not 1 <= value <= MOST_WIDTH:
+            raise UserError(f"--{name} {value}: must be a whole number from 1 to {MOST_WIDTH}")
     if heads is None:
         if d_model % HEAD_WIDTH:
             raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")

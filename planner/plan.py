@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,8 @@ import pandas as pd
 import ddp
 import sharding
 from planner.contracts import Setting, Simulated
-from planner.costs.cluster import Cluster, Device
-from planner.costs.sources import Costs, Knowledge, costs_of
+from planner.costs.cluster import Cluster
+from planner.costs.sources import LINK_ERROR, Costs
 from planner.models import Model
 from planner.report.columns import PLAN_COLUMNS
 from planner.simulation.simulate import simulate
@@ -22,6 +22,7 @@ from training.cli import unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 from training.registry import Registry
+from training.strategy import MicroBatch
 
 FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
 """Choices by the entrypoint that trains with them."""
@@ -44,8 +45,8 @@ class Case:
     cluster: Cluster
     config: RunConfig
     sequence_length: int
+    costs: Costs
     price: float | None = None
-    knowledge: Knowledge = field(default_factory=Knowledge)
 
     @property
     def micro_batch_size(self) -> int:
@@ -61,28 +62,25 @@ class Case:
         """What tensors of one rank may take."""
         return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
 
-    @property
-    def costs(self) -> Costs:
-        """Of operators and collectives.
-
-        Raises:
-            UserError: a file of measurements cannot be used.
-        """
-        return costs_of(self.knowledge, self.cluster, self.config.precision)
-
     def setting(self, choice: str) -> Setting:
         """What the simulator runs."""
-        micro_batch_size = self.micro_batch_size
-        return Setting(
-            choice,
-            make_module=self.model.build,
-            make_micro_batches=lambda: self.model.micro_batches(
-                self.config.grad_accum_steps, micro_batch_size, self.sequence_length
-            ),
-            make_optimizer=adamw,
-            options=self.config.strategy_options(),
-            clip_grad_norm=self.config.clip_grad_norm,
-        )
+        count, size = self.config.grad_accum_steps, self.micro_batch_size
+        config = replace(self.config, choice=choice)
+        return setting(config, self.model.build, lambda: self.model.micro_batches(count, size, self.sequence_length))
+
+
+def setting(
+    config: RunConfig, make_module: Callable[[], Any], make_micro_batches: Callable[[], Sequence[MicroBatch]]
+) -> Setting:
+    """What the simulator needs to run `config` as the runner would."""
+    return Setting(
+        config.choice,
+        make_module,
+        make_micro_batches,
+        make_optimizer=adamw,
+        options=config.strategy_options(),
+        clip_grad_norm=config.clip_grad_norm,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,36 +132,30 @@ def entrypoint_of(choice: str) -> str:
 
 
 def outcome(case: Case, choice: str) -> Outcome:
-    """Simulate one choice. What cannot be simulated, or has no costs, is an outcome with a reason."""
-    missing = FAMILIES[entrypoint_of(choice)].missing
+    """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
+    missing, costs = FAMILIES[entrypoint_of(choice)].missing, case.costs
     if choice in missing:
         return Outcome(choice, None, f"not installed; run: {missing[choice]}")
     try:
-        costs = case.costs
-        return Outcome(
-            choice,
-            simulate(case.setting(choice), case.cluster, costs.operators, costs.collectives, costs.contention),
-        )
+        operators, collectives = costs.operators, costs.collectives
+        return Outcome(choice, simulate(case.setting(choice), case.cluster, operators, collectives, costs.contention))
     except UserError as error:
         return Outcome(choice, None, str(error))
 
 
-def outcomes(
-    tasks: Sequence[tuple[Case, str]], jobs: int | None = None, simulate_one: Callable[[Case, str], Any] = outcome
-) -> Iterator[Any]:
+def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iterator[Outcome]:
     """The outcome of each case and choice, in their order.
 
     Args:
         jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
-        simulate_one: What a process does with a task, if not all of its `outcome` is wanted.
     """
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
-        yield from (simulate_one(*task) for task in tasks)
+        yield from (outcome(*task) for task in tasks)
         return
     # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(simulate_one, *zip(*tasks, strict=True))
+        yield from pool.map(outcome, *zip(*tasks, strict=True))
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -171,28 +163,29 @@ def outcomes(
 
 def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
     """Bounds in seconds of the step time, if operators are off by no more than `compute_error` and collectives by no
-    more than `link_error`.
+    more than `LINK_ERROR`.
 
     A step is a longest chain of operators and collectives. If all of them grow by one factor, so does the step. If only
     operators grow, or only collectives, the step grows by no more than all of them together. So the step is off by the
     smaller error's share of itself, and the difference of both errors' share of all compute, or all communication.
     """
-    compute, link, step = costs.compute_error, costs.link_error, simulated.step_time_s
+    compute, link, step = costs.compute_error, LINK_ERROR, simulated.step_time_s
     wider = simulated.communication_s if link > compute else simulated.compute_s
     half = min(compute, link) * step + abs(link - compute) * min(wider, step)
     return step - half, step + half
 
 
-def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
+def row(outcome: Outcome, case: Case) -> dict[str, Any]:
     """What the table says of a choice; columns as `planner.report.columns.PLAN_COLUMNS` explains them."""
     of_choice: dict[str, Any] = {"choice": outcome.choice, "entrypoint": entrypoint_of(outcome.choice)}
     simulated = outcome.simulated
     if simulated is None:
         return {**of_choice, "fits": "unknown", "note": outcome.reason}
     memory, step_s = simulated.memory, simulated.step_time_s
-    low, high = interval(simulated, costs)
+    low, high = interval(simulated, case.costs)
     batch = case.config.global_batch_size
     spare = case.usable_bytes - memory.peak_bytes
+    unknown = ", ".join(f"{name} ({count}x)" for name, count in simulated.without_costs.items())
     values = {
         "fits": "yes" if spare >= 0 else "no",
         "spare_bytes": spare,
@@ -205,8 +198,7 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
         "samples_per_second": batch / step_s,
         "exposed_ms": simulated.exposed_s * 1e3,
         "exposed_pct": 100 * simulated.exposed_s / step_s,
-        "simulation_s": simulated.wall_s,
-        "note": without_costs(simulated, case.cluster.device),
+        "note": f"no cost known, taken as 0: {unknown}" if unknown else "",
     }
     if case.model.kind == "tokens":
         values["tokens_per_second"] = batch * case.sequence_length / step_s
@@ -220,32 +212,14 @@ class Plan:
     """A case with the outcome of every choice."""
 
     case: Case
-    costs: Costs
     outcomes: Sequence[Outcome]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        return [row(outcome, self.case, self.costs) for outcome in self.outcomes]
+        return [row(outcome, self.case) for outcome in self.outcomes]
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The table, with those of `PLAN_COLUMNS` that have any value."""
         frame = pd.DataFrame(self.rows)
         return frame[[name for name in PLAN_COLUMNS if name in frame]]
-
-
-def without_costs(simulated: Simulated, device: Device) -> str:
-    """Names the operators of which no cost is known, which count as taking no time, and says which part of the step
-    they would take at least, to move their bytes at the device's rate."""
-    if not simulated.without_costs:
-        return ""
-    seconds = {name: moved / device.bytes_per_s for name, (_, moved) in simulated.without_costs.items()}
-    most = sorted(seconds, key=lambda name: -seconds[name])
-    names = ", ".join(f"{name} ({simulated.without_costs[name][0]}x)" for name in most[:3])
-    more = f" and {len(most) - 3} more" if len(most) > 3 else ""
-    missing_s = sum(seconds.values())
-    share = missing_s / (missing_s + simulated.step_time_s)
-    return (
-        f"no cost known, taken as 0: {names}{more}; to move their bytes alone takes {missing_s * 1e3:.3g} ms, "
-        f"{share:.1%} of the step"
-    )

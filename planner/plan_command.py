@@ -11,16 +11,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from planner.costs import hardware
-from planner.costs.sources import Knowledge
+from planner.costs.sources import costs_of
 from planner.flags import chosen_model, require_between
 from planner.plan import Case, Outcome, Plan, choices, distinct, outcomes
 from planner.report.columns import PLAN_COLUMNS, SHOWN
 from planner.report.page import plan_page
 from planner.report.recommendation import reasons
-from planner.report.sliders import fill
+from planner.report.variations import what_else
 from planner.report.wording import certainty, headline, notes
-from training.cli import unknown_name
-from training.config import PRECISIONS, RunConfig
+from training.config import RunConfig
 from training.errors import UserError
 
 LONGEST = 1_000_000
@@ -41,7 +40,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
     if options.html is not None:
-        write(options.html, "--html", plan_page(plan, fill(plan, options.grid_seconds, options.jobs)))
+        others = what_else(plan, options.grid_seconds, options.jobs) if options.grid_seconds else None
+        write(options.html, "--html", plan_page(plan, others))
         console.print(f"open {options.html}")
 
 
@@ -52,13 +52,12 @@ def planned(options: argparse.Namespace) -> Plan:
         UserError: it makes no sense.
     """
     case = case_of(options)
-    costs = case.costs
     names = choices(options.choices.split(",") if options.choices else None)
     same_as = distinct(names)
     simulated = list(dict.fromkeys(same_as.values()))
     found = outcomes([(case, name) for name in simulated], options.jobs)
     by_name = dict(zip(simulated, followed(found, len(simulated)), strict=True))
-    return Plan(case, costs, [replace(by_name[same_as[name]], choice=name) for name in names])
+    return Plan(case, [replace(by_name[same_as[name]], choice=name) for name in names])
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -72,16 +71,16 @@ def case_of(options: argparse.Namespace) -> Case:
     require_between(options, "contention", 1, 1000)
     require_between(options, "grid_seconds", 0, 86_400)
     require_between(options, "sequence_length", 1, LONGEST)
-    if options.precision not in PRECISIONS:
-        raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
     config = RunConfig(**{name: getattr(options, name) for name in names})
-    cluster = hardware.cluster(options.gpus, options.link, options.between)
+    cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
-    knowledge = Knowledge(options.record, options.contention, options.efficiency)
-    return Case(model, cluster, config, options.sequence_length, options.price, knowledge)
+    if options.record and options.efficiency is not None:
+        raise UserError("--efficiency is for rates of a table; it does not go with --record")
+    costs = costs_of(cluster, options.precision, options.record, options.contention)
+    return Case(model, cluster, config, options.sequence_length, costs, options.price)
 
 
 def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:

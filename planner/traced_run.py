@@ -3,14 +3,14 @@
 Compute is all time in which a rank does not only wait for a collective.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from analysis.comparison.choices import last_window
 from analysis.comparison.compare import latest_record
@@ -73,22 +73,13 @@ def read_run(path: Path) -> TracedRun:
     models = fits(timelines)
     if not models:
         raise UserError(f"{path}: no collective with a known size is in the traces; train with two ranks or more")
-    compute_s = fmean(map(compute_seconds, timelines))
-    return TracedRun(record, config_of(path, record), timelines[0].kind, step_s, compute_s, models)
-
-
-def config_of(path: Path, record: Mapping[str, Any]) -> RunConfig:
-    """The run's settings, as far as this version knows them.
-
-    Raises:
-        UserError: they cannot be read.
-    """
     known = RunConfig.__dataclass_fields__
     try:
         config = RunConfig(**{name: value for name, value in record["config"].items() if name in known})
     except (TypeError, AttributeError):
         raise UserError(f"{path}: its settings cannot be read; train again") from None
-    return replace(config, choice=record["choice"])
+    config, compute_s = replace(config, choice=record["choice"]), fmean(map(compute_seconds, timelines))
+    return TracedRun(record, config, timelines[0].kind, step_s, compute_s, models)
 
 
 def compute_seconds(timeline: RankTimeline) -> float:
@@ -104,28 +95,24 @@ def fits(timelines: Sequence[RankTimeline]) -> dict[str, LinkModel]:
     """Seconds by payload of each kind of collective that sent something. Of all ranks the shortest duration of a
     collective counts, since the others waited for the last rank. If all collectives of a kind had one size, the time is
     taken to be in proportion to it: how much of it is latency cannot be known."""
-    shortest: dict[tuple[str, int, float], float] = {}
-    for timeline in timelines:
-        of_tensors = timeline.collectives["kind"].isin(KINDS) & (timeline.collectives["bytes"] > 0)
-        calls = timeline.collectives[of_tensors].sort_values("issued", kind="stable")
-        seconds = shared_out(calls[["start", "end"]].to_numpy(dtype=np.float64)) * 1e-6
-        numbers: dict[tuple[str, float], int] = defaultdict(int)
-        for kind, size, each in zip(calls["kind"], calls["bytes"], seconds, strict=True):
-            key = (kind, numbers[kind, size], size)
-            numbers[kind, size] += 1
-            shortest[key] = min(each, shortest.get(key, float("inf")))
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (kind, _, size), each in shortest.items():
-        if each > 0:
-            points[kind].append((size, each))
+    calls = pd.concat([numbered(timeline.collectives) for timeline in timelines])
+    shortest = calls.groupby(["kind", "bytes", "number"])["seconds"].min().reset_index()
     models = {}
-    for kind, of_kind in points.items():
-        sizes, times = zip(*of_kind, strict=True)
-        if min(sizes) == max(sizes):
-            models[kind] = LinkModel((Piece(0.0, 0.0, median(times) / sizes[0]),))
+    for kind, of_kind in shortest[shortest["seconds"] > 0].groupby("kind"):
+        sizes, times = of_kind["bytes"], of_kind["seconds"]
+        if sizes.min() == sizes.max():
+            models[str(kind)] = LinkModel((Piece(0.0, 0.0, times.median() / sizes.min()),))
         else:
-            models[kind] = LinkModel.fit(sizes, times, most_pieces=1)
+            models[str(kind)] = LinkModel.fit(sizes, times, most_pieces=1)
     return models
+
+
+def numbered(collectives: pd.DataFrame) -> pd.DataFrame:
+    """Those that send something, with `seconds`, and a `number` by which the same one is found on other ranks."""
+    calls = collectives[collectives["kind"].isin(KINDS) & (collectives["bytes"] > 0)]
+    calls = calls.sort_values("issued", kind="stable")
+    seconds = shared_out(calls[["start", "end"]].to_numpy(dtype=np.float64)) * 1e-6
+    return calls.assign(seconds=seconds, number=calls.groupby(["kind", "bytes"]).cumcount())
 
 
 def shared_out(intervals: Intervals) -> np.ndarray:

@@ -15,9 +15,10 @@ from planner.contracts import OperatorCosts, Scaled, Simulated
 from planner.costs import hardware
 from planner.costs.cluster import Cluster, Link
 from planner.costs.fits import FittedCosts
-from planner.costs.roofline import roofline
+from planner.costs.roofline import Roofline
 from planner.costs.volumes import volume
-from planner.runs import first_micro_batches, setting
+from planner.plan import setting
+from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
 from planner.traced_run import TracedRun
 from training.communication.link_model import LinkModel
@@ -46,7 +47,6 @@ class Answer:
     """A simulated step of one setting."""
 
     config: RunConfig
-    world_size: int
     simulated: Simulated
 
 
@@ -61,7 +61,7 @@ class WhatIf:
         self.run = run
         self._device = hardware.device("cpu" if run.kind == "cpu" else str(run.record.get("device_name", "")))
         self._batches = first_micro_batches(run.config, run.world_size)
-        self._operators: OperatorCosts = roofline(self._device)
+        self._operators: OperatorCosts = Roofline(self._device)
         simulated = self.answer(Change()).simulated
         self._operators = Scaled(self._operators, run.compute_s / simulated.compute_s)
 
@@ -78,19 +78,17 @@ class WhatIf:
         models = run.collectives
         if change.rate is not None and change.rate.bits_per_s:
             factor = change.rate.bits_per_s / 8 / recorded_rate(run)
-            models = {kind: faster(model, factor) for kind, model in models.items()}
+            models = {
+                kind: LinkModel(tuple(replace(p, seconds_per_byte=p.seconds_per_byte / factor) for p in model.pieces))
+                for kind, model in models.items()
+            }
         simulated = simulate(
-            setting(config, ranks, self._batches),
+            setting(config, module_maker(config), lambda: [dict(batch) for batch in self._batches]),
             Cluster(self._device, 1, ranks, Link("as recorded", 0.0, 1.0), backend=backend),
             self._operators,
             FittedCosts(models, backend, run.world_size, "as recorded"),
         )
-        return Answer(config, ranks, simulated)
-
-
-def faster(model: LinkModel, factor: float) -> LinkModel:
-    """The same latencies, and bytes at `factor` times the rate."""
-    return LinkModel(tuple(replace(piece, seconds_per_byte=piece.seconds_per_byte / factor) for piece in model.pieces))
+        return Answer(config, simulated)
 
 
 def recorded_rate(run: TracedRun) -> float:

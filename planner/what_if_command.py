@@ -6,7 +6,7 @@ from rich.console import Console
 
 from planner.flags import require_between
 from planner.plan import choices
-from planner.traced_run import TracedRun, read_run
+from planner.traced_run import read_run
 from planner.what_if import Answer, Change, WhatIf
 from training.communication.rates import Rate
 from training.errors import UserError
@@ -29,7 +29,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     what_if = WhatIf(found)
     same = what_if.answer(Change())
     error = same.simulated.step_time_s / found.step_s - 1
-    console.print(recorded_line(found))
+    bits = found.record.get("link_bits_per_s")
+    console.print(
+        f"recorded: {found.config.choice} on {found.config.workload}, {found.world_size} ranks over "
+        f"{found.record['backend']}{f', link {Rate(bits)}' if bits else ''}: {found.step_s * 1e3:.1f} ms a step"
+    )
     console.print(f"{answer_line('the same, predicted', same)}; error {error:+.1%}")
     change = Change(options.ranks, options.rate, options.bucket_cap_mb, options.choice)
     if change == Change():
@@ -41,16 +45,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print(
         f"If that is off by as much as on the recorded setting: {low * 1e3:.1f} to {high * 1e3:.1f} ms; more if the "
         "setting is far from the recorded one."
-    )
-
-
-def recorded_line(found: TracedRun) -> str:
-    record = found.record
-    bits = record.get("link_bits_per_s")
-    link = f", link {Rate(bits)}" if bits else ""
-    return (
-        f"recorded: {record['choice']} on {found.config.workload}, {found.world_size} ranks over {record['backend']}"
-        f"{link}: {found.step_s * 1e3:.1f} ms a step"
     )
 
 

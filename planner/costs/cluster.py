@@ -28,8 +28,9 @@ class Device:
     Attributes:
         kind: `cuda` or `cpu`.
         memory_bytes: What a rank may hold.
-        flops_per_s: Peak rate by dtype name (`float32`, `bfloat16`, ...).
-        bytes_per_s: Peak rate of its memory.
+        flops_per_s: What a large matrix product reaches, by dtype name (`float32`, `bfloat16`, ...).
+        bytes_per_s: What a large element-wise operator reaches.
+        launch_s: What an operator takes besides. An operator that touches no element takes nothing: no kernel runs.
         source: Where the figures are from.
     """
 
@@ -38,6 +39,7 @@ class Device:
     memory_bytes: int
     flops_per_s: dict[str, float]
     bytes_per_s: float
+    launch_s: float = 0.0
     source: str = ""
 
 
@@ -51,7 +53,7 @@ class Cluster:
         backend: `nccl` or `gloo`: how collectives are carried out.
 
     Raises:
-        UserError: several nodes without a link between them, or no device at all.
+        UserError: several nodes without a link between them.
     """
 
     device: Device
@@ -62,8 +64,6 @@ class Cluster:
     backend: str = "nccl"
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1:
-            raise UserError(f"a cluster of {self.nodes} x {self.ranks_per_node} devices: each must be at least 1")
         if self.nodes > 1 and self.between is None:
             raise UserError(f"{self.nodes} nodes: give the link between them")
 
@@ -71,9 +71,6 @@ class Cluster:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
-
     def nodes_of(self, ranks: tuple[int, ...]) -> int:
         """How many nodes these ranks are on."""
-        return len({self.node_of(rank) for rank in ranks})
+        return len({rank // self.ranks_per_node for rank in ranks})

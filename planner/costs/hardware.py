@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,31 +25,12 @@ MOST_RANKS = 2**20
 """A larger number of devices is a typing mistake."""
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """The part of a device's peak rates that operators reach.
-
-    Attributes:
-        compute: Part of `Device.flops_per_s` that a matrix product reaches, above 0, at most 1.
-        memory: Part of `Device.bytes_per_s` that other operators reach, above 0, at most 1.
-        launch_s: What an operator takes besides. An operator that touches no element takes nothing: no kernel runs.
-
-    Raises:
-        UserError: a part outside its bounds.
-    """
-
-    compute: float
-    memory: float
-    launch_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("compute", "memory"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"efficiency {getattr(self, name):g} of {name}: give a part above 0 and at most 1")
-
-
-def device(name: str) -> Device:
+def device(name: str, efficiency: float | None = None) -> Device:
     """The device of this name; case, blanks and hyphens do not matter. `cpu` has all of this machine's memory.
+
+    Args:
+        efficiency: Part of the peak rates of compute and of memory that operators reach, above 0, at most 1. Default:
+            the table's.
 
     Raises:
         UserError: there is none; names similar ones.
@@ -59,21 +40,18 @@ def device(name: str) -> Device:
     except UserError as error:
         raise UserError(f"{error} Or add it to planner/hardware.toml") from None
     entry = table()["devices"][key]
-    memory = entry["memory_mib"] * 2**20 if key != CPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device(key, entry["kind"], memory, entry["flops"], entry["bytes_per_s"], entry["source"])
-
-
-def efficiency(device: Device) -> Efficiency:
-    """What operators are assumed to reach on a device of the table."""
-    of = table()["devices"][device.name]["efficiency"]
-    return Efficiency(of["compute"], of["memory"], of["launch_us"] * 1e-6)
-
-
-def contention(device: Device) -> tuple[float, str]:
-    """How many times as long compute takes beside collectives on this kind of device, with the source of the figure:
-    1 and no source where the table has none."""
-    entry = table()["contention"].get(device.kind)
-    return (entry["compute"], entry["source"]) if entry else (1.0, "")
+    parts = entry["efficiency"]
+    compute, memory = (parts[what] if efficiency is None else efficiency for what in ("compute", "memory"))
+    require_part(compute, "--efficiency")
+    return Device(
+        key,
+        entry["kind"],
+        entry["memory_mib"] * 2**20 if key != CPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        {dtype: compute * rate for dtype, rate in entry["flops"].items()},
+        memory * entry["bytes_per_s"],
+        parts["launch_us"] * 1e-6,
+        f"{entry['source']}; {compute:.0%} of peak compute and {memory:.0%} of peak memory rate",
+    )
 
 
 def link(name: str, efficiency: float | None = None) -> Link:
@@ -98,20 +76,30 @@ def link(name: str, efficiency: float | None = None) -> Link:
         entry = table()["links"][key]
         bytes_per_s = entry["bytes_per_s"]
     part = entry["efficiency"] if efficiency is None else efficiency
-    if not 0 < part <= 1:
-        raise UserError(f"efficiency {part:g} of link {name}: give a part above 0 and at most 1")
+    require_part(part, f"efficiency of link {name}")
     full_name = key if count == "1" else f"{count}x{key}"
     source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
     return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
 
 
-def cluster(gpus: str, link_name: str, between: str | None = None) -> Cluster:
+def require_part(part: float, what: str) -> None:
+    """Refuse what is no part of a peak rate.
+
+    Raises:
+        UserError: names it.
+    """
+    if not 0 < part <= 1:
+        raise UserError(f"{what} {part:g}: give a part above 0 and at most 1")
+
+
+def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: float | None = None) -> Cluster:
     """The cluster that a command line names.
 
     Args:
         gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
         link_name: Between the devices of a node.
         between: Between nodes: what all devices of a node share.
+        efficiency: As for `device`.
 
     Raises:
         UserError: a name or number that makes no sense.
@@ -125,7 +113,7 @@ def cluster(gpus: str, link_name: str, between: str | None = None) -> Cluster:
         raise UserError(f"devices '{gpus}': {nodes * ranks} of them; at most {MOST_RANKS} are planned for")
     if nodes == 1 and between is not None:
         raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
-    of_one = device(parts[3])
+    of_one = device(parts[3], efficiency)
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
     return Cluster(
@@ -144,9 +132,7 @@ def known(name: str, entries: Mapping[str, Any], what: str, others: Iterable[str
     Raises:
         UserError: none.
     """
-    spellings = {spelled(key): key for key in entries}
-    for key, entry in entries.items():
-        spellings |= {spelled(alias): key for alias in entry.get("aliases", ())}
+    spellings = {spelled(alias): key for key, entry in entries.items() for alias in (key, *entry.get("aliases", ()))}
     if spelled(name) not in spellings:
         raise UserError(unknown_name(what, name, [*entries, *others]))
     return spellings[spelled(name)]

@@ -7,7 +7,6 @@ format is described in docs/planner-costs.md.
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,24 +15,12 @@ import numpy as np
 
 from planner.contracts import OperatorCall
 from planner.costs.cluster import Device
-from planner.costs.roofline import roofline
+from planner.costs.roofline import Roofline
 from training.errors import UserError
-from training.records.record import cpu_name, write_json
+from training.records.record import cpu_name
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Key = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One operator of a recorded step.
-
-    Attributes:
-        seconds: Mean time of a call, from the end of the operator before.
-    """
-
-    call: OperatorCall
-    seconds: float
 
 
 class RecordedCosts:
@@ -42,18 +29,18 @@ class RecordedCosts:
     says. For an operator that was not recorded, the ratios are those of all operators with flops, or of all without.
 
     Args:
-        entries: At least one.
+        recorded: Calls with their seconds, each from the end of the call before; at least one.
         device: That was recorded.
     """
 
-    def __init__(self, entries: Sequence[Entry], device: Device) -> None:
-        self._roofline = roofline(device)
-        by_key: dict[Key, list[float]] = defaultdict(list)
-        for entry in entries:
-            by_key[key_of(entry.call)].append(entry.seconds)
-        self._known = {key: fmean(seconds) for key, seconds in by_key.items()}
-        points: dict[Any, set[tuple[float, float]]] = defaultdict(set)
-        for call in {key_of(entry.call): entry.call for entry in entries}.values():
+    def __init__(self, recorded: Sequence[tuple[OperatorCall, float]], device: Device) -> None:
+        self._roofline = Roofline(device)
+        times: dict[Key, list[float]] = defaultdict(list)
+        for call, seconds in recorded:
+            times[key_of(call)].append(seconds)
+        self._known = {key: fmean(of_key) for key, of_key in times.items()}
+        points: dict[object, set[tuple[float, float]]] = defaultdict(set)
+        for call, _ in recorded:
             work_s, seconds = self._roofline.seconds(call), self._known[key_of(call)]
             if work_s and seconds:
                 for kind in kinds_of(call):
@@ -84,20 +71,6 @@ def kinds_of(call: OperatorCall) -> tuple[object, object]:
 # The file -------------------------------------------------------------------------------------------------------------
 
 
-def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a record.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    write_json(path, dict(content))
-
-
 def load(path: str | Path) -> dict[str, Any]:
     """A record as it was written.
 
@@ -119,15 +92,6 @@ def load(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def device_of(content: Mapping[str, Any]) -> Device:
-    return Device(**content["device"])
-
-
-def stated_error(content: Mapping[str, Any]) -> float:
-    """How far the sum of operators is from recorded steps that were not used for it, as a fraction: the worst step."""
-    return max((abs(step["error_pct"]) for step in content["steps"]), default=0.0) / 100
-
-
 def operator_costs(path: str | Path, content: Mapping[str, Any], device: Device, precision: str) -> RecordedCosts:
     """Costs by the record `content` of this device.
 
@@ -138,23 +102,14 @@ def operator_costs(path: str | Path, content: Mapping[str, Any], device: Device,
     Raises:
         UserError: the record is of another device or precision.
     """
-    of_record = device_of(content)
     if content["precision"] != precision:
         raise UserError(f"{path}: recorded in {content['precision']}, not in {precision}; record this precision")
     here = cpu_name() if device.kind == "cpu" else device.name
-    if of_record.name != device.name or (device.kind == "cpu" and content["hardware"] != here):
+    if content["device"] != device.name or (device.kind == "cpu" and content["hardware"] != here):
         raise UserError(f"{path}: recorded on {content['hardware']}, not on {here}; record there")
-    entries = [
-        Entry(
-            OperatorCall(
-                entry["name"],
-                tuple(map(tuple, entry["shapes"])),
-                tuple(entry["dtypes"]),
-                entry["flops"],
-                entry["bytes_moved"],
-            ),
-            entry["seconds"] + entry["overhead_s"],
-        )
-        for entry in content["operators"]
-    ]
-    return RecordedCosts(entries, of_record)
+    recorded = []
+    for entry in content["operators"]:
+        shapes, dtypes = tuple(map(tuple, entry["shapes"])), tuple(entry["dtypes"])
+        call = OperatorCall(entry["name"], shapes, dtypes, entry["flops"], entry["bytes_moved"])
+        recorded.append((call, entry["seconds"]))
+    return RecordedCosts(recorded, device)

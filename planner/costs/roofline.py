@@ -1,11 +1,9 @@
-"""Costs of operators from a device's peak rates."""
+"""Costs of operators from the rates that a device reaches."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.contracts import OperatorCall
-from planner.costs import hardware
 from planner.costs.cluster import Device
-from planner.costs.hardware import Efficiency
 
 CONVOLUTIONS = "aten.convolution"
 """Torch computes these as TF32 by default (`torch.backends.cudnn.allow_tf32`), but not products of matrices."""
@@ -17,7 +15,6 @@ class Roofline:
     "Roofline: an insightful visual performance model for multicore architectures", 2009)."""
 
     device: Device
-    efficiency: Efficiency
 
     def seconds(self, call: OperatorCall) -> float | None:
         """None if the device has no rate for the operator's dtype."""
@@ -25,30 +22,10 @@ class Roofline:
             return 0.0
         compute = 0.0
         if call.flops:
-            rate = self.rate(call)
-            if rate is None:
+            rates, dtype = self.device.flops_per_s, call.dtypes[0]
+            if dtype == "float32" and call.name.startswith(CONVOLUTIONS) and "tfloat32" in rates:
+                dtype = "tfloat32"
+            if dtype not in rates:
                 return None
-            compute = call.flops / (rate * self.efficiency.compute)
-        memory = call.bytes_moved / (self.device.bytes_per_s * self.efficiency.memory)
-        return self.efficiency.launch_s + max(compute, memory)
-
-    def rate(self, call: OperatorCall) -> float | None:
-        rates, dtype = self.device.flops_per_s, call.dtypes[0]
-        if dtype == "float32" and call.name.startswith(CONVOLUTIONS):
-            return rates.get("tfloat32", rates.get(dtype))
-        return rates.get(dtype)
-
-
-def roofline(device: Device, efficiency: float | None = None) -> Roofline:
-    """Costs by peak rates.
-
-    Args:
-        efficiency: Part of the peak rates, of both compute and memory, that operators reach. Default: the table's.
-
-    Raises:
-        UserError: an efficiency outside its bounds.
-    """
-    of_table = hardware.efficiency(device)
-    if efficiency is not None:
-        of_table = replace(of_table, compute=efficiency, memory=efficiency)
-    return Roofline(device, of_table)
+            compute = call.flops / rates[dtype]
+        return self.device.launch_s + max(compute, call.bytes_moved / self.device.bytes_per_s)

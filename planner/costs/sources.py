@@ -7,28 +7,10 @@ from planner.contracts import CollectiveCosts, OperatorCosts
 from planner.costs import hardware, record
 from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
-from planner.costs.roofline import roofline
-from training.errors import UserError
+from planner.costs.roofline import Roofline
 
-ROOFLINE_ERROR, RECORD_ERROR = 0.2, 0.05
-LINK_ERROR = 0.3
-"""Largest relative errors of the times of operators and of collectives, by where they come from. These are assumptions.
-A record that states a larger error of its own counts with that."""
-
-
-@dataclass(frozen=True)
-class Knowledge:
-    """What is known of devices and links besides the tables.
-
-    Attributes:
-        record: File of `scripts/plan.py record`.
-        contention: How many times as long compute takes beside collectives, at least 1; None: what the table assumes.
-        efficiency: Part of peak rates that operators reach if there is no record; None: what the table assumes.
-    """
-
-    record: Path | None = None
-    contention: float | None = None
-    efficiency: float | None = None
+ROOFLINE_ERROR, RECORD_ERROR, LINK_ERROR = 0.2, 0.05, 0.3
+"""Largest relative errors of the times of operators, by where they come from, and of collectives: assumptions."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +20,6 @@ class Costs:
     Attributes:
         contention: How many times as long compute takes while a collective is in flight.
         compute_error: Largest relative error of the time of operators.
-        link_error: The same of collectives.
         sources: Where the figures come from, a sentence each.
     """
 
@@ -46,37 +27,30 @@ class Costs:
     collectives: CollectiveCosts
     contention: float
     compute_error: float
-    link_error: float
     sources: tuple[str, ...] = ()
 
 
-def costs_of(known: Knowledge, cluster: Cluster, precision: str) -> Costs:
-    """A record where `known` names one, tables otherwise.
+def costs_of(cluster: Cluster, precision: str, path: Path | None = None, contention: float | None = None) -> Costs:
+    """Costs on a cluster, by tables or by a record.
+
+    Args:
+        precision: Of the steps that are planned.
+        path: Of a record of operators.
+        contention: As in `Costs`. Default: what the table assumes for such devices.
 
     Raises:
         UserError: the record cannot be read, or is of another device or precision.
     """
-    device, sources = cluster.device, []
-    operators: OperatorCosts
-    if known.record:
-        if known.efficiency is not None:
-            raise UserError("--efficiency is for rates of a table; it does not go with --record")
-        content = record.load(known.record)
-        operators = record.operator_costs(known.record, content, device, precision)
-        stated = record.stated_error(content)
-        sources.append(
-            f"Operators: as recorded in {known.record} ({content['hardware']}, {content['threads']} threads), which is "
-            f"{stated:.0%} off in steps that it was not made from."
-        )
-        compute_error = max(RECORD_ERROR, stated)
-    else:
-        operators, compute_error = roofline(device, known.efficiency), ROOFLINE_ERROR
-        assumed = "assumed" if known.efficiency is None else f"set to {known.efficiency:.0%}"
-        sources.append(f"Operators: roofline of {device.name}, efficiency {assumed} ({device.source}).")
-    sources += [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
-    contention, source = hardware.contention(device)
-    if known.contention is not None:
-        contention, source = known.contention, "as given"
-    if source:
-        sources.append(f"Contention: compute takes {contention:.2f} times as long beside collectives ({source}).")
-    return Costs(operators, LinkCosts(cluster), contention, compute_error, LINK_ERROR, tuple(sources))
+    operators: OperatorCosts = Roofline(cluster.device)
+    compute_error = ROOFLINE_ERROR
+    of_operators = f"Operators: roofline of {cluster.device.name} ({cluster.device.source})."
+    if path:
+        content = record.load(path)
+        operators, compute_error = record.operator_costs(path, content, cluster.device, precision), RECORD_ERROR
+        of_operators = f"Operators: as recorded in {path} ({content['hardware']}, {content['threads']} threads)."
+    of_links = [f"Link {link.name}: {link.source}." for link in (cluster.inside, cluster.between) if link]
+    assumed = hardware.table()["contention"].get(cluster.device.kind, {"compute": 1.0, "source": "assumed on a CPU"})
+    factor, source = (assumed["compute"], assumed["source"]) if contention is None else (contention, "as given")
+    slower = f"Contention: compute takes {factor:.2f} times as long beside collectives ({source})."
+    sources = (of_operators, *of_links, slower)
+    return Costs(operators, LinkCosts(cluster), factor, compute_error, sources)

@@ -1,7 +1,7 @@
 """Times each operator of a training step, as the simulator will see it, and makes a record of them.
 
     step = TrainingStep(module, micro_batches, torch.optim.AdamW(module.parameters(), fused=True))
-    record.write("records/l4.json", measure([step], device))
+    content = measure([step], device)
 
 The step runs within a `TorchDispatchMode` below autograd under the profiler, and each operator gets the duration of its
 own event (on CUDA, of its kernels), without what the mode and Python do around it. The same step is also timed without
@@ -83,23 +83,21 @@ def measure(
     """Time the operators of these steps, such as those of one model with several batch sizes.
 
     Args:
-        repeats: How often each step is timed both ways; medians count.
+        repeats: How often each step is timed both ways, at least 1; medians count.
         about: What is trained, for people.
 
     Returns:
         What the file holds: see docs/planner-costs.md.
 
     Raises:
-        UserError: a step does not issue the same operators every time, or `repeats` is below 2.
+        UserError: a step does not issue the same operators every time, or the table does not have this GPU.
     """
-    if repeats < 2:
-        raise UserError(f"{repeats} repeats: at least 2, since every other one tests the record")
     operators: list[dict[str, Any]] = []
-    checks = []
+    times = []
     for number, step in enumerate(steps):
-        entries, check = measure_step(step, device, repeats)
+        entries, of_step = measure_step(step, device, repeats)
         operators += [{"step": number, **entry} for entry in entries]
-        checks.append(check)
+        times.append(of_step)
     return {
         "schema_version": SCHEMA_VERSION,
         "what": "operators",
@@ -110,14 +108,14 @@ def measure(
         "precision": precision,
         "threads": torch.get_num_threads(),
         "hardware": device_name(device),
-        "device": asdict(hardware.device(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")),
-        "steps": checks,
+        "device": hardware.device(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu").name,
+        "steps": times,
         "operators": operators,
     }
 
 
 def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The operators of one step, with times that add up to it, and how well they do.
+    """The operators of one step, with times that add up to it, and the seconds of the step and of operators alone.
 
     Raises:
         UserError: the operators are not the same every time.
@@ -130,23 +128,14 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     plain, passes = [], []
     for _ in range(repeats):
         step()  # after the profiler, whose notes are in the caches and between freed tensors
-        plain.append([step_seconds(step, device) for _ in range(2)])
+        plain.append(step_seconds(step, device))
         passes.append(operator_seconds(step, device))
     calls = passes[0][0]
     if any(other != calls for other, _ in passes):
         raise UserError("the step issues other operators each time, so that none can be timed over several steps")
     seconds = [median(values) for values in zip(*(times for _, times in passes), strict=True)]
-    used = median(each for pair in plain[::2] for each in pair)
-    held_out = median(each for pair in plain[1::2] for each in pair)
-    entries = list(with_overhead(calls, seconds, used))
-    predicted = sum(entry["count"] * (entry["seconds"] + entry["overhead_s"]) for entry in entries)
-    return entries, {
-        "step_s": median(each for pair in plain for each in pair),
-        "operators_s": sum(seconds),
-        "predicted_s": predicted,
-        "held_out_step_s": held_out,
-        "error_pct": 100 * (predicted / held_out - 1),
-    }
+    times = {"step_s": median(plain), "operators_s": sum(seconds)}
+    return list(with_overhead(calls, seconds, times["step_s"])), times
 
 
 def step_seconds(step: Step, device: torch.device) -> float:
@@ -199,6 +188,5 @@ def with_overhead(calls: Sequence[OperatorCall], seconds: Sequence[float], step_
         yield {
             **asdict(call),
             "count": len(group),
-            "seconds": scale * fmean(each for _, each in group),
-            "overhead_s": rest_s / number,
+            "seconds": scale * fmean(each for _, each in group) + rest_s / number,
         }

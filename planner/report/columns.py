@@ -35,10 +35,7 @@ PLAN_COLUMNS = {
         for component, label in COMPONENTS.items()
     },
     "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
-    "simulation_s": Column("simulated in", "s", "wall time of the simulation itself"),
     "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
 }
-SHOWN = tuple(
-    name for name in PLAN_COLUMNS if name not in ("entrypoint", "resting_bytes", "exposed_pct", "simulation_s", "note")
-)
+SHOWN = tuple(name for name in PLAN_COLUMNS if name not in ("entrypoint", "resting_bytes", "exposed_pct", "note"))
 """What the terminal shows of them."""

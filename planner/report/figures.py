@@ -1,7 +1,7 @@
 """Figures of a plan: memory over the step, and the step of every choice on one axis."""
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import plotly.graph_objects as go
@@ -17,8 +17,6 @@ COMPONENT_COLOURS = {
     "communication": COLOURS["communication"],
     "other": "var(--pale)",
 }
-MOST_POINTS = 600
-"""Of one line. More points make no visible difference."""
 SMALLEST_PART = 1 / 1500
 """Of the longest step. Smaller gaps between operators are closed."""
 GIB = 2**30
@@ -67,29 +65,23 @@ def intervals(simulated: Simulated, lane: str) -> Intervals:
 
 
 def compute_by_phase(simulated: Simulated) -> dict[str, Intervals]:
-    """Intervals of compute for each phase of the step. An operator belongs to the phase in which it begins."""
-    parts = sorted((s.start_s, s.end_s, s.name) for s in simulated.spans if s.lane == "phase" and s.name in COLOURS)
-    begins = [start for start, _, _ in parts]
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Intervals of compute in seconds, for each phase of the step."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for span in simulated.spans:
         if span.lane == "compute":
-            at = bisect_right(begins, span.start_s) - 1
-            inside = at >= 0 and span.start_s < parts[at][1]
-            found.setdefault(parts[at][2] if inside else "other compute", []).append((span.start_s, span.end_s))
-    return {part: union(np.array(spans, dtype=float)) for part, spans in found.items()}
+            phase = span.details["phase"]
+            found[phase if phase in COLOURS else "other compute"].append((span.start_s, span.end_s))
+    return {phase: union(np.array(spans, dtype=float)) for phase, spans in found.items()}
 
 
 def memory_figure(simulated: Simulated, usable_bytes: int) -> go.Figure:
     """What one choice holds over the step, component by component, and what a device has for it."""
-    points = thinned([(moment, sum(held.values())) for moment, held in simulated.memory.points])
-    kept = {moment for moment, _ in points}
-    shown = [(moment, held) for moment, held in simulated.memory.points if moment in kept]
-    figure = go.Figure()
+    points, figure = simulated.memory.points, go.Figure()
     for component, label in COMPONENTS.items():
-        if any(held.get(component) for _, held in shown):
+        if any(held.get(component) for _, held in points):
             figure.add_scatter(
-                x=[round(moment * 1e3, 3) for moment, _ in shown],
-                y=[round(held.get(component, 0) / GIB, 4) for _, held in shown],
+                x=[round(moment * 1e3, 3) for moment, _ in points],
+                y=[round(held.get(component, 0) / GIB, 4) for _, held in points],
                 name=label,
                 stackgroup="memory",
                 mode="lines",
@@ -107,15 +99,3 @@ def memory_figure(simulated: Simulated, usable_bytes: int) -> go.Figure:
     figure.update_yaxes(title="GiB of one rank", rangemode="tozero")
     figure.update_layout(height=450)
     return styled(figure)
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """About `MOST_POINTS` of them at most: the first and the last, and the lowest and the highest of each part."""
-    if len(points) <= MOST_POINTS:
-        return list(points)
-    stretch = -(-2 * len(points) // MOST_POINTS)
-    kept = {0, len(points) - 1}
-    for first in range(0, len(points), stretch):
-        places = range(first, min(first + stretch, len(points)))
-        kept |= {max(places, key=lambda place: points[place][1]), min(places, key=lambda place: points[place][1])}
-    return [points[place] for place in sorted(kept)]

@@ -94,15 +94,10 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 def against_slower(best: Row, slower: Sequence[Row]) -> str:
     """The next choice in speed, and why it is slower."""
     second = min(slower, key=lambda row: row["step_time_ms"])
-    last = max(slower, key=lambda row: row["step_time_ms"])
     difference = second["step_time_ms"] - best["step_time_ms"]
     exposed = second["exposed_ms"] - best["exposed_ms"]
     why = f", with {exposed:,.1f} ms more of exposed communication" if exposed > difference / 2 else ""
-    slowest = f"; the slowest is {last['choice']}, {last['step_time_ms'] / best['step_time_ms']:.2f} times the time"
-    return (
-        f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}"
-        f"{slowest if last is not second else ''}."
-    )
+    return f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}."
 
 
 def gib(held: float) -> str:

@@ -112,11 +112,6 @@ class Clock:
             self._step(float("inf"))
         self.exposed_s += self.now_s - begin
 
-    def drain(self) -> None:
-        """Do nothing until all collectives are done."""
-        while self._active:
-            self.wait(next(iter(self._active)))
-
     def _begin_next(self, queue: Queue) -> None:
         while queue.waiting and queue.running < queue.width:
             flight = queue.waiting.popleft()

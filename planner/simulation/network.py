@@ -62,7 +62,7 @@ class Network:
         host_costs: CollectiveCosts | None = None,
     ) -> None:
         self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
-        self._streams, self._host_costs, self.wait = streams, host_costs or costs, streams.wait
+        self._streams, self._host_costs = streams, host_costs or costs
         self._known: dict[tuple[str, int, tuple[int, ...], bool], CollectiveCost] = {}
         self.guards: dict[int, Flight] = {}
 
@@ -83,10 +83,14 @@ class Network:
         """
         on_device = backend == self.cluster.backend
         cost = self._cost(kind, payload_bytes, ranks, on_device)
-        ready_s = self._streams.ready_s if on_device else float("inf")
+        ready_s = self._streams.current.reached_s if on_device else float("inf")
         flight = self.clock.issue(cost, queue, ready_s, contends=on_device)
         self._on_issue(Issued(kind, payload_bytes, ranks, backend, flight), tensors)
         return flight
+
+    def wait(self, flight: Flight) -> None:
+        """What `Work.wait` does: make the current stream wait."""
+        self._streams.current.hold(flight)
 
     def _cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...], on_device: bool) -> CollectiveCost:
         key = (kind, payload_bytes, ranks, on_device)
@@ -114,17 +118,8 @@ class PretendedWork(dist._Work):
             self._network.wait(flight)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return all(flight.is_done for flight in self.flights)
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Complete at once, since C++ code cannot be made to run the clock. Whoever touches the tensors before the

@@ -6,7 +6,7 @@ from planner.simulation.network import Issued
 
 
 class StepObserver:
-    """What the training loop calls (as it calls a profiler), and what the simulation tells of operators and phases.
+    """What the training loop calls (as it calls a profiler), and what is told of operators.
 
     Attributes:
         issued: Collectives that the step has issued.
@@ -16,26 +16,18 @@ class StepObserver:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._compute: list[tuple[OperatorCall, float, float]] = []
-        self._phases: list[tuple[str, float, float]] = []
+        self._compute: list[tuple[OperatorCall, str, float, float]] = []
         self._earlier: list[Issued] = []
-        self._is_on = False
         self.issued: list[Issued] = []
 
     def start(self) -> None:
         """The step that counts begins. Collectives that are not done yet reach into it."""
         self._earlier = [issued for issued in self.issued if not issued.flight.is_done]
-        self.issued, self._is_on = [], True
+        self.issued, self._compute = [], []
 
-    def on_compute(self, call: OperatorCall, start_s: float) -> None:
+    def on_compute(self, call: OperatorCall, phase: str, start_s: float) -> None:
         """An operator is done."""
-        if self._is_on:
-            self._compute.append((call, start_s, self._clock.now_s))
-
-    def on_phase(self, name: str, start_s: float) -> None:
-        """A phase of the step is over."""
-        if self._is_on:
-            self._phases.append((name, start_s, self._clock.now_s))
+        self._compute.append((call, phase, start_s, self._clock.now_s))
 
     def step(self) -> None:
         """The training loop's: nothing to do."""
@@ -43,10 +35,9 @@ class StepObserver:
     def spans(self, begin_s: float, end_s: float) -> list[Span]:
         """What lies between two moments; of a collective that reaches beyond them, the part that does."""
         spans = [
-            Span("compute", call.name, start - begin_s, end - begin_s, {"call": call})
-            for call, start, end in self._compute
+            Span("compute", call.name, start - begin_s, end - begin_s, {"call": call, "phase": phase})
+            for call, phase, start, end in self._compute
         ]
-        spans += [Span("phase", name, start - begin_s, end - begin_s) for name, start, end in self._phases]
         free: list[float] = []  # for each lane of communication, when it is free again
         for issued in sorted([*self._earlier, *self.issued], key=lambda each: each.flight.began_s or 0.0):
             flight = issued.flight
@@ -55,10 +46,6 @@ class StepObserver:
                 continue
             lane = next((index for index, until in enumerate(free) if until <= start), len(free))
             free[lane : lane + 1] = [end]
-            details = {
-                "payload_bytes": issued.payload_bytes,
-                "group_size": len(issued.ranks),
-                "backend": issued.backend,
-            }
+            details = {"payload_bytes": issued.payload_bytes, "backend": issued.backend}
             spans.append(Span(f"communication {lane}", issued.kind, start - begin_s, end - begin_s, details))
         return sorted(spans, key=lambda span: span.start_s)

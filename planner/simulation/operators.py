@@ -9,7 +9,7 @@ This file depends on interfaces of torch that are not stable: `FakeTensorMode`, 
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,7 @@ from planner.costs.calls import operator_call, tensors_in, touches_data
 from planner.simulation.clock import Clock, Flight
 from planner.simulation.memory import MemoryTracker
 from planner.simulation.network import CannotSimulate, holds_data
+from planner.simulation.observer import StepObserver
 
 aten = torch.ops.aten
 MOST_REAL = 2**22
@@ -59,12 +60,11 @@ class PretendedDevice(TorchDispatchMode):
 
     Args:
         is_cuda: Whether the device is a GPU. Operators on tensors that hold data run on its host and take no time.
-        on_compute: Called with an operator and its start in seconds.
-        on_phase: Called with the name and the start of a phase that is over. Phases within others are left out.
+        observer: Is told of each operator.
         guards: `planner.simulation.network.Network.guards`: whoever touches these storages waits.
 
     Attributes:
-        without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
+        without_costs: Operators of which nothing is known, with the number of calls.
         phases: The current phases of the step (`training.watch.phases`), the innermost last.
         is_building: Whether the model is being made. Its parameters hold no data, whatever they are made from.
     """
@@ -75,23 +75,16 @@ class PretendedDevice(TorchDispatchMode):
         costs: OperatorCosts,
         memory: MemoryTracker,
         is_cuda: bool,
-        on_compute: Callable[[OperatorCall, float], None],
-        on_phase: Callable[[str, float], None],
+        observer: StepObserver,
         guards: dict[int, Flight],
     ) -> None:
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
-        self._is_cuda, self._on_compute, self._on_phase = is_cuda, on_compute, on_phase
+        self._is_cuda, self._observer, self._guards = is_cuda, observer, guards
         self._known: dict[OperatorCall, float | None] = {}
-        self.without_costs: dict[str, tuple[int, int]] = {}
+        self.without_costs: dict[str, int] = {}
         self.phases: list[str] = []
         self.is_building = False
-        self._phase_start = 0.0
-        self._guards = guards
-
-    @property
-    def phase(self) -> str:
-        return self.phases[-1] if self.phases else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,7 +104,7 @@ class PretendedDevice(TorchDispatchMode):
             return answer
         if touches_data(func):
             self._charge(func, args, kwargs, answer)
-        self._memory.note(outputs, "activations" if self.phase in ("forward", "backward") else "other")
+        self._memory.note(outputs, "activations" if {*self.phases[-1:]} & {"forward", "backward"} else "other")
         return answer
 
     # Running it -------------------------------------------------------------------------------------------------------
@@ -157,13 +150,9 @@ class PretendedDevice(TorchDispatchMode):
 
     def _follow_phase(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.profiler._record_function_enter_new.default:
-            if not self.phases:
-                self._phase_start = self._clock.now_s
             self.phases.append(args[0])
         elif self.phases:
-            name = self.phases.pop()
-            if not self.phases:
-                self._on_phase(name, self._phase_start)
+            self.phases.pop()
         with _disable_current_modes():
             return func(*args, **kwargs)
 
@@ -183,12 +172,11 @@ class PretendedDevice(TorchDispatchMode):
             self._known[call] = self._costs.seconds(call)
         seconds = self._known[call]
         if seconds is None:
-            calls, moved = self.without_costs.get(call.name, (0, 0))
-            self.without_costs[call.name] = (calls + 1, moved + call.bytes_moved)
+            self.without_costs[call.name] = self.without_costs.get(call.name, 0) + 1
         elif seconds > 0:
             start = self._clock.now_s
             self._clock.compute(seconds)
-            self._on_compute(call, start)
+            self._observer.on_compute(call, self.phases[0] if self.phases else "", start)
 
 
 def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from planner.simulation.clock import Flight, Queue
+from planner.simulation.clock import Queue
 from planner.simulation.network import TIMEOUT, Network, PretendedWork, holds_data, nbytes
 
 AT_ONCE = {"gloo": 2, "nccl": 1}
@@ -43,7 +43,6 @@ class PretendedGroup(dist.ProcessGroup):
         self.ranks, self._rank, self._config, self._name = tuple(ranks), rank, config, name
         self._network = network
         self._queues: dict[str, Queue] = {}
-        self._coalesced: list[Flight] | None = None
 
     # What torch needs to know of a group ------------------------------------------------------------------------------
 
@@ -66,9 +65,6 @@ class PretendedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT), supports_splitting=False, name=self._config)
 
-    def shutdown(self) -> None:
-        pass
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
@@ -83,8 +79,6 @@ class PretendedGroup(dist.ProcessGroup):
         backend = self._backend_of(tensors)
         queue = self._queues.setdefault(backend, Queue(AT_ONCE[backend]))
         flight = self._network.issue(queue, self.ranks, backend, kind, payload, tensors)
-        if self._coalesced is not None:
-            self._coalesced.append(flight)
         return PretendedWork(self._network, [flight], outputs)
 
     def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -105,9 +99,6 @@ class PretendedGroup(dist.ProcessGroup):
             self._reduce_here(tensor, opts)
         return self._issue("all_reduce", nbytes(tensors), tensors, tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
-        return self.allreduce(tensors, opts)
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
         return self._issue("broadcast", nbytes(tensors), tensors, tensors)
 
@@ -120,15 +111,9 @@ class PretendedGroup(dist.ProcessGroup):
         return self._issue("all_gather", nbytes(flat), [*inputs, *flat, *self._scratch(flat)], flat)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> PretendedWork:
-        return self.all_gather_single_coalesced([output], [own], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> PretendedWork:
-        for output, own in zip(outputs, inputs, strict=True):
-            if holds_data(output) and holds_data(own):
-                output.view(len(self.ranks), -1).copy_(own.reshape(1, -1).expand(len(self.ranks), -1))
-        return self._issue("all_gather", nbytes(outputs), [*inputs, *outputs, *self._scratch(outputs)], outputs)
+        if holds_data(output) and holds_data(own):
+            output.view(len(self.ranks), -1).copy_(own.reshape(1, -1).expand(len(self.ranks), -1))
+        return self._issue("all_gather", nbytes([output]), [own, output, *self._scratch([output])], [output])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
         for output, parts in zip(outputs, inputs, strict=False):
@@ -138,47 +123,17 @@ class PretendedGroup(dist.ProcessGroup):
         tensors = [*outputs, *sent, *self._scratch(sent)]
         return self._issue("scatter", nbytes(outputs) * len(self.ranks), tensors, outputs)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
-        for output, parts in zip(outputs, inputs, strict=True):
-            if holds_data(output) and holds_data(parts[self._rank]):
-                output.copy_(parts[self._rank])
-                self._reduce_here(output, opts)
-        return self._reduce_scattered([part for parts in inputs for part in parts], outputs)
-
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> PretendedWork:
-        return self.reduce_scatter_single_coalesced([output], [whole], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> PretendedWork:
-        for output, whole in zip(outputs, inputs, strict=True):
-            if holds_data(output) and holds_data(whole):
-                output.view(-1).copy_(whole.view(len(self.ranks), -1)[self._rank])
-                self._reduce_here(output, opts)
-        return self._reduce_scattered(inputs, outputs)
-
-    def _reduce_scattered(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
-        scratch = self._scratch(inputs)
-        work = self._issue("reduce_scatter", nbytes(inputs), [*inputs, *outputs, *scratch], outputs)
+        if holds_data(output) and holds_data(whole):
+            output.view(-1).copy_(whole.view(len(self.ranks), -1)[self._rank])
+            self._reduce_here(output, opts)
+        scratch = self._scratch([whole])
+        work = self._issue("reduce_scatter", nbytes([whole]), [whole, output, *scratch], [output])
         work.scratch = scratch
         return work
 
     def barrier(self, opts: Any = None) -> PretendedWork:
         return self._issue("barrier", 0, [], [])
-
-    # Names by which older code, and PyTorch's C++, call the same.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # What is issued between these two is one thing to wait for.
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: torch.device) -> PretendedWork:
-        flights, self._coalesced = self._coalesced or [], None
-        return PretendedWork(self._network, flights, [])
 
 
 @contextmanager

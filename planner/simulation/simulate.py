@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -62,11 +61,10 @@ def simulate(
         CannotSimulate: the choice or the model cannot run without data; says why.
         UserError: what the strategy itself refuses.
     """
-    started = time.perf_counter()
     simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
     try:
         with simulation.running():
-            return simulation.measure(started)
+            return simulation.measure()
     except UNSIMULATED as error:
         raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
     finally:
@@ -97,15 +95,8 @@ class Simulation:
         )
         host_costs = LinkCosts(host_of(cluster)) if self.is_cuda else collective_costs
         self.network = Network(cluster, self.clock, collective_costs, self.streams, self._on_issue, host_costs)
-        self.device = PretendedDevice(
-            self.clock,
-            operator_costs,
-            self.memory,
-            is_cuda=self.is_cuda,
-            on_compute=self.observer.on_compute,
-            on_phase=self.observer.on_phase,
-            guards=self.network.guards,
-        )
+        guards = self.network.guards
+        self.device = PretendedDevice(self.clock, operator_costs, self.memory, self.is_cuda, self.observer, guards)
         self.strategy: Strategy | None = None
 
     @contextmanager
@@ -140,7 +131,7 @@ class Simulation:
                 forget_hooks([*module.parameters(), *strategy.gradient_leaves()])
                 self.strategy = None
 
-    def measure(self, started: float) -> Simulated:
+    def measure(self) -> Simulated:
         """Run until the strategy has settled, and then the step that counts."""
         clock, observer, strategy = self.clock, self.observer, self.strategy
         assert strategy is not None
@@ -165,7 +156,6 @@ class Simulation:
             spans=observer.spans(begin[0], end[0]),
             memory=self.memory.stop(),
             without_costs=dict(self.device.without_costs),
-            wall_s=time.perf_counter() - started,
         )
 
     # What memory counts as --------------------------------------------------------------------------------------------
@@ -210,14 +200,10 @@ def load(choice: str) -> type[Strategy]:
 
     Raises:
         CannotSimulate: it cannot run without data.
-        UserError: there is none.
     """
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
-    for family in (ddp, sharding):
-        if choice in family.CHOICES:
-            return family.load(choice)
-    raise UserError(f"{choice}: no such choice; one of {', '.join((*ddp.CHOICES, *sharding.CHOICES))}")
+    return (ddp if choice in ddp.CHOICES else sharding).load(choice)
 
 
 def explained(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,15 +31,6 @@ class Streams:
         self.clock = clock
         self.compute = self.current = Stream(self)
 
-    def wait(self, flight: Flight) -> None:
-        """What `Work.wait` does: make the current stream wait."""
-        self.current.hold(flight)
-
-    @property
-    def ready_s(self) -> float:
-        """When all is done that the current stream has waited for, collectives left out."""
-        return self.current.reached_s
-
 
 class Stream:
     """See `torch.cuda.Stream`. Holds the collectives that what follows in it has to wait for."""
@@ -54,10 +45,6 @@ class Stream:
         """When all is done that was issued in it, or that it has waited for, collectives left out."""
         return self._streams.clock.now_s if self is self._streams.compute else self._waited_until_s
 
-    def reach(self, moment_s: float) -> None:
-        """What follows in it happens after this moment."""
-        self._waited_until_s = max(self._waited_until_s, moment_s)
-
     def hold(self, flight: Flight) -> None:
         if self is self._streams.compute:
             self._streams.clock.wait(flight)
@@ -68,7 +55,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
-        self.reach(event.reached_s)
+        self._waited_until_s = max(self._waited_until_s, event.reached_s)
         for flight in event.flights:
             self.hold(flight)
 
@@ -92,12 +79,6 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._streams.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        self._streams.compute.wait_event(self)
-
-    def query(self) -> bool:
-        return all(flight.is_done for flight in self.flights)
 
 
 @contextmanager
