@@ -30,14 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
     t4, memory, lab = (commands.add_parser(name, allow_abbrev=False) for name in ("t4", "memory", "lab"))
     memory.set_defaults(rates="loopback", rounds=0, output_dir=None, grad_accum_steps=2)
     lab.set_defaults(grad_accum_steps=1)
+    default = "(default: %(default)s)"
     for command, models, choices in ((memory, "sample,mlp", None), (lab, "mlp-wide", HAND_WRITTEN)):
         add = command.add_argument
-        add("--models", default=models, help="of sample, mlp, mlp-wide, transformer-small (default: %(default)s)")
+        add("--models", default=models, help=f"of sample, mlp, mlp-wide {default}")
         add("--choices", default=choices, help="strategies, with commas between (default: %(default)s; None: all)")
-        add("--ranks", type=int, default=2, help="number of real ranks over Gloo (default: %(default)s)")
-    add = lab.add_argument
-    add("--rates", default="loopback", help="of links, such as 250mbit,1gbit, which needs root (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="of three steps of a choice; the median counts (default: %(default)s)")
+        add("--ranks", type=int, default=2, help=f"number of real ranks over Gloo {default}")
+    add("--rates", default="loopback", help=f"of links, such as 250mbit,1gbit, which needs root {default}")
+    add("--rounds", type=int, default=5, help=f"of three steps of a choice; the median counts {default}")
     add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
     for command in (t4, memory, lab):
         command.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
@@ -55,8 +55,6 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -46,9 +46,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         show_terms(console, title, activations, GB, "GB")
     show_states(console, total(parameters), total(activations), options)
     if not activations:
-        console.print(
-            "Activations: no formula here; `plan.py` without `memory` counts them by running the model's code."
-        )
+        console.print("Activations: no formula here; `plan.py` without `memory` counts them by running the model.")
     console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")
 
 

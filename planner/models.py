@@ -5,6 +5,7 @@ fp32, on batches of token ids that are padded to one length. Image models classi
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ from training.errors import UserError
 from training.strategy import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")
-SUFFIXES = ("-instruct", "-base", "-it")
-"""Ends of the names of fine-tuned models, whose shape is that of the base model."""
 TOKENS = "tokens"
 IMAGES = "images"
 IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
@@ -92,9 +91,7 @@ class Model:
         try:
             return AutoConfig.for_model(self.type, **{**self.config, **more})
         except Exception as error:  # as above
-            raise UserError(
-                f"model {self.name}: transformers cannot make its configuration: {first_line(error)}"
-            ) from error
+            raise UserError(f"model {self.name}: no configuration can be made: {first_line(error)}") from error
 
     def elements(self) -> int:
         """Parameters of the classifier; tied ones count once. Raises as `build`."""
@@ -159,8 +156,7 @@ def find(name: str) -> Model:
 
 def plain(name: str) -> str:
     """A name in lower case, without the end that marks a fine-tuned model."""
-    lower = name.lower()
-    return next((lower.removesuffix(suffix) for suffix in SUFFIXES if lower.endswith(suffix)), lower)
+    return re.sub(r"-(instruct|base|it)$", "", name.lower())
 
 
 def from_file(path: Path) -> Model:
@@ -173,9 +169,8 @@ def from_file(path: Path) -> Model:
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
-        raise UserError(
-            f"--model {path}: no {'config.json in this folder' if path.is_dir() else 'such file'}"
-        ) from None
+        what = "config.json in this folder" if path.is_dir() else "such file"
+        raise UserError(f"--model {path}: no {what}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"--model {file}: cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):

@@ -166,8 +166,8 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
     more than `LINK_ERROR`.
 
     A step is a longest chain of operators and collectives. If all of them grow by one factor, so does the step. If only
-    operators grow, or only collectives, the step grows by no more than all of them together. So the step is off by the
-    smaller error's share of itself, and the difference of both errors' share of all compute, or all communication.
+    operators grow, or only collectives, it grows by no more than all of them. So it is off by the smaller error's share
+    of itself, and the difference of both errors' share of all compute, or of all communication.
     """
     compute, link, step = costs.compute_error, LINK_ERROR, simulated.step_time_s
     wider = simulated.communication_s if link > compute else simulated.compute_s

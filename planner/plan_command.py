@@ -22,8 +22,6 @@ from planner.report.wording import certainty, headline, notes
 from training.config import RunConfig
 from training.errors import UserError
 
-LONGEST = 1_000_000
-
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Simulate every choice, print the table and a recommendation.
@@ -70,7 +68,7 @@ def case_of(options: argparse.Namespace) -> Case:
     require_between(options, "jobs", 1, 1024)
     require_between(options, "contention", 1, 1000)
     require_between(options, "grid_seconds", 0, 86_400)
-    require_between(options, "sequence_length", 1, LONGEST)
+    require_between(options, "sequence_length", 1, 1_000_000)
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
     config = RunConfig(**{name: getattr(options, name) for name in names})
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)

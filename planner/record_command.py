@@ -7,8 +7,6 @@ from rich.console import Console
 from planner.flags import chosen_model, require_between
 from training.errors import UserError
 
-MOST_SIZES = 6
-
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Record, and write the file.
@@ -19,10 +17,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     require_between(options, "sequence_length", 1, 1_000_000)
     require_between(options, "repeats", 1, 1000)
     sizes = options.micro_batch_sizes.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > MOST_SIZES:
-        raise UserError(
-            f"--micro-batch-sizes {options.micro_batch_sizes}: up to {MOST_SIZES} whole numbers above 0, such as 1,2,4"
-        )
+    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > 6:
+        said = f"--micro-batch-sizes {options.micro_batch_sizes}"
+        raise UserError(f"{said}: up to 6 whole numbers above 0, such as 1,2,4")
     model = chosen_model(options)
     model.require_length(options.sequence_length)
     import torch
@@ -52,6 +49,4 @@ def run(options: argparse.Namespace, console: Console) -> None:
     )
     for size, times in zip(sizes, content["steps"], strict=True):
         step_ms, operators_ms = (1e3 * times[name] for name in ("step_s", "operators_s"))
-        console.print(
-            f"micro-batch of {size}: a step takes {step_ms:.4g} ms, its operators alone {operators_ms:.4g} ms"
-        )
+        console.print(f"micro-batch of {size}: a step takes {step_ms:.4g} ms, operators alone {operators_ms:.4g} ms")

@@ -24,7 +24,7 @@ from training.config import RunConfig
 from training.errors import UserError
 
 MOST_RANKS_READ = 8
-"""Traces of a run that are read. More would say little more of how long a collective takes."""
+"""More traces of a run would say little more."""
 
 
 @dataclass(frozen=True)

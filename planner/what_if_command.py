@@ -11,8 +11,6 @@ from planner.what_if import Answer, Change, WhatIf
 from training.communication.rates import Rate
 from training.errors import UserError
 
-MOST_RANKS = 2**20
-
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Print the recorded step, the same predicted, and the step of the changed setting.
@@ -20,7 +18,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the run cannot be used, or the setting makes no sense.
     """
-    require_between(options, "ranks", 1, MOST_RANKS)
+    require_between(options, "ranks", 1, 2**20)
     if options.rate is not None and options.rate.bits_per_s is None:
         raise UserError("--rate: give a number, such as 10gbit; how fast an unshaped link is, only a measurement says")
     if options.choice is not None:

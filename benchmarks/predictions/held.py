@@ -10,7 +10,6 @@ import pandas as pd
 from planner.plan_command import write
 
 APART_PCT = 5.0
-"""Choices whose measured step times differ by more than this have an order, which predictions should get right."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Held:
 
     @property
     def error_pct(self) -> float:
-        """Of the prediction, in percent of the measurement."""
         return 100 * (self.predicted / self.measured - 1)
 
 
@@ -49,8 +47,8 @@ def summary(rows: Sequence[Held]) -> str:
 
 
 def wrong_orders(rows: Sequence[Held]) -> tuple[int, list[str]]:
-    """How many pairs of choices of one setting are measured more than `APART_PCT` apart, and a sentence for each pair
-    that is predicted the other way round."""
+    """How many pairs of choices of one setting are measured more than `APART_PCT` apart, and a sentence for each of
+    them that is predicted the other way round."""
     pairs, wrong = 0, []
     for one, other in combinations(rows, 2):
         fast, slow = sorted((one, other), key=lambda row: row.measured)

@@ -24,12 +24,11 @@ from training.communication.link_model import LinkModel, Piece
 from training.config import RunConfig
 from training.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "sample": {"workload": "sample"},
     "mlp": {"workload": "mlp", "depth": 6, "width": 256},
     "mlp-wide": {"workload": "mlp", "depth": 8, "width": 1024},
-    "transformer-small": {"workload": "transformer-small"},
 }
 """What each name stands for; small enough for a machine of a few GB."""
 HERE = "loopback"
@@ -148,13 +147,11 @@ def compare(
         one = setting(replace(config, choice=name), module_maker(config), lambda: [dict(batch) for batch in batches])
         found = simulate(one, cluster, operators, collectives or LinkCosts(cluster), rank=rank)
         row, held = measured["choices"][name], measured["choices"][name]["memory"][rank]
-        resting = sum(found.memory.at_rest.get(state, 0) for state in STATES)
-        peak = found.memory.peak_bytes - batch_bytes  # the batch is in no measured peak
-        for what, mine, theirs in (
-            ("at rest", resting, sum(held[f"{state}_bytes"] for state in STATES)),
-            ("peak", peak, held["peak_bytes"]),
-        ):
-            rows.append(Held(where, name, what, "MiB", mine / MIB, theirs / MIB))
+        resting = sum(found.memory.at_rest.get(state, 0) for state in STATES) / MIB
+        peak = (found.memory.peak_bytes - batch_bytes) / MIB  # the batch is in no measured peak
+        real = sum(held[f"{state}_bytes"] for state in STATES) / MIB
+        rows.append(Held(where, name, "at rest", "MiB", resting, real))
+        rows.append(Held(where, name, "peak", "MiB", peak, held["peak_bytes"] / MIB))
         if "step_ms" in row:
             rows.append(Held(where, name, "step", "ms", found.step_time_s * 1e3, row["step_ms"]))
     return rows

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/predictions/ranks.py FILE CHOICES ROUNDS SETTINGS
 
 SETTINGS is a JSON object of fields of `RunConfig`. Rank 0 writes FILE. Its `choices` has for each choice the `memory`
-of all ranks, as run records have it, and with ROUNDS above 0 `step_ms`: the median over so many rounds of three steps of
-the slowest rank. `record` then has the operators of the rank with the longest samples. They are timed while all ranks run
-the same step, since ranks on one machine share its cores and its memory.
+of all ranks, as run records have it. If ROUNDS is above 0, it also has `step_ms`, the median over so many rounds of
+three steps of the slowest rank, and `record` has the operators of the rank with the longest samples. They are timed
+while all ranks run the same step, since ranks on one machine share its cores and its memory.
 """
 
 import gc
@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from training.process.environment import prepare_process
 

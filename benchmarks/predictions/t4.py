@@ -5,8 +5,7 @@ own strategies run on tensors without data, with a T4's roofline multiplied by t
 908.7 ms, and all-reduces interpolated between the three published ones (10, 100, 1024 MB).
 
 Assumed, since the table does not say:
-- MB are 2^20 bytes.
-- Below 10 MB, all-reduces follow the line through 10 and 100 MB, down to a latency of 0.09 ms.
+- MB are 2^20 bytes. Below 10 MB, all-reduces follow the line through 10 and 100 MB.
 - The model: `transformer-medium` (423 M parameters), the only workload of the runner with gradients of a size that fits
   the published times. The batch: 1024 tokens, for which a T4's roofline is within 30 % of that compute time.
 - The optimizer: AdamW, fused, as the runner's.
@@ -36,8 +35,7 @@ from training.config import AUTO, RunConfig
 MB = 2**20
 NAIVE_MS, NAIVE_COMMUNICATION_MS = 1406.7, 498.0
 COMPUTE_S = (NAIVE_MS - NAIVE_COMMUNICATION_MS) / 1e3
-ALL_REDUCE_MS = {10: 2.7, 100: 26.2, 1024: 268.5}
-"""By payload in MB."""
+ALL_REDUCE_MS = {10: 2.7, 100: 26.2, 1024: 268.5}  # by payload in MB
 TOKENS = 1024
 CLUSTER = Cluster(hardware.device("T4"), 1, 2, Link("2 x T4", 0.0, 4e9))
 
@@ -94,9 +92,8 @@ class Published:
     """All-reduces as published: lines through neighbouring sizes. Nothing else of a step counts."""
 
     def __init__(self) -> None:
-        points = [(size * MB, ms / 1e3) for size, ms in ALL_REDUCE_MS.items()]
         pieces = []
-        for (low, early), (high, late) in pairwise(points):
+        for (low, early), (high, late) in pairwise((size * MB, ms / 1e3) for size, ms in ALL_REDUCE_MS.items()):
             slope = (late - early) / (high - low)
             # A line between large sizes may meet 0 bytes below 0 s, where no latency can be.
             pieces.append(Piece(low if pieces else 0.0, max(early - slope * low, 0.0), slope))

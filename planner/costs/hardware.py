@@ -22,7 +22,6 @@ from training.errors import UserError
 TABLE = Path(__file__).parent.parent / "hardware.toml"
 CPU = "cpu"
 MOST_RANKS = 2**20
-"""A larger number of devices is a typing mistake."""
 
 
 def device(name: str, efficiency: float | None = None) -> Device:

@@ -31,8 +31,9 @@ def lanes_figure(simulated: Mapping[str, Simulated]) -> go.Figure:
         below = f"{choice}  collectives"
         lanes += [choice, below]
         phases = compute_by_phase(of_choice)
+        communication = [(s.start_s, s.end_s) for s in of_choice.spans if s.lane.startswith("communication")]
         busy = union(np.concatenate([*phases.values(), np.empty((0, 2))]))
-        sent = intervals(of_choice, "communication")
+        sent = union(np.array(communication, dtype=float).reshape(-1, 2))
         parts = {**phases, "exposed": minus(sent, busy)}
         for name, moments in parts.items():
             bars[name] += [(choice, *span) for span in bridge(moments, longest * SMALLEST_PART)]
@@ -56,12 +57,6 @@ def lanes_figure(simulated: Mapping[str, Simulated]) -> go.Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1])
     figure.update_xaxes(title="ms since the step began", range=[0, longest * 1e3])
     return styled(figure)
-
-
-def intervals(simulated: Simulated, lane: str) -> Intervals:
-    """Intervals in seconds in which anything was in flight on lanes of this kind."""
-    found = [(span.start_s, span.end_s) for span in simulated.spans if span.lane.startswith(lane)]
-    return union(np.array(found, dtype=float).reshape(-1, 2))
 
 
 def compute_by_phase(simulated: Simulated) -> dict[str, Intervals]:

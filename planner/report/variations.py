@@ -17,8 +17,6 @@ COLUMNS = {"setting": Column("setting", "", "what differs from the plan")} | {
     name: PLAN_COLUMNS[name]
     for name in ("choice", "fits", "step_time_ms", "samples_per_second", "exposed_ms", "peak_bytes", "spare_bytes")
 }
-HALF_AND_TWICE = ((1, 2), (2, 1))
-"""Factors, as numerator and denominator."""
 
 
 def what_else(plan: Plan, budget_s: float, jobs: int | None = None) -> pd.DataFrame:
@@ -43,7 +41,7 @@ def what_else(plan: Plan, budget_s: float, jobs: int | None = None) -> pd.DataFr
 def variations(case: Case) -> Iterator[tuple[str, Case]]:
     """Settings that differ from `case` in one respect, each with what differs."""
     cluster, samples = case.cluster, case.micro_batch_size
-    for up, down in HALF_AND_TWICE:
+    for up, down in ((1, 2), (2, 1)):
         factor = up / down
         faster = replace(
             cluster,

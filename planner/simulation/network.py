@@ -102,30 +102,29 @@ class Network:
 
 
 class PretendedWork(dist._Work):
-    """The handle of one or several collectives.
+    """The handle of a collective.
 
     Attributes:
         scratch: Tensors of the backend's own, which live as long as this.
     """
 
-    def __init__(self, network: Network, flights: Sequence[Flight], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, network: Network, flight: Flight, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._network, self.flights, self._outputs = network, flights, list(outputs)
+        self._network, self.flight, self._outputs = network, flight, list(outputs)
         self.scratch: Sequence[Tensor] = ()
 
     def wait(self, timeout: timedelta = TIMEOUT) -> bool:
-        for flight in self.flights:
-            self._network.wait(flight)
+        self._network.wait(self.flight)
         return True
 
     def is_completed(self) -> bool:
-        return all(flight.is_done for flight in self.flights)
+        return self.flight.is_done
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Complete at once, since C++ code cannot be made to run the clock. Whoever touches the tensors before the
         collective is done waits then (`planner.simulation.operators`)."""
         for tensor in self._outputs:
-            self._network.guards[tensor.untyped_storage()._cdata] = self.flights[-1]
+            self._network.guards[tensor.untyped_storage()._cdata] = self.flight
         future = PretendedFuture(self._settle)
         future.set_result(self._outputs)
         return future

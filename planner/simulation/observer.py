@@ -6,7 +6,7 @@ from planner.simulation.network import Issued
 
 
 class StepObserver:
-    """What the training loop calls (as it calls a profiler), and what is told of operators.
+    """Follows the training loop as a profiler does, and records operators and collectives.
 
     Attributes:
         issued: Collectives that the step has issued.

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -51,7 +52,7 @@ ON_CUDA = {
     ),
 }
 """The operators of attention on CUDA: in half precision without a mask, and otherwise (`sdp_utils.cpp`)."""
-HALF = ("bfloat16", "float16")
+PLANNER = str(Path(__file__).parent.parent)
 UNSIMULATED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -60,7 +61,7 @@ class PretendedDevice(TorchDispatchMode):
 
     Args:
         is_cuda: Whether the device is a GPU. Operators on tensors that hold data run on its host and take no time.
-        observer: Is told of each operator.
+        observer: Gets each operator.
         guards: `planner.simulation.network.Network.guards`: whoever touches these storages waits.
 
     Attributes:
@@ -181,13 +182,13 @@ class PretendedDevice(TorchDispatchMode):
 
 def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:
     flash, efficient = ON_CUDA[call.name]
-    return flash if call.dtypes[0] in HALF and kwargs.get("attn_mask") is None else efficient
+    return flash if call.dtypes[0] in ("bfloat16", "float16") and kwargs.get("attn_mask") is None else efficient
 
 
 def place_of_call() -> str:
     """The innermost line of the call stack that is neither in torch nor in the planner."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/planner/" not in frame.filename:
+        if "/torch/" not in frame.filename and not frame.filename.startswith(PLANNER):
             return f"{frame.filename}:{frame.lineno}"
     return "in torch"
 

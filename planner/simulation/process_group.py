@@ -79,7 +79,7 @@ class PretendedGroup(dist.ProcessGroup):
         backend = self._backend_of(tensors)
         queue = self._queues.setdefault(backend, Queue(AT_ONCE[backend]))
         flight = self._network.issue(queue, self.ranks, backend, kind, payload, tensors)
-        return PretendedWork(self._network, [flight], outputs)
+        return PretendedWork(self._network, flight, outputs)
 
     def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """A flat tensor as large as `parts` together, where Gloo makes one (torch 2.15): for what a scatter's root

@@ -200,10 +200,14 @@ def load(choice: str) -> type[Strategy]:
 
     Raises:
         CannotSimulate: it cannot run without data.
+        UserError: there is none.
     """
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
-    return (ddp if choice in ddp.CHOICES else sharding).load(choice)
+    for family in (ddp, sharding):
+        if choice in family.CHOICES:
+            return family.load(choice)
+    raise UserError(f"{choice}: no such choice")
 
 
 def explained(forward: Callable[..., Any]) -> Callable[..., Any]:

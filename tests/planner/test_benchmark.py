@@ -1,7 +1,6 @@
 """Predictions held against measurement: the published T4 table, real ranks' memory, and what a table of errors says."""
 
 import argparse
-import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,35 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import planner as benchmark
-from benchmarks.predictions import lab_command, t4
-from benchmarks.predictions.held import Held, frame, mean_error_pct, median_of, spread_pct, summary, write, wrong_orders
-from benchmarks.predictions.memory_command import compare
-from benchmarks.predictions.memory_ranks import rows_of
-from planner.contracts import Contention
-from planner.runs import data_of
+from benchmarks.predictions import machine, t4
+from benchmarks.predictions.held import Held, finish, frame, summary, wrong_orders
+from benchmarks.predictions.ranks import measure_choice, record_operators
+from planner.costs.hardware import table
+from planner.costs.roofline import Roofline
 from tests.ranks import RankPool
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
 
 
-def row(choice: str, predicted: float, measured: float, setting: str = "lab", calibrates: bool = False) -> Held:
-    return Held(setting, choice, "step", "ms", predicted, measured, calibrates)
+def row(choice: str, predicted: float, measured: float, setting: str = "lab") -> Held:
+    return Held(setting, choice, "step", "ms", predicted, measured)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
-def test_what_calibrates_counts_in_no_figure() -> None:
-    rows = [row("a", 90, 100), row("b", 102, 100), row("c", 200, 100, calibrates=True)]
-    assert mean_error_pct(rows) == pytest.approx(6) and frame(rows).error_pct.tolist() == pytest.approx([-10, 2, 100])
-    said = summary(rows, 5, 3)
-    assert said.startswith(
-        "mean absolute error 6.00 % of 2 (bar 5 %, stretch 3 %); best b (lab, step) +2.00 %, worst a"
-    )
-    assert "every row calibrates" in summary(rows[2:], 5)
+def test_a_summary_says_mean_smallest_and_largest_error() -> None:
+    rows = [row("a", 90, 100), row("b", 102, 100)]
+    assert frame(rows).error_pct.tolist() == pytest.approx([-10, 2])
+    assert summary(rows) == "mean absolute error 6.00 % of 2; smallest b +2.00 %, largest a -10.00 %"
 
 
 def test_only_what_is_apart_must_be_in_order() -> None:
@@ -47,101 +39,82 @@ def test_only_what_is_apart_must_be_in_order() -> None:
     assert pairs == 2 and wrong == ["lab: a is 20 % faster than b, predicted slower"]
 
 
-def test_takes_become_one_row_of_medians() -> None:
-    takes = [row("a", 90, 100), row("b", 5, 50), row("a", 80, 130), row("b", 6, 50), row("a", 70, 110)]
-    assert median_of(takes) == [row("a", 80, 110), row("b", 5.5, 50)]
-    away = [100 * 10 / 110, 100 * 20 / 110, 0, 0, 0]
-    assert spread_pct(takes) == pytest.approx(sum(away) / 5)
-
-
-def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
+def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish([row("a", 90, 100), row("b", 105, 100)], tmp_path / "new" / "table.csv")
+    said = capsys.readouterr().out
+    assert (
+        "lab: mean absolute error 7.50 % of 2" in said and "order of choices more than 5 % apart: 0 of 0 right" in said
+    )
+    assert (
+        (tmp_path / "new" / "table.csv").read_text().startswith("setting,choice,what,unit,predicted,measured,error_pct")
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--csv .*: cannot be written"):
-        write([row("a", 1, 1)], tmp_path / "file" / "table.csv")
+        finish([row("a", 1, 1)], tmp_path / "file" / "table.csv")
 
 
-# 2 x T4 --------------------------------------------------------------------------------------------------------------
+# 2 x T4 ---------------------------------------------------------------------------------------------------------------
 
 
 def test_all_reduces_are_the_published_ones() -> None:
-    model = t4.all_reduce_model()
+    model = t4.Published().model
     for size, ms in t4.ALL_REDUCE_MS.items():
         assert 1e3 * float(model.seconds(size * t4.MB)) == pytest.approx(ms, rel=2e-3)
     assert 1e3 * float(model.seconds(0)) == pytest.approx(2.7 - 10 * (26.2 - 2.7) / 90)
 
 
-def test_the_model_behind_the_table() -> None:
-    """By the bytes that fit its all-reduces; the stand-in has as many parameters as the formula, and in fact."""
-    assert [name for name, (_, _, fits) in t4.consistent_workloads().items() if fits] == [t4.WORKLOAD]
-    with torch.device("meta"):
-        module = t4.build_published()
-    assert 4 * sum(p.numel() for p in module.parameters()) == t4.gradient_bytes(t4.WORKLOAD) == 4 * 423_183_360
-
-
 @pytest.mark.slow
-def test_the_stand_in_has_the_parameters_of_the_workload() -> None:
-    from training.data.synthetic import build
-
-    with torch.device("meta"):
-        real, ours = build(RunConfig(workload=t4.WORKLOAD)).model, t4.build_published()
-    assert [p.shape for p in real.parameters()] == [p.shape for p in ours.parameters()]
-
-
-@pytest.mark.slow
-def test_steps_that_do_not_overlap_come_out_as_published() -> None:
-    rows = t4.held(t4.reckoning(), Contention(), rows=t4.ROWS[:2])
-    assert mean_error_pct(rows) < 3
+def test_the_published_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that do not overlap come out as published; all of them within 9 % with the contention that plans assume."""
+    roofline = Roofline(t4.CLUSTER.device)
+    operators = t4.Scaled(roofline, t4.COMPUTE_S / t4.simulated(t4.ROWS[0], roofline).compute_s)
+    errors = [abs(held.error_pct) for held in t4.predictions(operators, table()["contention"]["cuda"]["compute"])]
+    assert sum(errors[:2]) / 2 < 3 and sum(errors) / 7 < 9
 
 
-@pytest.mark.slow
-def test_the_whole_table_is_within_the_bar() -> None:
-    reckoned = t4.reckoning()
-    rows = t4.held(reckoned, t4.fitted_contention(reckoned), t4.CALIBRATES)
-    assert [row.choice for row in rows if row.calibrates] == ["overlap"] and mean_error_pct(rows) < 5
-    assert abs(next(row for row in rows if row.calibrates).error_pct) < 0.5
+# Real ranks -----------------------------------------------------------------------------------------------------------
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
-
-
-def measured_rows(config: RunConfig) -> list[dict[str, Any]]:
-    import torch.distributed as dist
-
+def measured_on_ranks(config: RunConfig, choices: list[str]) -> dict[str, Any]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    return rows_of(config, ranks)
+    rows = {choice: measure_choice(replace(config, choice=choice), 1, ranks) for choice in choices}
+    return {"choices": rows, "record": record_operators(config, ranks)}
 
 
-@pytest.mark.parametrize("choice", ["flat_ddp", "bucket_ddp_async", "zero3"])
-def test_memory_against_real_ranks(ranks: RankPool, choice: str) -> None:
+def test_real_ranks_against_predictions(ranks: RankPool) -> None:
+    """Memory is as measured. Step times depend on what else the machine does, so they only have to be there."""
     config = RunConfig(workload="mlp", depth=3, width=64, train_samples=8, eval_samples=2, device="cpu", backend="gloo")
-    measured = ranks.run(2, measured_rows, replace(config, choice=choice))[0]
-    at_rest, peak = compare("mlp", config, choice, measured)
-    assert at_rest.predicted == at_rest.measured and abs(peak.error_pct) < 2
+    choices = ["flat_ddp", "bucket_ddp_async", "zero3"]
+    measured = ranks.run(2, measured_on_ranks, config, choices)[0]
+    rows = machine.compare("mlp", config, choices, measured)
+    assert [(row.choice, row.what) for row in rows[:4]] == [
+        *(("flat_ddp", what) for what in ("at rest", "peak", "step")),
+        ("bucket_ddp_async", "at rest"),
+    ]
+    for held in rows:
+        assert held.predicted > 0 and held.measured > 0
+        assert held.what != "at rest" or held.predicted == held.measured
+        assert held.what != "peak" or abs(held.error_pct) < 2
+    with pytest.raises(UserError, match="mlp: zero1 was not measured"):
+        machine.compare("mlp", config, ["zero1"], measured)
 
 
-# Documentation -------------------------------------------------------------------------------------------------------
+def test_a_step_is_predicted_for_the_rank_with_the_longest_samples() -> None:
+    config = machine.config_of("sample", 2, 1)
+    first = [machine.first_micro_batches(config, 2, rank)[0]["input_ids"].shape[1] for rank in range(2)]
+    assert first[0] != first[1] and first[machine.longest_rank(config, 2)] == max(first)
+    with pytest.raises(UserError, match="--models: unknown model 'mpl'; did you mean mlp"):
+        machine.config_of("mpl", 2, 1)
 
 
 def test_flags_and_columns_are_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     section = text.split("## `benchmarks/planner.py`")[1].split("\n## ")[0]
-    for command, module in benchmark.COMMANDS.items():
-        parser = argparse.ArgumentParser()
-        importlib.import_module(module).add_flags(parser)
+    (commands,) = (a for a in benchmark.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for command, parser in commands.choices.items():
         flags = [action.option_strings[-1] for action in parser._actions]
-        documented = re.findall(
-            r"^\| `(--[^`]+)` \|", section.split(f"### `{command}`")[1].split("\n### ")[0], re.MULTILINE
-        )
+        of_command = section.split(f"### `{command}`")[1].split("\n### ")[0]
+        documented = re.findall(r"^\| `(--[^`]+)` \|", of_command, re.MULTILINE)
         assert documented == [flag for flag in flags if flag != "--help"]
     columns = re.findall(r"^\| `([a-z_]+)` \|", section.split("### columns")[1], re.MULTILINE)
     assert columns == frame([row("a", 1, 1)]).columns.tolist()
-
-
-def test_a_lab_step_is_predicted_for_the_rank_with_the_longest_samples() -> None:
-    batch = {"global_batch_size": 8, "grad_accum_steps": 1, "train_samples": 8, "eval_samples": 1}
-    config = RunConfig(workload="sample", **batch, device="cpu", backend="gloo")
-    rank, batches = lab_command.slowest_rank(lab_command.Case("sample", "1gbit", 2, config, Path()))
-    train = data_of(config).train
-    longest = [max(len(train[index]["input_ids"]) for index in range(rank, 8, 2)) for rank in range(2)]
-    assert longest[1] > longest[0], "so that taking rank 0 would be wrong"
-    assert rank == 1 and batches[0]["input_ids"].shape == (4, longest[1])

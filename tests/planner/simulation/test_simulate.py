@@ -2,7 +2,6 @@
 can be worked out by hand."""
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,19 +14,18 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 
 from ddp.link_fit import measure_all_reduce
-from planner.cluster import Cluster, Device, Link
-from planner.collective_costs import from_links
-from planner.columns import MODEL_STATES
-from planner.contracts import CollectiveCost, Contention, OperatorCall, Setting, Simulated
-from planner.memory import CUDA_BLOCK
-from planner.simulate import CannotSimulate, Simulation, host_of, simulate
+from planner.contracts import MODEL_STATES, CollectiveCost, OperatorCall, Setting, Simulated
+from planner.costs.cluster import Cluster, Device, Link
+from planner.costs.links import LinkCosts
+from planner.simulation.memory import CUDA_BLOCK
+from planner.simulation.simulate import CannotSimulate, Simulation, host_of, simulate
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import OPTIMIZERS, REFUSALS, all_choices, load
 from tests.ranks import RankPool
 from training.config import StrategyOptions
 from training.data.synthetic import MLP
 from training.errors import UserError
-from training.profiling.memory import ModelSize, storage_bytes
+from training.profiling.memory import storage_bytes
 from training.profiling.memory_timeline import record_step_memory
 from training.strategy import Strategy
 
@@ -88,7 +86,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 EVERY = [(choice, case, kind) for _, choice in CHOICES for case in range(len(CASES)) for kind in ("cpu", "cuda")]
-SAMPLE = EVERY[::7]  # has every choice, every case and both kinds
+SAMPLE = EVERY[::11]  # has every choice, every case and both kinds
 
 
 @pytest.mark.parametrize(("choice", "case", "kind"), SAMPLE)
@@ -96,41 +94,28 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
     model, micro_batches, options = CASES[case]
     one = replace(setting(choice, model, micro_batches, **options), clip_grad_norm=1.0)
     ranks = 2 if kind == "cpu" else 5
-    simulation = Simulation(one, cluster(ranks, kind), EachOperator(), EachCollective(), Contention(), rank=1)
+    simulation = Simulation(one, cluster(ranks, kind), EachOperator(), EachCollective(), rank=1)
     if (choice, model) in REFUSALS:
         with pytest.raises(UserError, match=REFUSALS[choice, model]), simulation.running():
             pass
         return
     with simulation.running():
-        step = simulation.measure(time.perf_counter())
+        step = simulation.measure()
         assert isinstance(simulation.strategy, Strategy)
         announced: dict[str, tuple[int, int]] = {}
         for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
             calls, size = announced.get(part.kind, (0, 0))
             announced[part.kind] = (calls + part.count, size + part.payload_bytes)
         assert issued_by_kind(simulation) == announced
-        kinds = {issued.kind for issued, _ in simulation.recording.issued}
+        kinds = {issued.kind for issued in simulation.observer.issued}
     assert ("scatter" in kinds) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
     require_whole(step)
-
-
-@pytest.mark.parametrize("choice", [choice for _, choice in CHOICES])
-def test_choices_that_do_not_ask_for_the_size_of_buckets_have_no_use_for_it(choice: str) -> None:
-    """And those that fill buckets ask."""
-    small = simulated(setting(choice, bucket_cap_mb=0.0001))
-    if small.reads_bucket_cap:
-        assert choice != "flat_ddp"
-        return
-    assert choice != "zero1"
-    large = simulated(setting(choice, bucket_cap_mb=100.0))
-    figures = [(step.step_time_s, step.memory.peak_bytes, step.exposed_s) for step in (small, large)]
-    assert figures[0] == pytest.approx(figures[1])
 
 
 def issued_by_kind(simulation: Simulation) -> dict[str, tuple[int, int]]:
     """Number and payload bytes of the collectives that the measured step has issued."""
     totals: dict[str, tuple[int, int]] = {}
-    for issued, _ in simulation.recording.issued:
+    for issued in simulation.observer.issued:
         calls, size = totals.get(issued.kind, (0, 0))
         totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
     return totals
@@ -191,20 +176,6 @@ class Square(torch.nn.Module):
         return SimpleNamespace(loss=(self.last(self.first(x)).sum(-1) - y).square().mean())
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
-def test_resting_memory_is_what_the_formula_says(choice: tuple[str, str]) -> None:
-    one = replace(setting(choice[1]), make_module=Square, make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))
-    simulation = Simulation(one, cluster(), EachOperator(), EachCollective(), Contention(), rank=0)
-    with simulation.running():
-        held = simulation.measure(time.perf_counter()).memory.at_rest
-        assert simulation.strategy is not None
-        expected = simulation.strategy.expected_memory(ModelSize.of(Square()))
-    expected["optimizer_state"] //= 2  # momentum alone
-    if choice[1] == "pytorch_zero1":
-        expected["optimizer_state"] = 4 * FEATURES * WIDE  # whole parameters are dealt out: rank 0 has the larger one
-    assert {component: held[component] for component in expected} == expected
-
-
 def test_peak_memory_worked_out_by_hand() -> None:
     """One layer of 6 x 64 on 3 samples: at the end of backward there are parameters, gradient and one more gradient."""
     curve = simulated(replace(setting("simple_ddp"), make_module=Square)).memory
@@ -224,6 +195,43 @@ def test_cuda_rounds_every_allocation() -> None:
     assert held["optimizer_state"] == 2 * tensors * CUDA_BLOCK, "step counters are kept on the host"
 
 
+def layers() -> MLP:
+    return MLP(depth=4, width=64)
+
+
+def one_batch_of_layers() -> list[dict[str, Tensor]]:
+    return [{"inputs": torch.ones(3, 64), "targets": torch.ones(3, 64)}]
+
+
+def two_batches_of_tokens() -> list[dict[str, Tensor]]:
+    return [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
+
+
+def peak_of_real_ranks(choice: tuple[str, str], make_module: Any, make_batches: Any) -> tuple[int, int]:
+    """Most bytes allocated in a step, and those of the batch, which were there before."""
+    strategy, batches = load(choice)(make_module(), OPTIMIZERS["adam"], StrategyOptions()), make_batches()
+    for _ in range(2):  # in the first, DDP has not settled
+        recorded = record_step_memory(strategy, 3 * len(batches), batches, None)
+    assert recorded is not None
+    return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
+
+
+@pytest.mark.parametrize("choice", ["zero1", "zero2", "pytorch_zero3"])
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str) -> None:
+    """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends: here one of four layers."""
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, ("sharding", choice), layers, one_batch_of_layers)
+    one = replace(setting(choice), make_module=layers, make_micro_batches=one_batch_of_layers)
+    assert simulated(one).memory.peak_bytes - batch == pytest.approx(reached, rel=0.005)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -> None:
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, llama_classifier, two_batches_of_tokens)
+    predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
+    assert predicted - batch == pytest.approx(reached, rel=0.01)
+
+
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
@@ -241,63 +249,13 @@ def exchange_seconds(tensors: int) -> float:
     return 2 * LATENCY + 2 * (24 + 32 + 8 * tensors) / RATE
 
 
-def layers() -> MLP:
-    return MLP(depth=4, width=64)
-
-
-def one_batch_of_layers() -> list[dict[str, Tensor]]:
-    return [{"inputs": torch.ones(3, 64), "targets": torch.ones(3, 64)}]
-
-
-def two_batches_of_tokens() -> list[dict[str, Tensor]]:
-    return [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
-
-
-def peak_of_real_ranks(
-    choice: tuple[str, str],
-    make_module: Callable[[], nn.Module] = llama_classifier,
-    make_batches: Callable[[], list[dict[str, Tensor]]] = two_batches_of_tokens,
-) -> tuple[int, int]:
-    """Most bytes allocated in a step, and those of the batch, which were there before."""
-    strategy, batches = load(choice)(make_module(), OPTIMIZERS["adam"], StrategyOptions()), make_batches()
-    samples = 3 * len(batches)
-    record_step_memory(strategy, samples, batches, None)  # in whose second step DDP fills its buckets anew
-    recorded = record_step_memory(strategy, samples, batches, None)
-    assert recorded is not None
-    return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
-
-
-IN_SHORT = [("ddp", "simple_ddp"), ("sharding", "zero3"), ("sharding", "pytorch_zero3")]
-
-
-@pytest.mark.parametrize("choice", IN_SHORT, ids="-".join)
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str, str]) -> None:
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice)
-    predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
-    assert predicted - batch == pytest.approx(reached, rel=0.01)
-
-
-@pytest.mark.parametrize("choice", ["zero1", "zero2"])
-def test_what_gloo_allocates_is_in_the_peak(ranks: RankPool, choice: str) -> None:
-    """A scatter's root makes a tensor of all that it sends, here one of four layers."""
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, ("sharding", choice), layers, one_batch_of_layers)
-    one = replace(setting(choice), make_module=layers, make_micro_batches=one_batch_of_layers)
-    assert simulated(one).memory.peak_bytes - batch == pytest.approx(reached, rel=0.005)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice not in IN_SHORT], ids="-".join)
-def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -> None:
-    test_peak_memory_is_what_real_ranks_reach(ranks, choice)
-
-
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     """On CUDA the two exchanges, of tensors in host memory, take what Gloo would inside a node."""
     step = simulated(setting("simple_ddp"), kind=kind)
     expected = gradient_seconds(6)
     if kind == "cuda":
-        of_host = [from_links(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
+        of_host = [LinkCosts(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
         expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - exchange_seconds(6)
     assert step.exposed_s == pytest.approx(expected)
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
@@ -324,9 +282,7 @@ def test_what_overlaps_is_hidden() -> None:
     blocking, hidden = (simulated(setting(choice)) for choice in ("simple_ddp_hook", "simple_ddp_async"))
     assert blocking.compute_s == pytest.approx(hidden.compute_s)
     assert hidden.exposed_s < blocking.exposed_s - 3 * SECONDS
-    contended = simulate(
-        setting("simple_ddp_async"), cluster(), EachOperator(), EachCollective(), Contention(compute=1.5)
-    )
+    contended = simulate(setting("simple_ddp_async"), cluster(), EachOperator(), EachCollective(), contention=1.5)
     assert contended.compute_s > hidden.compute_s
 
 
@@ -340,31 +296,14 @@ def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
 def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
     step = simulated(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
-    forward = next(span for span in step.spans if span.lane == "phase" and span.name == "forward")
+    forward = [span for span in step.spans if span.lane == "compute" and span.details["phase"] == "forward"]
     communication = [span for span in step.spans if span.name == "all_gather" and span.details["backend"] == "nccl"]
-    gathers = [span for span in communication if forward.start_s <= span.start_s and span.end_s <= forward.end_s]
+    gathers = [span for span in communication if forward[0].start_s <= span.start_s and span.end_s <= forward[-1].end_s]
     assert len(gathers) >= 3
     computing = [span for span in step.spans if span.lane == "compute"]
     for gather in gathers[2:]:
         beside = sum(max(0.0, min(gather.end_s, each.end_s) - max(gather.start_s, each.start_s)) for each in computing)
         assert beside == pytest.approx(gather.end_s - gather.start_s, rel=0.05)
-
-
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, **_: Tensor) -> Any:
-        raise ValueError("all samples must end\nalike")
-
-
-def test_a_model_that_fails_is_one_line() -> None:
-    failing = replace(setting("flat_ddp"), make_module=Fails)
-    with pytest.raises(
-        CannotSimulate, match=r"^the model fails on the plan's samples: ValueError: all samples must end$"
-    ):
-        simulated(failing)
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -404,26 +343,32 @@ def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.Mo
 
 
 class BranchesOnWeights(Square):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        if self.first(x).sum() > 0:
-            x = -x
-        return super().forward(x, y)
-
-
-def test_a_model_that_branches_on_its_weights_is_refused_with_the_line() -> None:
-    with pytest.raises(CannotSimulate, match=r"depends on its weights \(.*test_planner_engine\.py:\d+\)"):
-        simulated(replace(setting("simple_ddp"), make_module=BranchesOnWeights))
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(-x if self.first(x).sum() > 0 else x, y)
 
 
 class CountsOnWeights(Square):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor) -> Any:
         hidden = self.first(x)
         return super().forward(x, y + hidden[hidden > 0].sum())
 
 
-def test_a_model_whose_shapes_depend_on_its_weights_is_refused() -> None:
-    with pytest.raises(CannotSimulate, match=r"simple_ddp: .*nonzero"):
-        simulated(replace(setting("simple_ddp"), make_module=CountsOnWeights))
+class Fails(Square):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        raise ValueError("all samples must end\nalike")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (BranchesOnWeights, r"depends on its weights \(.*test_simulate\.py:\d+\)"),
+        (CountsOnWeights, "simple_ddp: .*nonzero"),
+        (Fails, "^the model fails on the plan's samples: ValueError: all samples must end$"),
+    ],
+)
+def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(CannotSimulate, match=said):
+        simulated(replace(setting("simple_ddp"), make_module=make))
 
 
 @pytest.mark.parametrize(("choice", "said"), [("deepspeed_zero2", "DeepSpeed"), ("zero9", "no such choice")])
@@ -438,10 +383,7 @@ def test_operators_without_costs_are_listed() -> None:
             return None if call.name == "aten.addmm.default" else SECONDS
 
     step = simulate(setting("simple_ddp"), cluster(), AllButProducts(), EachCollective())
-    ((name, (calls, moved)),) = step.without_costs.items()
-    products = [(FEATURES, 11), (11, 7), (7, 1)]
-    assert name == "aten.addmm.default" and calls == 3
-    assert moved == 4 * sum(3 * (a + b) + a * b + b for a, b in products), "input, output, weight and bias"
+    assert step.without_costs == {"aten.addmm.default": 3}
     assert not any(span.name == "aten.addmm.default" for span in step.spans)
 
 
