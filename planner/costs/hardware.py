@@ -32,7 +32,7 @@ def device(name: str, efficiency: float | None = None) -> Device:
             the table's.
 
     Raises:
-        UserError: there is none; names similar ones.
+        UserError: there is none; names similar ones. Or the efficiency is outside its bounds.
     """
     try:
         key = known(name, table()["devices"], "device")
@@ -41,7 +41,8 @@ def device(name: str, efficiency: float | None = None) -> Device:
     entry = table()["devices"][key]
     parts = entry["efficiency"]
     compute, memory = (parts[what] if efficiency is None else efficiency for what in ("compute", "memory"))
-    require_part(compute, "--efficiency")
+    if not 0 < compute <= 1:
+        raise UserError(f"--efficiency {compute:g}: give a part above 0 and at most 1")
     return Device(
         key,
         entry["kind"],
@@ -53,11 +54,8 @@ def device(name: str, efficiency: float | None = None) -> Device:
     )
 
 
-def link(name: str, efficiency: float | None = None) -> Link:
+def link(name: str) -> Link:
     """The link of this name, or of a rate in `tc`'s words; `8xndr` is eight of them side by side.
-
-    Args:
-        efficiency: Part of the peak rate that a transfer gets, above 0, at most 1. Default: the table's.
 
     Raises:
         UserError: there is none; names similar ones.
@@ -74,21 +72,10 @@ def link(name: str, efficiency: float | None = None) -> Link:
         key = known(single, table()["links"], "link", ["1gbit"])
         entry = table()["links"][key]
         bytes_per_s = entry["bytes_per_s"]
-    part = entry["efficiency"] if efficiency is None else efficiency
-    require_part(part, f"efficiency of link {name}")
+    part = entry["efficiency"]
     full_name = key if count == "1" else f"{count}x{key}"
     source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
     return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
-
-
-def require_part(part: float, what: str) -> None:
-    """Refuse what is no part of a peak rate.
-
-    Raises:
-        UserError: names it.
-    """
-    if not 0 < part <= 1:
-        raise UserError(f"{what} {part:g}: give a part above 0 and at most 1")
 
 
 def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: float | None = None) -> Cluster:

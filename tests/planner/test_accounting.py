@@ -99,17 +99,9 @@ def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -
 def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
     """But for a few numbers a sample, at the head."""
     tokens = 24
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        vocab_size=100,
-        pad_token_id=0,
-        num_labels=5,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+    labels = {"vocab_size": 100, "pad_token_id": 0, "num_labels": 5}
+    config = LlamaConfig(**sizes, **labels, num_key_value_heads=kv_heads, use_cache=False)
     decoder = Decoder.of(config)
     assert decoder is not None
     terms = decoder.activation_terms(samples, tokens, precision)

@@ -85,25 +85,17 @@ def test_the_command(run_folder: Path) -> None:
     assert trust.startswith("If that is off by as much as on the recorded setting: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ranks", "0"], "--ranks 0: must be from 1 to"),
-        (["--rate", "fast"], "rate 'fast': give a number above 0 with its unit"),
-        (["--rate", "unshaped"], "--rate: give a number, such as 10gbit"),
-        (["--choice", "flat_dpp"], "unknown strategy 'flat_dpp'; did you mean flat_ddp"),
-        (["--choice", "deepspeed_zero3"], "deepspeed_zero3: "),
-    ],
-)
-def test_mistakes_are_one_line(run_folder: Path, arguments: list[str], said: str) -> None:
-    code, out, error = plan(str(run_folder), *arguments)
-    assert (
-        code == 2
-        and "predicted, " not in out
-        and error.startswith("error: ")
-        and error.count("\n") == 1
-        and said in error
-    )
+def test_mistakes_are_one_line(run_folder: Path) -> None:
+    for flag, value, said in (
+        ("--ranks", "0", "--ranks 0: must be from 1 to"),
+        ("--rate", "fast", "rate 'fast': give a number above 0 with its unit"),
+        ("--rate", "unshaped", "--rate: give a number, such as 10gbit"),
+        ("--choice", "flat_dpp", "unknown strategy 'flat_dpp'; did you mean flat_ddp"),
+        ("--choice", "deepspeed_zero3", "deepspeed_zero3: "),
+    ):
+        code, out, error = plan(str(run_folder), flag, value)
+        assert code == 2 and "predicted, " not in out and error.startswith("error: ")
+        assert error.count("\n") == 1 and said in error
 
 
 def test_runs_that_cannot_be_used(tmp_path: Path) -> None:
