@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.columns import COMPARISON_COLUMNS
-from analysis.command import build_parser, report_folder, report_on_window
+from analysis.command import report_folder, report_on_window
 from analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
 from analysis.comparison.fairness import require_comparable
 from analysis.errors import TraceError
@@ -49,7 +49,6 @@ def report_on_choices(
     Raises:
         TraceError: there is nothing to compare, or the runs are not comparable.
     """
-    options = build_parser("").parse_args(["--trace-dir", "."])
     found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {choice: record for choice, record in found.items() if record is not None}
     if not records:
@@ -63,7 +62,7 @@ def report_on_choices(
         trace_dir = output_dir / "profile" / choice
         try:
             window = last_window(trace_dir, record["run_id"])
-            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root), options)
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root))
             if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:

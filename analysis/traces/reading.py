@@ -10,8 +10,9 @@ import math
 import re
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\
 LONGEST_NAME = 300
 LARGEST_TIME_US = 1e17
 """Three thousand years. A larger time is an error in the trace."""
+Decoded = TypeVar("Decoded")
 STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
 
 
@@ -134,11 +136,8 @@ def peek(path: Path) -> tuple[int | None, int | None]:
         TraceError: the file cannot be read.
     """
     data = read_bytes(path)
-    try:
-        info = msgspec.json.decode(data, type=_Info).distributedInfo
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        info = None  # `parse_trace` says what is wrong
-    rank = info.get("rank") if isinstance(info, dict) else None
+    found = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
+    rank = found.distributedInfo.get("rank") if found and isinstance(found.distributedInfo, dict) else None
     steps = [int(number) for number in STEP_NAME.findall(data)]
     return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
 
@@ -182,10 +181,9 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     """The table `RankTrace.events`, and how many events have no usable time."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
-    clean = _Names()
     kept, launched = [], {}
     for event in complete:
-        event.name = clean[event.name]
+        event.name = _clean(str(event.name))
         if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
             kept.append(event)
         elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
@@ -201,9 +199,9 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             "tid": [str(event.tid) for event in kept],
             "start": _numbers([event.ts for event in kept]),
             "end": _numbers([event.dur for event in kept]),
-            "stream": ["" if of is None else clean[of.stream] for of in device],
+            "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
             "launch": _numbers([None if of is None else launched.get(of.correlation) for of in device]),
-            "args": [_arguments(event, clean) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
+            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )
     frame["end"] += frame["start"]
@@ -212,16 +210,11 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     return frame, int((~usable).sum())
 
 
-class _Names(dict[Any, str]):
-    """Names made safe to show: one line of printable text, at most `LONGEST_NAME` long. Each is kept once."""
-
-    def __missing__(self, name: Any) -> str:
-        text = CONTROL_CHARACTERS.sub(" ", str(name)[: LONGEST_NAME + 1])
-        self[name] = text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
-        return self[name]
-
-    def __getitem__(self, name: Any) -> str:
-        return super().__getitem__(name if isinstance(name, str) else str(name))
+@lru_cache(maxsize=10_000)
+def _clean(name: str) -> str:
+    """A name made safe to show: one line of printable text, at most `LONGEST_NAME` long."""
+    text = CONTROL_CHARACTERS.sub(" ", name[: LONGEST_NAME + 1])
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
 
 
 def _numbers(values: list[Any]) -> "pd.Series[float]":
@@ -232,20 +225,20 @@ def _numbers(values: list[Any]) -> "pd.Series[float]":
 
 
 def _device_arguments(event: _Event) -> _DeviceArguments:
-    try:
-        found = msgspec.json.decode(event.args, type=_DeviceArguments)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _DeviceArguments()
+    found = _decoded(event.args, _DeviceArguments) or _DeviceArguments()
     if type(found.correlation) is not int or found.correlation < 0:
         found.correlation = None
     return found
 
 
-def _arguments(event: _Event, clean: _Names) -> dict[str, Any] | None:
+def _arguments(event: _Event) -> dict[str, Any] | None:
+    found = _decoded(event.args, dict)
+    return found and {name: _clean(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:
+    """JSON decoded as `kind`; None if it is broken or something else."""
     try:
-        found = msgspec.json.decode(event.args)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(found, dict):
-        return None
-    return {name: clean[value] if isinstance(value, str) else value for name, value in found.items()}

@@ -197,22 +197,21 @@ def reduce_late(folder: str, late: int, delay_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def late(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of three ranks, of which rank 2 sleeps 40 ms in each step."""
+    """Traces of two ranks, of which rank 1 sleeps 40 ms in each step."""
     folder = tmp_path_factory.mktemp("late")
-    ranks.run(3, reduce_late, str(folder), 2, 0.04)
+    ranks.run(2, reduce_late, str(folder), 1, 0.04)
     return folder
 
 
 def test_a_planted_straggler_is_named(late: Path, tmp_path: Path) -> None:
     page = write_summary(analyse_window(find_windows(late)[0]), "late", tmp_path).read_text()
-    assert "Rank 2 costs the others most: it arrives last in" in page and "heatmap" in page
+    assert "Rank 1 costs the others most: it arrives last in" in page and "heatmap" in page
     table = pd.read_csv(tmp_path / "stragglers.csv")
     assert table["step"].nunique() == 5 and table["collectives"].eq(2).all()
-    of_late = table[table["rank"] == 2]
+    of_late = table[table["rank"] == 1]
     assert of_late["last"].ge(1).all() and of_late["lateness_ms"].gt(20).all()
-    # Two others wait about 40 ms each, less what their own compute and start took.
-    costs = of_late["costs_ms"]
-    assert costs.gt(40).all() and costs.mean() > 5 * table.loc[table["rank"] < 2, "costs_ms"].mean()
+    costs = of_late["costs_ms"]  # the other rank waits about 40 ms, less what its own compute and start took
+    assert costs.gt(20).all() and costs.mean() > 5 * table.loc[table["rank"] == 0, "costs_ms"].mean()
 
 
 def test_a_real_run_against_its_raw_traces(late: Path) -> None:
@@ -246,5 +245,5 @@ def test_a_real_run_against_its_raw_traces(late: Path) -> None:
         lateness = starts.max() - np.median(np.delete(starts, starts.argmax()))
         assert 1000 * calls["lateness_ms"].to_numpy() == pytest.approx(lateness, abs=0.01)
         if ends.min() > starts.max():
-            busbw = size / (ends.max() - starts.max()) / 1000 * 2 * 2 / 3
+            busbw = size / (ends.max() - starts.max()) / 1000  # nccl-tests' factor is 1 for two ranks
             assert calls["busbw_gbps"].to_numpy() == pytest.approx(busbw, rel=1e-3)
