@@ -3,11 +3,7 @@
 import sys
 
 from ddp import REGISTRY
-from training.cli import train_from_command_line
+from training.flags import train_from_command_line
 
 if __name__ == "__main__":
-    sys.exit(
-        train_from_command_line(
-            "Train a model with one replicated (data-parallel) strategy, under torchrun.", REGISTRY, ("--ddp-choice",)
-        )
-    )
+    sys.exit(train_from_command_line("Train a model with one replicated (data-parallel) strategy.", REGISTRY))

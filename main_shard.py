@@ -3,13 +3,9 @@
 import sys
 
 from sharding import REGISTRY
-from training.cli import train_from_command_line
+from training.flags import train_from_command_line
 
 if __name__ == "__main__":
     sys.exit(
-        train_from_command_line(
-            "Train a model with one sharded (ZeRO) strategy, under torchrun.",
-            REGISTRY,
-            ("--ddp-choice", "--shard-choice"),
-        )
+        train_from_command_line("Train a model with one sharded (ZeRO) strategy.", REGISTRY, aliases=["--shard-choice"])
     )

@@ -1,1 +1,1 @@
-"""From trace files and run records to tables and pages. Imports neither `training` nor torch: it reads files."""
+"""From trace files and run records to tables and pages. It reads files, and imports neither torch nor a strategy."""

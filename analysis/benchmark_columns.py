@@ -1,4 +1,4 @@
-"""The columns of the collective benchmark's CSV; pages and `docs/command-line.md` follow this table."""
+"""The columns of the collective benchmark's CSV. Its page and `docs/command-line.md` use the same texts."""
 
 from analysis.columns import Column
 

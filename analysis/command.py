@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from analysis.errors import TraceError
+from analysis.errors import TraceError, listed
 from analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
-from analysis.wording import listed
 
 if TYPE_CHECKING:
     from analysis.summary import WindowAnalysis
@@ -30,26 +29,26 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--select",
         choices=("latest", "all"),
         default="latest",
-        help="analyse the newest profile window, or all of them, a folder each (default: latest)",
+        help="analyse the newest profile window, or all windows, each in its own folder (default: latest)",
     )
     parser.add_argument(
         "--include-last-step",
         action="store_true",
-        help="analyse the last profiled step too, whose end a GPU trace may have cut off",
+        help="analyse the last profiled step too; a GPU trace may have cut off its end",
     )
     parser.add_argument(
-        "--enable-multiprocessing", action="store_true", help="read ranks in parallel, in a process a core"
+        "--enable-multiprocessing", action="store_true", help="read ranks in parallel, one process a core"
     )
     parser.add_argument(
         "--output-dir",
         type=Path,
-        help="where the report goes (default: the trace folder with profile* replaced by reports*)",
+        help="folder of the report (default: the trace folder with profile* replaced by reports*)",
     )
     return parser
 
 
 def main(description: str, report_root: str, arguments: Sequence[str] | None = None) -> int:
-    """Analyse as the command line says, and answer with the exit code; a problem is one line on standard error."""
+    """Analyse as the command line says, and return the exit code. A problem is one line on standard error."""
     options = build_parser(description).parse_args(arguments)
     try:
         pages = analyse(options, report_root)
@@ -62,10 +61,10 @@ def main(description: str, report_root: str, arguments: Sequence[str] | None = N
 
 
 def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
-    """Write the reports that `options` asks for.
+    """Write the reports of `options`, and return their pages.
 
     Raises:
-        TraceError: traces cannot be used, or reports not written.
+        TraceError: traces cannot be used, or reports cannot be written.
     """
     if options.trace_files:
         for path in options.trace_files:
@@ -84,7 +83,8 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     for index, window in enumerate(chosen):
         target = folder / f"run_{index}_{window_time(window)}" if options.select == "all" else folder
         try:
-            report_on_window(window, trace_dir.resolve().name, target, options)
+            choice = trace_dir.resolve().name
+            report_on_window(window, choice, target, options.include_last_step, options.enable_multiprocessing)
         except TraceError as error:
             problems.append(error)
         else:
@@ -96,23 +96,20 @@ def analyse(options: argparse.Namespace, report_root: str) -> list[Path]:
     return pages
 
 
-def report_on_window(window: Window, choice: str, folder: Path, options: argparse.Namespace) -> "WindowAnalysis":
-    """Analyse one window, write its `summary.*` into `folder`, and answer with what was found.
+def report_on_window(
+    window: Window, choice: str, folder: Path, include_last_step: bool = False, multiprocessing: bool = False
+) -> "WindowAnalysis":
+    """Analyse one window, write its `summary.*` into `folder`, and return the analysis.
 
-    Shows a progress bar by rank on a terminal.
+    A terminal shows the progress over ranks.
     """
-    from analysis.report.summary_page import write_summary
+    from analysis.report.pages.summary import write_summary
     from analysis.summary import analyse_window
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"reading {choice}", total=len(window.files))
-        analysis = analyse_window(
-            window,
-            options.include_last_step,
-            options.enable_multiprocessing,
-            on_rank=lambda rank: progress.advance(task),
-        )
+        analysis = analyse_window(window, include_last_step, multiprocessing, lambda rank: progress.advance(task))
     for problem in analysis.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if analysis.problems:
@@ -132,7 +129,7 @@ def report_folder(trace_dir: Path, report_root: str) -> Path:
 
 
 def window_time(window: Window) -> str:
-    """When the window's run began, from its id, or when its first file was written."""
+    """When the window's run began, from its id; otherwise when its first file was written."""
     if match := RUN_ID_TIME.match(window.run_id):
         return match[1]
     written = next(iter(window.files.values())).stat().st_mtime

@@ -1,5 +1,17 @@
-"""Errors that a person can act on."""
+"""Errors that a person can act on, and lists in their messages."""
+
+from collections.abc import Sequence
+
+MOST_LISTED = 12
 
 
 class TraceError(Exception):
     """A trace or run record that cannot be used. The message names the file, what is wrong and what to do."""
+
+
+def listed(things: Sequence[object]) -> str:
+    """`a`; `a and b`; `a, b and c`; of many, the first few and how many more."""
+    if len(things) > MOST_LISTED:
+        return f"{', '.join(map(str, things[:MOST_LISTED]))} and {len(things) - MOST_LISTED} more"
+    names = [str(thing) for thing in things]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

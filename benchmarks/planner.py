@@ -1,38 +1,46 @@
-"""What the planner predicts, held against what was measured: every error, mean, best and worst.
+"""What the planner predicts against what was measured: every error, mean, smallest and largest.
 
     python benchmarks/planner.py t4        # the published table of two T4s; nothing is measured here
     python benchmarks/planner.py memory    # bytes of every choice, against real ranks of this machine
-    python benchmarks/planner.py lab       # step times and peaks over links of several rates (root, a quiet machine)
+    python benchmarks/planner.py lab       # step times, too; also over links of several rates (root, a quiet machine)
 
-`python benchmarks/planner.py COMMAND --help` lists the flags of a command. What the figures are is in docs/planner.md.
+`python benchmarks/planner.py COMMAND --help` lists the flags of a command. What the figures mean is in docs/planner.md.
 Exit code 0: done. 1: something could not be measured or predicted; one line on standard error says why. 2: the command
 line makes no sense.
 """
 
 import argparse
-import importlib
 import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from training.cli import OneLineParser
 from training.errors import UserError
 from training.process.environment import ENVIRONMENT
 
-COMMANDS = {name: f"benchmarks.predictions.{name}_command" for name in ("t4", "memory", "lab")}
+HAND_WRITTEN = "simple_ddp,flat_ddp,simple_ddp_hook,simple_ddp_async,bucket_ddp_async,zero1,zero2,zero3"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        found = importlib.import_module(module)
-        found.add_flags(commands.add_parser(name, help=found.__doc__, description=found.__doc__, allow_abbrev=False))
+    t4, memory, lab = (commands.add_parser(name, allow_abbrev=False) for name in ("t4", "memory", "lab"))
+    memory.set_defaults(rates="loopback", rounds=0, output_dir=None, grad_accum_steps=2)
+    lab.set_defaults(grad_accum_steps=1)
+    default = "(default: %(default)s)"
+    for command, models, choices in ((memory, "sample,mlp", None), (lab, "mlp-wide", HAND_WRITTEN)):
+        add = command.add_argument
+        add("--models", default=models, help=f"of sample, mlp, mlp-wide {default}")
+        add("--choices", default=choices, help="strategies, with commas between (default: %(default)s; None: all)")
+        add("--ranks", type=int, default=2, help=f"number of real ranks over Gloo {default}")
+    add("--rates", default="loopback", help=f"of links, such as 250mbit,1gbit, which needs root {default}")
+    add("--rounds", type=int, default=5, help=f"of three steps of a choice; the median counts {default}")
+    add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
+    for command in (t4, memory, lab):
+        command.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
     return parser
 
 
@@ -40,13 +48,13 @@ def main() -> int:
     for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
         os.environ.setdefault(name, value)
     options = build_parser().parse_args()
+    from benchmarks.predictions import machine, t4
+
     try:
-        importlib.import_module(COMMANDS[options.command]).run(options)
+        (t4 if options.command == "t4" else machine).run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -76,7 +76,7 @@ def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], 
         expected_state_bytes=sum(strategy.expected_memory(model_size).values()),
         wire_bytes=lambda: sum(each.wire_bytes for each in strategy.expected_traffic(config.grad_accum_steps)),
         settling_steps=max(1, strategy.settling_steps),
-        notes=strategy.remarks,
+        notes=strategy.notes,
     )
 
 

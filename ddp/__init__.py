@@ -1,4 +1,8 @@
-"""Hand-written data parallelism, one variant a file, with PyTorch's own beside them."""
+"""Hand-written data parallelism, one variant a file, with PyTorch's own beside them.
+
+Reading order: simple_ddp, simple_ddp_ga, flat_ddp, simple_ddp_hook, simple_ddp_async, bucket_ddp_async
+(docs/how-it-works/README.md names the files that each one needs).
+"""
 
 from training.registry import Registry
 

@@ -1,15 +1,15 @@
 """Which gradients to all-reduce together, given when each is ready and what an all-reduce costs on this link.
 
-Pure functions: numbers in, boundaries out. The model behind them is a queue with one server, the link. Backward makes
-gradient i at `ready[i]`. A bucket can start when its last gradient is there and the bucket before it has left the link,
-and keeps the link for `cost(bytes)`. A collective has latencies and phases in which the link rests, which the next one
-fills; the last has no next one, and takes `tail(bytes)` longer. If parameters are updated bucket by bucket, a second
-server follows, the optimizer, which begins when backward has ended and takes `update(bytes)`.
+Pure functions: numbers in, boundaries out. The model is a queue with one server, the link. Backward makes gradient i at
+`ready[i]`. A bucket starts when its last gradient is there and the bucket before it has left the link, and occupies the
+link for `cost(bytes)`. The latency of one collective overlaps with the next one. The last has no next one, and takes
+`tail(bytes)` longer. If parameters are updated bucket by bucket, the optimizer is a second server behind the first: it
+begins when backward has ended, and takes `update(bytes)`.
 
-Small buckets start early and leave little after backward; large ones have fewer latencies. So a link that is the
-bottleneck wants a small first bucket, which starts it early, and a small last one, behind which it rests; a link that
-waits for backward wants a small last one, and few in all. No bucket may keep the link for `longest`: the queue of the
-model always has work, but on a busy machine threads come late, and then it is well to have several under way.
+Small buckets start early and leave little after backward; large buckets pay fewer latencies. So if the link is the
+bottleneck, the first and the last bucket are small. If backward is the bottleneck, the last bucket is small and there
+are few in all. No bucket of several gradients may occupy the link for more than `longest`: a thread that starts a
+collective may come late on a busy machine, and other buckets then keep the link busy.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ import numpy as np
 USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
 MOST_PIECES = 96
-"""Gradients are planned in at most about this many pieces; neighbours that are small beside the whole go together."""
+"""Gradients are planned in about this many pieces at most; small neighbours form one piece."""
 Cost = Callable[[np.ndarray], np.ndarray]
 """Bytes of several buckets -> seconds of each."""
 
@@ -34,16 +34,16 @@ def nothing(payload: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a plan is made for. All sequences have a value a gradient, in the order in which gradients become ready.
+    """What a plan is made for. Sequences have one value a gradient, in the order in which gradients become ready.
 
     Attributes:
-        ready: Seconds at which backward has made it; non-decreasing.
+        ready: Seconds at which backward has made the gradient; non-decreasing.
         payload: Bytes.
         kind: Gradients of different kinds (dtype, device) cannot share a bucket.
-        cost: Seconds that an all-reduce keeps the link, by its bytes.
-        tail: Seconds more that the last bucket takes, by its bytes.
+        cost: Seconds for which an all-reduce occupies the link, by its bytes.
+        tail: Additional seconds of the last bucket, by its bytes.
         update: Seconds that the optimizer takes for a bucket, if it updates one while others are being reduced.
-        longest: Seconds for which a bucket of several gradients may keep the link.
+        longest: Seconds for which a bucket of several gradients may occupy the link.
         overhead: Seconds that each bucket costs backward and optimizer, whatever the link does.
     """
 
@@ -58,11 +58,11 @@ class Timeline:
 
 
 class State(NamedTuple):
-    """What matters of buckets over the first gradients to those that follow: seconds, less is better in all of them.
+    """Buckets over the first gradients, as far as later buckets depend on them. Less is better in all fields.
 
     Attributes:
-        done: When all of these buckets are reduced, and updated if they are updated one by one.
-        free: When the link is free.
+        done: Seconds at which all these buckets are reduced (and updated, if they are updated one by one).
+        free: Seconds at which the link is free.
         ends: Of each bucket, the index after its last gradient.
     """
 
@@ -102,9 +102,9 @@ def finish_time(timeline: Timeline, ends: Sequence[int]) -> float:
 def plan(timeline: Timeline) -> list[int]:
     """The boundaries with the least `finish_time`, and of those with the same, the fewest buckets.
 
-    Dynamic programming over prefixes. What follows a prefix depends only on the two times of its `State`, and never
-    gains from a later one; so of all bucketings of a prefix, those suffice that no other beats in both times and in the
-    number of buckets. Exact for the pieces of `coarse_ends`.
+    Dynamic programming over prefixes. What follows a prefix depends only on the two times of its `State`, and is never
+    better for a later one. So of all bucketings of a prefix, only those are kept that no other beats in both times and
+    in the number of buckets. Exact for the pieces of `coarse_ends`.
 
     Returns:
         Of each bucket, the index after its last gradient.
@@ -140,7 +140,7 @@ def undominated(states: Sequence[State]) -> list[State]:
 
 
 def coarse_ends(timeline: Timeline) -> list[int]:
-    """Where a bucket may end: after every gradient, unless there are many; then, small neighbours go together."""
+    """Where a bucket may end: after every gradient; if there are many, after groups of small neighbours."""
     least = sum(timeline.payload) / MOST_PIECES if len(timeline.payload) > MOST_PIECES else 0
     ends: list[int] = []
     held = 0
@@ -154,7 +154,7 @@ def coarse_ends(timeline: Timeline) -> list[int]:
 
 
 def describe(timeline: Timeline, ends: Sequence[int]) -> str:
-    """A plan in one sentence, beside equal buckets of the usual size."""
+    """A plan in one sentence, compared with buckets of the usual size."""
     sizes = [sum(timeline.payload[start:end]) / 2**20 for start, end in pairwise([0, *ends])]
     usual: list[int] = []
     start = 0

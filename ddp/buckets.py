@@ -25,12 +25,21 @@ class Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = self.flat.split([p.numel() for p in parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        self.missing = len(parameters)
-        self.is_started = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step: all gradients are still to come."""
+        self.missing = len(self.parameters)
         self.work: Any = None
 
     def place_gradient(self, slot: int) -> None:
-        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
+        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values.
+
+        Raises:
+            RuntimeError: the bucket is being reduced already.
+        """
+        if self.work is not None:
+            raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
         parameter, view = self.parameters[slot], self.views[slot]
         if parameter.grad is None:
             view.zero_()
@@ -39,16 +48,10 @@ class Bucket:
         parameter.grad = view
 
     def complete(self) -> None:
-        """Make sure that every gradient lies in the buffer."""
+        """Put zeros where this rank made no gradient in this step."""
         for slot in range(len(self.parameters)):
-            if self.parameters[slot].grad is not self.views[slot]:  # not used on this rank in this step
+            if self.parameters[slot].grad is not self.views[slot]:
                 self.place_gradient(slot)
-
-    def reset(self) -> None:
-        """Await the gradients of the next step."""
-        self.missing = len(self.parameters)
-        self.is_started = False
-        self.work = None
 
 
 def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:

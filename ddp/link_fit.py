@@ -1,11 +1,10 @@
-"""What `bucket_ddp_async` finds out in its first steps, on which its buckets are then planned.
+"""What `bucket_ddp_async` measures in its first steps, from which its buckets are then planned.
 
-Four ordinary optimizer steps are watched, whose all-reduces wait for the end of backward: so each gradient is ready
-when backward, which nothing disturbs, has made it. The first does not count, since allocators and caches settle in it.
-Then all-reduces of a few sizes are timed. Ranks take the slowest of them in everything, and plan on the same figures.
+Four ordinary optimizer steps are watched. Their all-reduces wait for the end of backward, so communication does not
+disturb the moments at which gradients become ready. The first of the four does not count: allocators and caches settle
+in it. Then all-reduces of a few sizes are timed. All ranks use the slowest rank's figures, so they make the same plan.
 
-That communication slows backward down where both share cores is not measured: in four steps it cannot be told from
-noise, and plans that believed such figures were worse than those that do not.
+How much communication slows backward down is not measured: in four steps it cannot be told from noise.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +22,13 @@ from training.replicated import bytes_of
 
 WATCHED_STEPS = 4
 SETTLING_STEPS = 1
-"""Of the watched ones."""
+"""How many of the watched steps do not count."""
 PROBE_BYTES = (2**12, 2**22)
 IN_FLIGHT, REPEATS = 4, 5
 OVERHEAD = 0.01
-"""By how much of backward each bucket must pay off: threads have to wake for it, and what was measured is not exact."""
+"""The share of backward that a bucket must save: each bucket costs thread wake-ups, and measurements are not exact."""
 LONGEST = 0.3
-"""For how much of backward a bucket may keep the link."""
+"""The share of backward for which a bucket may occupy the link."""
 
 
 class LinkFit:
@@ -51,7 +50,7 @@ class LinkFit:
 
     @property
     def is_due(self) -> bool:
-        """Whether all steps have been watched."""
+        """Whether enough steps have been watched."""
         return len(self._marks) == WATCHED_STEPS
 
     def on_gradient(self, parameter: Tensor) -> None:
@@ -59,7 +58,7 @@ class LinkFit:
         self._marks[-1][self._place[parameter]] = self._stopwatch.mark()
 
     def time_update(self, step: Callable[[], None]) -> None:
-        """Make an optimizer step."""
+        """Make an optimizer step, and time it."""
         marks = [self._stopwatch.mark()]
         step()
         self._updates.append([*marks, self._stopwatch.mark()])
@@ -91,7 +90,7 @@ class LinkFit:
         )
 
     def _moments(self, marks: dict[int, Any]) -> Tensor:
-        """(parameters,) seconds after the first gradient; of a parameter that got none, the last gradient's."""
+        """Seconds after the first gradient, (parameters,). A parameter without gradient counts as the last."""
         seconds = dict(zip(marks, self._stopwatch.seconds_since_first(list(marks.values())), strict=True))
         last = max(seconds.values(), default=0.0)
         found = [seconds.get(index, last) for index in range(len(self._parameters))]
@@ -99,11 +98,11 @@ class LinkFit:
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device, stopwatch: Stopwatch) -> tuple[Cost, Cost]:
-    """Seconds that an all-reduce keeps the link, and how much longer one takes that no other follows. Collective.
+    """Seconds for which an all-reduce occupies the link, and how much longer the last one takes. Collective.
 
-    The first is what one more of the same size adds to those that are under way already, since buckets follow each
-    other like that. Both are a latency and a time for each byte (Hockney, 1994), from a small size and a large one:
-    sizes between would show the processor's caches, in which gradients do not lie.
+    The first is what one more all-reduce adds to others in flight. Both are a latency and a time for each byte
+    (Hockney, 1994), fitted to a small size and a large one. Sizes between would fit into the processor's caches, where
+    gradients do not lie.
     """
     buffer = torch.zeros(IN_FLIGHT * PROBE_BYTES[-1] // 4, device=device)
     seconds = torch.zeros(2, len(PROBE_BYTES), REPEATS, dtype=torch.float64, device=device)
@@ -127,7 +126,7 @@ def straight_line(seconds: np.ndarray) -> Cost:
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:
-    """Seconds from when all ranks are here until all `pieces` are reduced on this one."""
+    """Seconds from a barrier until all `pieces` are reduced on this rank."""
     dist.barrier(group)
     start = stopwatch.mark()
     works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]

@@ -1,20 +1,18 @@
-"""All-reduce a gradient in the hook that autograd runs when it is ready, and wait for it there.
+"""All-reduce each gradient in the hook that autograd runs when the gradient is ready, and wait for it there.
 
 Backward makes gradients one by one, from the last layer to the first. A hook on each parameter can therefore reduce
-its gradient while later ones do not exist yet. Here the hook waits for the all-reduce, so backward stands still
-meanwhile: the traffic is that of `simple_ddp_ga`, 2(N-1)/N * P elements in one all-reduce a parameter, and nothing is
-hidden. It is the step between `simple_ddp_ga` and `simple_ddp_async`, which differs from it by not waiting.
+its gradient before the earlier layers have theirs. Here the hook waits for the all-reduce, so backward stands still
+meanwhile. The traffic is that of `simple_ddp_ga`: 2(N-1)/N * P elements, one all-reduce a parameter. Nothing is hidden.
+`simple_ddp_async` differs only in that it does not wait.
 
-The order of collectives must be the same on every rank, and the order in which hooks fire need not be: ranks may use
-different parameters. So gradients are reduced in one fixed order, reversed parameter order, which is roughly the order
-of backward. A gradient that is ready early waits for those before it; what backward never made is reduced as zeros.
+Hooks may fire in another order on another rank. So all ranks reduce in one fixed order: reversed parameter order, which
+is roughly the order of backward. A gradient that backward does not make on this rank is reduced as zeros.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ddp.fixed_order import FixedOrder
 from training.communication.traffic import Collective
 from training.replicated import ReplicatedStrategy
 
@@ -24,39 +22,27 @@ class HookDDP(ReplicatedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        self._order = list(reversed(self.trainable.values()))
-        self._ready = [False] * len(self._order)
-        self._next = 0
-        for index, parameter in enumerate(self._order):
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(index))
+        self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))
+        for parameter in self.trainable.values():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def before_step(self) -> None:
         super().before_step()
-        self._ready = [False] * len(self._order)
-        self._next = 0
+        self._order.restart()
 
-    def _on_gradient_ready(self, index: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if not self.synchronizes_gradients:
-                return
-            if index < self._next:
-                raise RuntimeError("a parameter received a second gradient after its first was reduced")
-            self._ready[index] = True
-            while self._next < len(self._order) and self._ready[self._next]:
-                self._reduce_next()
+    def _on_gradient_ready(self, parameter: Tensor) -> None:
+        if self.synchronizes_gradients:
+            for next_parameter in self._order.ready(parameter):
+                self._reduce(next_parameter)
 
-        return hook
-
-    def _reduce_next(self) -> None:
-        parameter = self._order[self._next]
+    def _reduce(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.all_reduce(parameter.grad)
-        self._next += 1
 
     def finish_gradient_synchronization(self) -> None:
-        while self._next < len(self._order):
-            self._reduce_next()
+        for parameter in self._order.rest():  # behind a gradient that backward did not make on this rank
+            self._reduce(parameter)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

@@ -1,6 +1,6 @@
-"""Why NCCL or Gloo hangs, fails or crawls: from topology, logs, flight-recorder dumps, or this machine itself.
+"""Why NCCL or Gloo hangs, fails or is slow: from topology, logs, flight-recorder dumps, or this machine itself.
 
-Texts and dumps are read into facts (`facts`), rules (`rules/*.toml`, with predicates for what a regular expression
-cannot say) are held against them, and the first finding is the verdict (`diagnosis`). Nothing here imports
-torch.distributed, except `live`, which measures.
+`reading` turns texts and dumps into data, and `facts` holds the data together. Rules (`rules/*.toml`, with `predicates`
+for what a regular expression cannot say) are applied to the facts, and the first finding is the verdict (`diagnosis`).
+Only `live`, which measures, imports torch.distributed.
 """

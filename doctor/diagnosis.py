@@ -1,16 +1,16 @@
-"""Rules held against facts: what was found, the verdict first."""
+"""Rules applied to facts: what was found, the verdict first."""
 
 from dataclasses import dataclass
 
-from doctor.facts import Facts
+from doctor.facts import Facts, Match
 from doctor.predicates import PREDICATES
+from doctor.reading.texts import Line
 from doctor.rulebook import KINDS, Advice, Rule, all_rules
-from doctor.texts import Line, first_lines
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that fired, with the lines that made it fire and what they say in this case."""
+    """A rule that applies: the lines that show it, what they mean in this case, and the advice with a heading each."""
 
     rule: Rule
     lines: list[Line]
@@ -19,25 +19,23 @@ class Finding:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Everything that rules find, the verdict first; empty if nothing is known to be wrong."""
+    """All findings, the verdict first; empty if no rule applies."""
     found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
-    return sorted(found, key=lambda finding: KINDS.index(finding.rule.kind))  # stable: the rules' own order within
+    order = list(KINDS)
+    return sorted(found, key=lambda finding: order.index(finding.rule.kind))  # stable: the rules' own order within
 
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
-    lines, details = [line for pattern in rule.compiled for line in facts.search(pattern)], []
-    if rule.predicate:
-        match = PREDICATES[rule.predicate](facts)
-        if match:
-            lines += match.lines
-            details += match.details
-    if not lines and not details:
+    lines = [line for pattern in rule.compiled for line in facts.search(pattern)]
+    match = (PREDICATES[rule.predicate](facts) if rule.predicate else None) or Match([])
+    lines = list(dict.fromkeys(lines + match.lines))
+    if not lines and not match.details:
         return None
-    return Finding(rule, first_lines(lines), details, _advice(rule, facts.is_virtual))
+    return Finding(rule, lines, match.details, _advice(rule, facts.is_virtual))
 
 
 def _advice(rule: Rule, is_virtual: bool | None) -> list[tuple[str, Advice]]:
-    """The advice with a heading each; both kinds where nobody knows whether this is a virtual machine."""
+    """The advice for this machine; both kinds if it is unknown whether it is virtual."""
     if rule.in_vm is None:
         return [("Try", rule.advice)]
     if is_virtual is None:

@@ -1,16 +1,16 @@
-"""Everything that was read, in the form in which rules ask for it."""
+"""Everything that was read, in the form in which rules need it."""
 
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from doctor.comparison import Parting, compare
-from doctor.flight_recorder import Dump
-from doctor.machine import Machine
-from doctor.nccl_log import Process, read_processes
-from doctor.texts import Line, Text
-from doctor.topology import Topology
+from doctor.comparison import Divergence, compare
+from doctor.live.machine import Machine
+from doctor.reading.flight_recorder import Dump
+from doctor.reading.nccl_log import Process, read_processes
+from doctor.reading.texts import Line, Text
+from doctor.reading.topology import Topology
 
 _WATCHDOG = re.compile(
     r"Rank (\d{1,6})\] ?Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
@@ -29,13 +29,21 @@ _VIRTUAL = re.compile(
     r"|\b(?:QEMU|VMware|Xen) (?:Standard|Virtual)|DMI: Amazon EC2"
 )
 EARLY = 3
-"""A hang in a group's first collectives: DDP checks and broadcasts parameters before anything else, so nothing that
-the program did later can be the reason."""
+"""A hang in one of a group's first collectives cannot come from what the program did later: DDP checks and broadcasts
+parameters before anything else."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a predicate finds: lines to quote, and sentences on what they mean in this case."""
+
+    lines: list[Line]
+    details: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Timeout:
-    """A collective that torch's NCCL watchdog gave up on."""
+    """A collective that torch's NCCL watchdog gave up."""
 
     rank: int
     seq: int
@@ -46,12 +54,11 @@ class Timeout:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank's queue in a process group had come when the watchdog spoke."""
+    """How many collectives of a group a rank had issued when its watchdog gave up."""
 
     group: str
     rank: int
     enqueued: int
-    completed: int
     line: Line
 
 
@@ -69,16 +76,12 @@ class Facts:
         return read_processes(self.texts)
 
     @cached_property
-    def partings(self) -> list[Parting]:
-        return compare(self.dumps) if self.dumps else []
+    def divergences(self) -> list[Divergence]:
+        return compare(self.dumps)
 
     def search(self, pattern: re.Pattern[str]) -> list[Line]:
         """The lines of all texts in which `pattern` is found."""
         return [line for text in self.texts for line in text.search(pattern)]
-
-    @cached_property
-    def hosts(self) -> set[str]:
-        return {process.host for process in self.processes}
 
     @cached_property
     def timeouts(self) -> list[Timeout]:
@@ -90,33 +93,33 @@ class Facts:
     @cached_property
     def progress(self) -> list[Progress]:
         return [
-            Progress(match[1].strip(), int(match[2]), int(match[3]), int(match[4]), line)
-            for line, match in self._matches(_ENQUEUED)
+            Progress(match[1].strip(), int(match[2]), int(match[3]), line) for line, match in self._matches(_ENQUEUED)
         ]
 
     @cached_property
     def hangs(self) -> list[Line]:
-        """Lines in which a collective is said to have run out of time."""
+        """Lines that say that a collective ran out of time."""
         return self.search(_HANG)
 
     @property
     def hung_early(self) -> list[Line]:
-        """Evidence that one of the first collectives of a group never ended; empty where there is none."""
+        """Evidence that one of the first collectives of a group never ended; empty if there is none."""
         lines = [timeout.line for timeout in self.timeouts if timeout.seq <= EARLY]
-        stuck = [parting for parting in self.partings if parting.what == "stuck" and parting.seq <= EARLY]
-        return lines + [Line(self.dumps[0].path, 0, sentence) for parting in stuck for sentence in parting.sentences]
+        stuck = [found for found in self.divergences if found.what == "stuck" and found.seq <= EARLY]
+        return lines + [Line(self.dumps[0].path, 0, sentence) for found in stuck for sentence in found.sentences]
 
     @cached_property
     def is_virtual(self) -> bool | None:
-        """Whether this is a virtual machine; None where nothing says so."""
+        """Whether this is a virtual machine; None if unknown."""
         if self.machine:
             return self.machine.is_virtual
         return True if self.search(_VIRTUAL) else None
 
     @cached_property
     def is_multi_node(self) -> bool:
-        """Whether ranks of several hosts speak, or one host's ranks use the network."""
-        return len(self.hosts) > 1 or any(process.used("NET/") for process in self.processes)
+        """Whether the log has ranks of several hosts, or ranks of one host that use the network."""
+        hosts = {process.host for process in self.processes}
+        return len(hosts) > 1 or any(process.used("NET/") for process in self.processes)
 
     def _matches(self, pattern: re.Pattern[str]) -> list[tuple[Line, re.Match[str]]]:
         return [(line, match) for line in self.search(pattern) if (match := pattern.search(line.text))]

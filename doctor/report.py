@@ -1,4 +1,4 @@
-"""What the doctor says: the verdict first, then what to do about it, then what else was found and looked at."""
+"""The doctor's report: the verdict first, then what to do about it, then everything else that was found and read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,17 +8,15 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from doctor.diagnosis import Finding
-from doctor.inputs import Inputs, looked_for
-from doctor.live import Live
-from doctor.nccl_log import differences
-from doctor.rulebook import Advice
-from doctor.texts import count_of
+from doctor.live.results import Live
+from doctor.reading.inputs import Inputs, looked_for
+from doctor.reading.nccl_log import differences
+from doctor.reading.texts import count_of
 from doctor.views import print_matrix, process_table, topology_table, write_live
 
 MOST_LINES = 6
-"""Lines of evidence that are quoted; the rest is counted."""
+"""Quoted lines of evidence; further lines are counted."""
 SCHEMA_VERSION = 1
-KNOWN_FROM = {"certain": "certain", "likely": "likely", "possible": "possible, to be confirmed"}
 
 
 def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> None:
@@ -28,7 +26,7 @@ def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, 
         seen = ", ".join(looked_for(inputs.facts))
         _say(console, "Verdict: unknown.", "bold")
         _say(console, f"No rule found anything wrong in {seen}.")
-        _say(console, "If it hangs all the same: docs/hangs.md says what to collect, and how.")
+        _say(console, "If the job still hangs: docs/hangs.md says what to collect, and how.")
     if len(findings) > 1:
         _say(console, "\nFound as well", "bold")
         for finding in findings[1:]:
@@ -59,48 +57,38 @@ def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, 
 
 
 def _write_finding(console: Console, finding: Finding, is_verdict: bool) -> None:
-    rule = finding.rule
-    head = f"Verdict: {rule.verdict}" if is_verdict else f"\n- {rule.verdict}"
-    _say(console, head, "bold")
-    _say(console, f"  {KNOWN_FROM[rule.confidence]}; rule {rule.name}")
-    for detail in finding.details:
-        _say(console, f"  {detail}")
-    for line in finding.lines[: MOST_LINES if is_verdict else 2]:
+    rule, most = finding.rule, MOST_LINES if is_verdict else 2
+    to_confirm = ", to be confirmed" if rule.confidence == "possible" else ""
+    _say(console, f"Verdict: {rule.verdict}" if is_verdict else f"\n- {rule.verdict}", "bold")
+    for text in (f"{rule.confidence}{to_confirm}; rule {rule.name}", *finding.details):
+        _say(console, f"  {text}")
+    for line in finding.lines[:most]:
         _say(console, f"  {line.place}: {line.text.strip()}", "cyan")
-    left = len(finding.lines) - (MOST_LINES if is_verdict else 2)
-    if left > 0:
-        _say(console, f"  and {count_of(left, 'more such line')}")
+    if len(finding.lines) > most:
+        _say(console, f"  and {count_of(len(finding.lines) - most, 'more such line')}")
     if is_verdict:
         _say(console, f"\nWhy\n  {rule.why}")
     for heading, advice in finding.advice:
-        _write_advice(console, heading, advice, is_verdict)
+        _say(console, f"\n{heading}" if is_verdict else f"  {heading}")
+        for step in advice.steps:
+            _say(console, f"  {'-' if is_verdict else '  -'} {step}")
+        for variable in advice.variables:
+            _say(console, f"  {variable.name}: {variable.value}", "green")
+            _say(console, f"      does: {variable.does}\n      costs: {variable.costs}")
     if is_verdict:
-        _say(console, "\nTo confirm")
-        for step in rule.confirm:
-            _say(console, f"  - {step}")
-        _say(console, "\nSource")
-        for source in rule.sources:
-            _say(console, f"  {source}")
+        _say(console, "\n".join(["\nTo confirm", *(f"  - {step}" for step in rule.confirm)]))
+        _say(console, "\n".join(["\nSource", *(f"  {source}" for source in rule.sources)]))
     else:
-        _say(console, f"  more: docs/hangs.md#{rule.name}, with source and how to confirm")
-
-
-def _write_advice(console: Console, heading: str, advice: Advice, is_verdict: bool) -> None:
-    _say(console, f"\n{heading}" if is_verdict else f"  {heading}")
-    for step in advice.steps:
-        _say(console, f"  {'-' if is_verdict else '  -'} {step}")
-    for variable in advice.variables:
-        _say(console, f"  {variable.name}: {variable.value}", "green")
-        _say(console, f"      does: {variable.does}\n      costs: {variable.costs}")
+        _say(console, f"  more: python scripts/doctor.py --rules, under {rule.name}, with source and how to confirm")
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Print as it is: nothing in a log is taken for markup, and no quoted line is broken."""
+    """Print a text as it is: nothing in a log is markup, and no quoted line is wrapped."""
     console.print(Styled(text, style=style), soft_wrap=True)
 
 
 def to_json(findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> str:
-    """The same for machines; its fields stand in docs/command-line.md."""
+    """The report for machines. docs/command-line.md has its fields."""
     facts = inputs.facts
     content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

@@ -1,8 +1,8 @@
-"""The rules, as data: `rules/*.toml`, in the order in which they win the first verdict.
+"""The rules, as data: `rules/*.toml`, in the order in which they win the verdict.
 
-A rule fires if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
-says so. Its kind says what it tells, and decides what comes first: a `cause`, a `place` (who is behind, not why), a
-`suspicion` (explains a hang or slowness, if there is one) or a `symptom` (that something failed, not why).
+A rule applies if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
+says so. Its kind decides what comes first: a `cause`, a `place` (which rank is behind, not why), a `suspicion` (it
+explains a hang or slowness, if there is one) or a `symptom` (something failed, not why).
 """
 
 import re
@@ -14,11 +14,17 @@ from typing import Literal
 import msgspec
 
 FOLDER = Path(__file__).parent / "rules"
-KINDS = ["cause", "place", "suspicion", "symptom"]
+KINDS = {
+    "cause": "names a cause",
+    "place": "says where to look",
+    "suspicion": "explains a hang or slowness, if there is one",
+    "symptom": "says that something failed, not why",
+}
+"""Kinds of rules, the first of which come first, and what they tell."""
 
 
 class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An environment variable to set: exactly what, what it does, and what it costs."""
+    """An environment variable to set: its exact value, what it does, and what it costs."""
 
     name: str
     value: str
@@ -62,3 +68,26 @@ def all_rules() -> list[Rule]:
     for path in sorted(FOLDER.glob("*.toml")):
         rules += msgspec.convert(tomllib.loads(path.read_text()), _File).rule
     return rules
+
+
+def rules_as_markdown() -> str:
+    """A section for each rule; within a kind, the first rule that applies is the verdict."""
+    return "\n\n".join(map(_section, all_rules()))
+
+
+def _section(rule: Rule) -> str:
+    parts = [f"### {rule.name}", f"**{rule.verdict}** ({KINDS[rule.kind]}; {rule.confidence})", rule.why]
+    parts.append(_advice("Try", rule.advice))
+    if rule.in_vm:
+        parts.append(_advice("In a virtual machine", rule.in_vm))
+    parts.append("\n".join(["To confirm:", "", *(f"- {step}" for step in rule.confirm)]))
+    parts.append("Source: " + ", ".join(f"<{source}>" for source in rule.sources))
+    return "\n\n".join(parts)
+
+
+def _advice(heading: str, advice: Advice) -> str:
+    lines = [f"{heading}:", "", *(f"- {step}" for step in advice.steps)]
+    if advice.variables:
+        lines += ["", "| variable | value | does | costs |", "|---|---|---|---|"]
+        lines += [f"| `{v.name}` | {v.value} | {v.does} | {v.costs} |" for v in advice.variables]
+    return "\n".join(lines)

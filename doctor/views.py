@@ -1,4 +1,4 @@
-"""Tables for the terminal: ranks, the topology's matrix, and what `--live` measured."""
+"""Tables for the terminal: ranks, the matrix of a topology, and what `--live` measured."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Styled
 
-from doctor.live import Live
-from doctor.nccl_log import Process
-from doctor.topology import Topology
+from doctor.live.results import Live
+from doctor.reading.nccl_log import Process
+from doctor.reading.topology import Topology
 
 COLOURS = {"X": "dim", "PIX": "green", "PXB": "green", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
 MOST_ROWS = 64
@@ -17,7 +17,7 @@ WIDEST = 1000
 
 
 def process_table(processes: Sequence[Process]) -> Table:
-    """A row a process of NCCL's log."""
+    """A row for each process in NCCL's log."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("rank", "host", "NCCL", "network", "interface", "transports", "GDR", "warnings"):
         table.add_column(name)
@@ -40,7 +40,7 @@ def process_table(processes: Sequence[Process]) -> Table:
 
 
 def topology_table(topology: Topology) -> Table:
-    """The matrix, nearer links in green, across NUMA nodes in red."""
+    """The matrix: near links in green, links across NUMA nodes in red."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
     for device in topology.devices:
@@ -58,7 +58,7 @@ def topology_table(topology: Topology) -> Table:
 
 
 def print_matrix(console: Console, table: Table) -> None:
-    """Print it whole: cells cut off to fit a narrow terminal would be worse than rows that it breaks."""
+    """Print every cell whole. In a narrow terminal, wrapped rows are better than cut cells."""
     width, console.width = console.width, WIDEST
     console.print(table)
     console.width = width

@@ -1,10 +1,10 @@
-"""Memory term by term, by formulas that anybody can check by hand; nothing is run.
+"""Memory term by term, by formulas that can be checked by hand. Nothing is run.
 
 Psi is the number of parameters, N the number of ranks. Model states follow ZeRO (Rajbhandari et al., ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, sections 3.1 and 5). Activations are those
 that autograd keeps for backward in transformers' Llama, Mistral and Qwen2 (SwiGLU, RMSNorm, grouped-query attention by
-`scaled_dot_product_attention`, with a mask where samples of several lengths are padded), found by following
-`torch.autograd.graph.saved_tensors_hooks` and held against them by tests. What a step holds beside these (buffers of
+`scaled_dot_product_attention`, with a mask where samples of several lengths are padded). They were found with
+`torch.autograd.graph.saved_tensors_hooks`, and tests compare them with it. What a step holds besides (buffers of
 collectives, temporaries) is in no formula: `scripts/plan.py` without `memory` counts it by running the strategy.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.columns import MODEL_STATES
+from planner.contracts import MODEL_STATES
 from training.data.reviews import STARS
 
 STAGES = {
@@ -21,40 +21,27 @@ STAGES = {
     "zero2": ("optimizer_state", "gradients"),
     "zero3": ("optimizer_state", "gradients", "parameters"),
 }
-"""What of the model states each rank holds only 1/N of."""
-
-
-@dataclass(frozen=True)
-class StatesPrecision:
-    """Bytes that a parameter takes in each component of the model states, with Adam."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    meaning: str
-
-    def of(self, component: str) -> int:
-        return int(getattr(self, component))
+"""Components of the model states of which each rank holds only 1/N."""
 
 
 PRECISIONS = {
-    "fp32": StatesPrecision(4, 4, 8, "Everything in fp32; Adam keeps two values a parameter."),
-    "bf16": StatesPrecision(
-        4, 4, 8, "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."
-    ),
-    "mixed": StatesPrecision(
-        2, 2, 12, "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values."
+    "fp32": ((4, 4, 8), "Everything in fp32; Adam keeps two values a parameter."),
+    "bf16": ((4, 4, 8), "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."),
+    "mixed": (
+        (2, 2, 12),
+        "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values.",
     ),
 }
+"""Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
 FP32, BF16 = 4, 2
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand.
+    """One term of a sum.
 
     Attributes:
-        formula: In the symbols that the caller explains.
+        formula: In symbols.
         amount: Elements of parameters, or bytes.
     """
 
@@ -65,13 +52,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer, as the formulas see it.
+    """The shape of a decoder-only transformer.
 
     Attributes:
-        gated: SwiGLU with three matrices, or two matrices with something between.
-        biases: Where linear layers have one: `none`, `qkv` or `all`.
-        positions: Learned position embeddings; 0 where positions are rotated in.
-        norm_vectors: Of d_model elements each in one norm: 1 in RMSNorm, 2 in LayerNorm.
+        qkv_biases: Whether queries, keys and values have biases.
     """
 
     d_model: int
@@ -81,10 +65,7 @@ class Decoder:
     kv_heads: int
     head_dim: int
     vocab: int
-    gated: bool = True
-    biases: str = "none"
-    positions: int = 0
-    norm_vectors: int = 1
+    qkv_biases: bool = False
     labels: int = STARS
 
     @property
@@ -97,15 +78,8 @@ class Decoder:
 
     @classmethod
     def of(cls, configuration: Any) -> "Decoder | None":
-        """The shape of transformers' configuration; None if it is of a type that no formula here is for."""
+        """The shape in a configuration of transformers; None if no formula here is for its type."""
         c = configuration
-        if c.model_type == "gpt2":
-            d = c.n_embd
-            return cls(
-                **{"d_model": d, "d_ff": c.n_inner or 4 * d, "layers": c.n_layer, "heads": c.n_head},
-                **{"kv_heads": c.n_head, "head_dim": d // c.n_head, "vocab": c.vocab_size, "gated": False},
-                **{"biases": "all", "positions": c.n_positions, "norm_vectors": 2},
-            )
         if c.model_type not in ("llama", "mistral", "qwen2"):
             return None
         return cls(
@@ -116,41 +90,33 @@ class Decoder:
             kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
             vocab=c.vocab_size,
-            biases="qkv" if c.model_type == "qwen2" else "none",
+            qkv_biases=c.model_type == "qwen2",
         )
 
     def parameter_terms(self) -> list[Term]:
-        """Elements of a classifier's parameters; the output layer of a language model is not among them."""
+        """Elements of a classifier's parameters, without the output layer of a language model."""
         d, f, layers = self.d_model, self.d_ff, self.layers
-        terms = [Term("token embedding", "vocab d_model", self.vocab * d)]
-        if self.positions:
-            terms.append(Term("position embedding", "positions d_model", self.positions * d))
-        terms.append(
+        terms = [
+            Term("token embedding", "vocab d_model", self.vocab * d),
             Term("attention", "layers 2 d_model (d_q + d_kv)", layers * 2 * d * (self.d_q + self.d_kv)),
-        )
-        matrices = 3 if self.gated else 2
-        terms.append(Term("feed-forward", f"layers {matrices} d_model d_ff", layers * matrices * d * f))
-        if self.biases == "qkv":
+            Term("feed-forward", "layers 3 d_model d_ff", layers * 3 * d * f),
+            Term("norms", "(2 layers + 1) d_model", (2 * layers + 1) * d),
+            Term("head", "labels d_model", self.labels * d),
+        ]
+        if self.qkv_biases:
             terms.append(Term("biases", "layers (d_q + 2 d_kv)", layers * (self.d_q + 2 * self.d_kv)))
-        elif self.biases == "all":
-            terms.append(
-                Term("biases", "layers (d_q + 2 d_kv + 2 d_model + d_ff)", layers * (3 * d + 2 * self.d_kv + f))
-            )
-        norms = (2 * layers + 1) * self.norm_vectors * d
-        terms.append(Term("norms", f"(2 layers + 1) {self.norm_vectors} d_model".replace(" 1 d", " d"), norms))
-        terms.append(Term("head", "labels d_model", self.labels * d))
         return terms
 
     def activation_terms(self, samples: int, tokens: int, precision: str) -> list[Term]:
-        """Bytes that autograd keeps for the backward pass of one micro-batch; empty where no formula is known (models
-        with dropout or LayerNorm: those of GPT-2; and 16-bit parameters, `mixed`, which the runner does not have).
+        """Bytes that autograd keeps for the backward pass of one micro-batch. Empty for 16-bit parameters (`mixed`):
+        the runner has none.
 
         Args:
             samples: In the micro-batch (b).
             tokens: Of each sample (s).
-            precision: `fp32`, or `bf16` for autocast: linear layers and attention then keep 16-bit copies of their own.
+            precision: `fp32`, or `bf16` for autocast: linear layers and attention then keep 16-bit copies.
         """
-        if not self.gated or self.norm_vectors != 1 or precision == "mixed":
+        if precision == "mixed":
             return []
         bs, layers, low = samples * tokens, self.layers, BF16 if precision == "bf16" else FP32
         d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv
@@ -182,66 +148,39 @@ class Decoder:
         return terms
 
 
-@dataclass(frozen=True)
-class FeedForward:
-    """Only pairs of linear layers with nothing between, by which very large models are estimated: nearly all their
-    parameters and operations are there.
-    """
-
-    d_model: int
-    d_ff: int
-    layers: int
-
-    def parameter_terms(self) -> list[Term]:
-        return [Term("feed-forward", "layers 2 d_model d_ff", self.layers * 2 * self.d_model * self.d_ff)]
-
-    def activation_terms(self, samples: int, tokens: int, precision: str) -> list[Term]:
-        """Bytes of the inputs of both layers, all that their backward passes need."""
-        each = FP32 if precision == "fp32" else BF16
-        held = samples * tokens * self.layers * (self.d_model + self.d_ff) * each
-        return [Term("inputs of both layers", f"layers b s (d_model + d_ff) {each}", held)]
-
-
 def total(terms: Sequence[Term]) -> float:
     return sum(term.amount for term in terms)
 
 
 def state_bytes(parameters: float, ranks: int, stage: str, precision: str) -> dict[str, float]:
     """Bytes of model states on one rank between two steps, by component; padding is not in it."""
-    states = PRECISIONS[precision]
     return {
-        component: parameters * states.of(component) / (ranks if component in STAGES[stage] else 1)
-        for component in MODEL_STATES
+        component: parameters * size / (ranks if component in STAGES[stage] else 1)
+        for component, size in zip(MODEL_STATES, PRECISIONS[precision][0], strict=True)
     }
 
 
+def bytes_of_a_parameter(stage: str, precision: str) -> tuple[int, int]:
+    """Of one parameter the bytes that every rank holds, and those of which each holds 1/N."""
+    sizes = dict(zip(MODEL_STATES, PRECISIONS[precision][0], strict=True))
+    shared = sum(sizes[component] for component in STAGES[stage])
+    return sum(sizes.values()) - shared, shared
+
+
 def formula(stage: str, precision: str) -> str:
-    """Bytes a parameter: `4 + 12/N`."""
-    states = PRECISIONS[precision]
-    shared = sum(states.of(component) for component in STAGES[stage])
-    whole = sum(states.of(component) for component in MODEL_STATES) - shared
+    """Bytes of a parameter: `4 + 12/N`."""
+    whole, shared = bytes_of_a_parameter(stage, precision)
     return " + ".join(part for part in (f"{whole}" if whole else "", f"{shared}/N" if shared else "") if part)
 
 
 def least_ranks(
-    parameters: float,
-    stage: str,
-    precision: str,
-    memory_bytes: float,
-    activation_bytes: float = 0.0,
-    sharded_activations: float = 0.0,
+    parameters: float, stage: str, precision: str, memory_bytes: float, activation_bytes: float = 0.0
 ) -> int | None:
-    """The smallest number of ranks at which everything is less than `memory_bytes` on each; None if there is none.
+    """The smallest number of ranks at which everything takes less than `memory_bytes` on each; None if there is none.
 
     Args:
-        activation_bytes: Of one rank, before any of them are sharded.
-        sharded_activations: The share of them of which a rank holds 1/N only.
+        activation_bytes: Of one rank.
     """
-    states = PRECISIONS[precision]
-    shared = parameters * sum(states.of(component) for component in STAGES[stage])
-    whole = parameters * sum(states.of(component) for component in MODEL_STATES) - shared
-    shared += activation_bytes * sharded_activations
-    left = memory_bytes - whole - activation_bytes * (1 - sharded_activations)
-    if left <= 0:
-        return None
-    return max(1, int(shared // left) + 1)
+    whole, shared = bytes_of_a_parameter(stage, precision)
+    left = memory_bytes - parameters * whole - activation_bytes
+    return max(1, int(parameters * shared // left) + 1) if left > 0 else None

@@ -1,4 +1,4 @@
-"""What the simulator asks of those who know costs, and what it answers with."""
+"""What the simulator needs from those who know costs, and what it answers with."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,17 @@ from torch import nn
 from training.config import StrategyOptions
 from training.strategy import MicroBatch
 
+MODEL_STATES = ("parameters", "gradients", "optimizer_state")
+COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer states",
+    "activations": "activations",
+    "communication": "communication",
+    "other": "other",
+}
+"""Components of memory, with labels. Every byte of a rank counts as one of them."""
+
 
 @dataclass(frozen=True)
 class OperatorCall:
@@ -20,7 +31,7 @@ class OperatorCall:
         shapes: Of its tensor arguments, in order.
         dtypes: Of the same, without `torch.`: `float32`.
         flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
-        bytes_moved: Bytes of all tensors read and of all written; of one that is changed in place, both.
+        bytes_moved: Bytes of all tensors read and of all written. A tensor that is changed in place counts twice.
     """
 
     name: str
@@ -39,74 +50,48 @@ class OperatorCosts(Protocol):
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """Operator costs in which each operator takes `factor` times as long."""
+
+    costs: OperatorCosts
+    factor: float
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        known = self.costs.seconds(call)
+        return None if known is None else known * self.factor
+
+
+@dataclass(frozen=True)
 class CollectiveCost:
-    """How long a collective takes that has its link to itself: `idle_s + latency_s + transfer_s`.
+    """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
 
     Attributes:
-        latency_s: Is drawn out by compute and by others of its queue at work, as far as `Contention` says.
-        transfer_s: Is drawn out by others on the same link: those at once on it, whose shares add up to more than 1,
-            each advance at 1 / (sum of shares) of their pace.
+        latency_s: Passes side by side with everything else.
+        transfer_s: Shares its link: if the shares of all transfers on a link add up to more than 1, each advances at
+            1 / (sum of shares) of its own pace.
         link: Name of the link it uses.
         share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
             side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
             different roots do not disturb each other.
-        idle_s: In which it waits for what other ranks do: compute alone draws it out. It comes before the others.
     """
 
     latency_s: float
     transfer_s: float
     link: str
     share: float = 1.0
-    idle_s: float = 0.0
 
 
 class CollectiveCosts(Protocol):
     """How long collectives take on a cluster."""
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
-        """Of one collective among `ranks` (numbers in the whole world).
+        """Cost of one collective among `ranks` (numbers in the whole world).
 
         Args:
-            kind: As in `Collective`: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
-                `reduce`, `all_to_all`, `send`, `barrier`, ...
+            kind: One of `planner.costs.volumes.KINDS`.
             payload_bytes: As `training.communication.traffic.Collective` counts them.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Contention:
-    """What compute and communication take from each other while both are under way; 1 is nothing.
-
-    Attributes:
-        compute: Factor on the duration of compute while a collective is in flight.
-        communication: Factor on the duration of a collective while the rank computes.
-        hand_over_s: How long the rank's own thread is busy with handing a collective over.
-        drift: Seconds by which a collective begins later than this rank issues it, since the last of the others is not
-            there yet, after a second of compute since all were level. Ranks drift apart as random walks do: with the
-            square root of that time.
-        most_late: The last of the others is taken to be behind by at most this share of what the rank has computed.
-        together: How many times as long as one that is waited for each of many collectives in flight takes, at least:
-            two whose latencies pass side by side take as long as one, which is 0.5, but latencies may be work of the
-            same cores.
-    """
-
-    compute: float = 1.0
-    communication: float = 1.0
-    hand_over_s: float = 0.0
-    drift: float = 0.0
-    together: float = 0.0
-    most_late: float = 1.0
-
-    def beside(self, payload_bytes: float) -> "Contention":
-        """Itself: the same beside collectives of any payload."""
-        return self
-
-
-class ContentionBySize(Protocol):
-    """What compute and collectives of any payload take from each other."""
-
-    def beside(self, payload_bytes: float) -> Contention: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +101,7 @@ class Setting:
     Attributes:
         choice: Name in `ddp.CHOICES` or `sharding.CHOICES`.
         make_module: Makes the model; called where tensors hold no data.
-        make_micro_batches: One rank's micro-batches of one optimizer step; called where tensors hold data as always, so
+        make_micro_batches: Makes one rank's micro-batches of one optimizer step. Called where tensors hold data, so
             that a model may look for padding.
         make_optimizer: As `Strategy` takes it.
     """
@@ -134,10 +119,10 @@ class Span:
     """Something that took time on one lane of the simulated rank.
 
     Attributes:
-        lane: `compute`; `communication` with a number, since several may be in flight at once; or `phase`, for the part
-            of the step (forward, backward, ...) that the others lie in.
+        lane: `compute`, or `communication` with a number, since several may be in flight at once.
         start_s: From the beginning of the step.
-        details: What is known of it: `phase`; of an operator its `call`; of a collective payload bytes, group size, ...
+        details: Of an operator its `call`, and the `phase` of the step (forward, backward, ...); of a collective
+            `payload_bytes` and `backend`.
     """
 
     lane: str
@@ -149,13 +134,12 @@ class Span:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that the simulated rank holds, by component: `parameters`, `gradients`, `optimizer_state`, `activations`,
-    `communication`, `other`.
+    """Bytes that the simulated rank holds, by component (`COMPONENTS`).
 
     Attributes:
         at_rest: Between two steps.
         at_peak: When the sum is largest.
-        points: Moment in seconds from the beginning of the step, and bytes by component, where they change.
+        points: Moments in seconds from the beginning of the step at which it changes, each with bytes by component.
     """
 
     at_rest: Mapping[str, int]
@@ -169,15 +153,13 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One optimizer step of one rank, after those that a strategy needs to settle.
+    """One optimizer step of one rank, after the steps that the strategy needs to settle.
 
     Attributes:
         compute_s: Time in which the rank computes.
         communication_s: Time in which any collective is in flight.
         exposed_s: Time in which the rank only waits for collectives.
-        without_costs: Operators of which nothing is known, with the number of calls and the bytes that these move.
-        wall_s: What the simulation itself took.
-        reads_bucket_cap: Whether the choice asked how large its buckets may be.
+        without_costs: Operators of which nothing is known, with the number of calls. They take no time.
     """
 
     step_time_s: float
@@ -186,6 +168,4 @@ class Simulated:
     exposed_s: float
     spans: Sequence[Span]
     memory: MemoryCurve
-    without_costs: Mapping[str, tuple[int, int]]
-    wall_s: float
-    reads_bucket_cap: bool = True
+    without_costs: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""`scripts/plan.py memory`: the formulas of `planner.accounting` with numbers in them."""
+"""`scripts/plan.py memory`: prints the formulas of `planner.accounting` with their numbers."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,15 +10,13 @@ from planner.accounting import (
     PRECISIONS,
     STAGES,
     Decoder,
-    FeedForward,
     Term,
     formula,
     least_ranks,
     state_bytes,
     total,
 )
-from planner.flags import chosen_model, chosen_sizes, require_between
-from training.cli import unknown_name
+from planner.flags import chosen_model, require_between
 from training.errors import UserError
 
 GB, GIB = 1e9, 2**30
@@ -28,23 +26,17 @@ BOUNDS = {
     "micro_batch_size": (1, 1_000_000),
     "sequence_length": (1, 10_000_000),
     "device_memory_gib": (0.001, 1e6),
-    "sharded_activations": (0, 1),
-    "d_model": (1, 10_000_000),
-    "d_ff": (1, 100_000_000),
-    "layers": (1, 100_000),
 }
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Print the accounting that the command line asks for.
+    """Print the terms of a model's memory, and from how many ranks on it fits.
 
     Raises:
         UserError: its values make no sense.
     """
     for name, (least, most) in BOUNDS.items():
         require_between(options, name, least, most)
-    if options.precision not in PRECISIONS:
-        raise UserError(f"--precision: {unknown_name('precision', options.precision, PRECISIONS)}")
     name, parameters, activations = counted(options)
     console.print(f"{name}: Psi = {total(parameters):,.0f} parameters")
     if len(parameters) > 1:
@@ -54,28 +46,21 @@ def run(options: argparse.Namespace, console: Console) -> None:
         show_terms(console, title, activations, GB, "GB")
     show_states(console, total(parameters), total(activations), options)
     if not activations:
-        console.print(
-            "Activations: no formula here; `plan.py` without `memory` counts them by running the model's code."
-        )
+        console.print("Activations: no formula here; `plan.py` without `memory` counts them by running the model.")
     console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")
 
 
 def counted(options: argparse.Namespace) -> tuple[str, Sequence[Term], Sequence[Term]]:
-    """Name, parameters and activations of what the command line names.
+    """Name, parameters and activations of the model that the command line names.
 
     Raises:
-        UserError: it names nothing, or two things.
+        UserError: it names none, or two.
     """
     batch = options.micro_batch_size, options.sequence_length, options.precision
     if options.parameters is not None:
         if options.model is not None or options.d_model is not None:
-            raise UserError("--parameters: stands instead of a model; leave one of them out")
+            raise UserError("--parameters: does not go with a model; leave one of them out")
         return "any model", [Term("parameters", "as given", options.parameters)], []
-    if options.ffn_only:
-        if options.model is not None:
-            raise UserError("--ffn-only: needs --d-model, --d-ff and --layers instead of --model")
-        shape = FeedForward(*chosen_sizes(options))
-        return f"{shape.layers} pairs of linear layers", shape.parameter_terms(), shape.activation_terms(*batch)
     model = chosen_model(options)
     decoder = Decoder.of(model.configuration())
     if decoder is None:
@@ -95,27 +80,23 @@ def show_terms(console: Console, title: str, terms: Sequence[Term], scale: float
 
 
 def show_states(console: Console, parameters: float, activations: float, options: argparse.Namespace) -> None:
-    """Model states of each stage on one rank, and from how many ranks on everything fits on a device."""
-    ranks, precision, share = options.ranks, options.precision, options.sharded_activations
+    """Model states of each stage on one rank, and from how many ranks on they fit on a device."""
+    ranks, precision = options.ranks, options.precision
     memory = options.device_memory_gib * GIB
-    title = f"One of {ranks:,} rank{'s' if ranks > 1 else ''} (N). {PRECISIONS[precision].meaning}"
+    title = f"One of {ranks:,} rank{'s' if ranks > 1 else ''} (N). {PRECISIONS[precision][1]}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     table.add_column("states, bytes\na parameter")
-    headings = ["parameters\nGB", "gradients\nGB", "Adam\nGB"]
-    headings += ["activations\nGB"] if activations else []
-    headings += ["sum\nGB", "sum\nGiB", f"states below\n{options.device_memory_gib:g} GiB from N"]
-    headings += [f"sum below\n{options.device_memory_gib:g} GiB from N"] if activations else []
+    from_n = f"below\n{options.device_memory_gib:g} GiB from N"
+    headings = ["parameters\nGB", "gradients\nGB", "Adam\nGB", "activations\nGB", "sum\nGB", "sum\nGiB"]
+    headings += [f"states {from_n}", f"sum {from_n}"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in STAGES:
         states = state_bytes(parameters, ranks, stage, precision)
-        kept = activations * (1 - share + share / ranks)
-        everything = sum(states.values()) + kept
-        parts = [*states.values(), kept] if activations else [*states.values()]
-        fits = [least_ranks(parameters, stage, precision, memory)]
-        if activations:
-            fits.append(least_ranks(parameters, stage, precision, memory, activations, share))
-        cells = [f"{held / GB:,.1f}" for held in (*parts, everything)] + [f"{everything / GIB:,.1f}"]
+        everything = sum(states.values()) + activations
+        parts = [*states.values(), activations, everything]
+        fits = [least_ranks(parameters, stage, precision, memory, kept) for kept in (0.0, activations)]
+        cells = [f"{held / GB:,.1f}" for held in parts] + [f"{everything / GIB:,.1f}"]
         table.add_row(stage, formula(stage, precision), *cells, *(f"{least:,}" if least else "never" for least in fits))
     console.print("", table, "")

@@ -1,10 +1,11 @@
-"""Models by name, from a local `config.json`, or from a few numbers: built without weights, with batches to match.
+"""Models by name, from a local `config.json`, or from a few sizes: built without weights, with batches to match.
 
-What is planned is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have
-stars, in fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
+The model is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have stars, in
+fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from training.cli import unknown_name
 from training.data.reviews import STARS
@@ -21,28 +22,37 @@ from training.errors import UserError
 from training.strategy import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")
-SUFFIXES = ("-instruct", "-base", "-it")
-"""Of names of models that have been trained further: their shape is the same."""
 TOKENS = "tokens"
 IMAGES = "images"
 IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
-MOST_PARAMETERS = 10**13
-"""Larger models than this are taken for a mistake."""
-MOST_LAYERS, MOST_WIDTH = 10_000, 1_000_000
+MOST_PARAMETERS, MOST_LAYERS, MOST_WIDTH = 10**13, 10_000, 1_000_000
+"""Larger numbers are taken for a mistake; building such models would take hours."""
 DEFAULT_VOCABULARY = 49_152
-"""SmolLM2's, for models that are given by numbers."""
+"""SmolLM2's, for models by sizes."""
 HEAD_WIDTH = 64
+NOT_OF_THE_SHAPE = (
+    "model_type",
+    "architectures",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+)
+"""Entries of a `config.json` that are not taken over."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that can be built where tensors hold no data.
+    """A model, which can be built where tensors hold no data.
 
     Attributes:
         type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
         config: What differs from that configuration's defaults.
-        source: Where its numbers are from.
-        parameters: Of the published model, with the head that it was published with; None where nothing is published.
+        source: Where its numbers come from.
+        parameters: Of the published model with its published head; None if nothing is published.
     """
 
     name: str
@@ -71,8 +81,6 @@ class Model:
             config.pad_token_id, config.use_cache = 0, False
         try:
             return makers[self.kind].from_config(config, trust_remote_code=False, dtype=torch.float32).train()
-        except UserError:
-            raise
         except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
             raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
 
@@ -83,9 +91,7 @@ class Model:
         try:
             return AutoConfig.for_model(self.type, **{**self.config, **more})
         except Exception as error:  # as above
-            raise UserError(
-                f"model {self.name}: transformers cannot make its configuration: {first_line(error)}"
-            ) from (error)
+            raise UserError(f"model {self.name}: no configuration can be made: {first_line(error)}") from error
 
     def elements(self) -> int:
         """Parameters of the classifier; tied ones count once. Raises as `build`."""
@@ -93,31 +99,26 @@ class Model:
             return sum(parameter.numel() for parameter in self.build().parameters())
 
     def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
-        """One rank's micro-batches of one optimizer step, on the device and in the mode of the caller.
+        """`count` micro-batches of so many samples, on the device and in the mode of the caller.
 
         Args:
-            count: Micro-batches.
-            samples: In each.
-            sequence_length: Tokens of a sample, padding included; without meaning for images.
+            sequence_length: Tokens of a sample, padding included; not used for images.
         """
-        return [self._batch(samples, sequence_length) for _ in range(count)]
-
-    def _batch(self, samples: int, sequence_length: int) -> dict[str, Tensor]:
-        """Of several samples, all but the first are one token short, as those of a batch of reviews rarely are of one
-        length: attention then needs a mask, which a batch of one sample does without.
-        """
-        labels = torch.zeros(samples, dtype=torch.long)
+        batch = {"labels": torch.zeros(samples, dtype=torch.long)}
         if self.kind == IMAGES:
-            return {"pixel_values": torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS), "labels": labels}
-        tokens = torch.ones(samples, sequence_length, dtype=torch.long)
-        tokens[1:, -1] = 0
-        return {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": labels}
+            batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)
+        else:
+            tokens = torch.ones(samples, sequence_length, dtype=torch.long)
+            # Real samples differ in length, so attention needs a mask, which it does not for a single sample.
+            tokens[1:, -1] = 0
+            batch |= {"input_ids": tokens, "attention_mask": tokens.clone()}
+        return [{name: tensor.clone() for name, tensor in batch.items()} for _ in range(count)]
 
     def require_length(self, sequence_length: int) -> None:
-        """Refuse samples that are longer than the model's positions.
+        """Refuse samples of more tokens than the model has positions.
 
         Raises:
-            UserError: they are.
+            UserError: names both.
         """
         if self.kind == IMAGES:
             return
@@ -140,7 +141,7 @@ def find(name: str) -> Model:
     `config.json` describes (the file, or a folder that holds it).
 
     Raises:
-        UserError: there is none; names the nearest.
+        UserError: there is none; names similar ones.
     """
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
@@ -154,24 +155,22 @@ def find(name: str) -> Model:
 
 
 def plain(name: str) -> str:
-    """A name without case and without what says that a model was trained further."""
-    lower = name.lower()
-    return next((lower.removesuffix(suffix) for suffix in SUFFIXES if lower.endswith(suffix)), lower)
+    """A name in lower case, without the end that marks a fine-tuned model."""
+    return re.sub(r"-(instruct|base|it)$", "", name.lower())
 
 
 def from_file(path: Path) -> Model:
-    """The model that a local `config.json` describes. Nothing is loaded but that file, and none of its code is run.
+    """The model that a local `config.json` describes. Only that file is read, and no code that it names is run.
 
     Raises:
-        UserError: it cannot be read, or is none of transformers' own types.
+        UserError: it cannot be read, or its type is not one of transformers' own.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
-        raise UserError(
-            f"--model {path}: no {'config.json in this folder' if path.is_dir() else 'such file'}"
-        ) from None
+        what = "config.json in this folder" if path.is_dir() else "such file"
+        raise UserError(f"--model {path}: no {what}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"--model {file}: cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
@@ -186,42 +185,28 @@ def from_file(path: Path) -> Model:
     return checked(Model(str(path), content["model_type"], config, f"{file.name} in {file.absolute().parent.name}/"))
 
 
-NOT_OF_THE_SHAPE = (
-    "model_type",
-    "architectures",
-    "num_labels",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "torch_dtype",
-    "dtype",
-    "quantization_config",
-)
-
-
-def from_numbers(
-    d_model: int, d_ff: int, layers: int, heads: int | None, vocab: int | None, kv_heads: int | None = None
+def from_sizes(
+    d_model: int,
+    d_ff: int,
+    layers: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int | None = None,
 ) -> Model:
     """A Llama of these sizes.
 
     Args:
         heads: Default: heads of 64 features.
-        vocab: Default: SmolLM2's.
         kv_heads: Default: as many as `heads`.
+        vocab: Default: SmolLM2's.
 
     Raises:
-        UserError: they make no model.
+        UserError: no model can have these sizes.
     """
-    for flag, value, most in (
-        ("--d-model", d_model, MOST_WIDTH),
-        ("--d-ff", d_ff, MOST_WIDTH),
-        ("--layers", layers, MOST_LAYERS),
-        ("--heads", heads, MOST_WIDTH),
-        ("--kv-heads", kv_heads, MOST_WIDTH),
-        ("--vocab", vocab, 100 * MOST_WIDTH),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise UserError(f"{flag} {value}: must be a whole number from 1 to {most}")
+    sizes = {"d-model": d_model, "d-ff": d_ff, "layers": layers, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
+    for name, value in sizes.items():
+        if value is not None and not 1 <= value <= MOST_WIDTH:
+            raise UserError(f"--{name} {value}: must be a whole number from 1 to {MOST_WIDTH}")
     if heads is None:
         if d_model % HEAD_WIDTH:
             raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")
@@ -248,26 +233,17 @@ def checked(model: Model) -> Model:
     """`model`, built once without memory.
 
     Raises:
-        UserError: it cannot be built, or is beyond any sense.
-    """
-    require_sane(model)
-    elements = model.elements()
-    if elements > MOST_PARAMETERS:
-        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
-    return model
-
-
-def require_sane(model: Model) -> None:
-    """Refuse layers and widths that would take hours to build.
-
-    Raises:
-        UserError: names the number.
+        UserError: it cannot be built, or is absurdly large.
     """
     config = model.configuration()
     for name, most in (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MOST_WIDTH)):
         value = getattr(config, name, 1)
         if isinstance(value, int) and not 1 <= value <= most:
             raise UserError(f"model {model.name}: {name} {value} must be from 1 to {most}")
+    elements = model.elements()
+    if elements > MOST_PARAMETERS:
+        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
+    return model
 
 
 def first_line(error: Exception) -> str:

@@ -1,24 +1,28 @@
 """Every choice on a pretended cluster, side by side: does it fit, how long does a step take, what does it cost."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 import ddp
 import sharding
-from planner.cluster import Cluster, Device
-from planner.columns import PLAN_COLUMNS
-from planner.contracts import CollectiveCosts, ContentionBySize, OperatorCosts, Setting, Simulated
+from planner.contracts import Setting, Simulated
+from planner.costs.cluster import Cluster
+from planner.costs.sources import LINK_ERROR, Costs
 from planner.models import Model
-from planner.recorded import RecordedCosts
+from planner.report.columns import PLAN_COLUMNS
+from planner.simulation.simulate import simulate
 from training.cli import unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 from training.registry import Registry
+from training.strategy import MicroBatch
 
 FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
 """Choices by the entrypoint that trains with them."""
@@ -28,64 +32,21 @@ CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What operators and collectives are taken to cost, and how far that may be off.
-
-    Attributes:
-        compute_error: Relative, of the time of operators.
-        link_error: The same of collectives.
-        sources: Where the figures are from, a sentence each.
-        record: That operators are taken from, if any.
-    """
-
-    operators: OperatorCosts
-    collectives: CollectiveCosts
-    contention: ContentionBySize
-    compute_error: float
-    link_error: float
-    sources: Sequence[str] = ()
-    record: RecordedCosts | None = None
-
-
-@dataclass(frozen=True)
-class Knowledge:
-    """What is known of devices and links besides tables.
-
-    Attributes:
-        record: File of `scripts/plan.py record`.
-        collectives: JSON file of `scripts/bench_collectives.py`.
-        contention: File of `benchmarks/contention.py`.
-        rescale: Whether the first two may be from another device, precision or number of ranks.
-        efficiency: Part of peak rates that operators reach where there is no record; None: what the table assumes.
-        straggler: How many times as long as the others one rank computes. All wait for it, so it is the simulated one.
-    """
-
-    record: Path | None = None
-    collectives: Path | None = None
-    contention: Path | None = None
-    rescale: bool = False
-    efficiency: float | None = None
-    straggler: float = 1.0
-
-
-@dataclass(frozen=True)
 class Case:
     """What is to be trained, how, and on what.
 
     Attributes:
         config: Batch, accumulation, precision, buckets and clipping, as the runner takes them.
         sequence_length: Tokens of a sample, padding included.
-        longest: The same of the rank with the longest samples, which all wait for, so it is the simulated one.
-        price: Of one device for an hour, in any currency; None if nobody said.
+        price: Of one device for an hour, in any currency; None if it is not known.
     """
 
     model: Model
     cluster: Cluster
     config: RunConfig
     sequence_length: int
-    longest: int
+    costs: Costs
     price: float | None = None
-    knowledge: Knowledge = Knowledge()
 
     @property
     def micro_batch_size(self) -> int:
@@ -97,46 +58,43 @@ class Case:
         return self.config.micro_batch_size(self.cluster.world_size)
 
     @property
-    def tokens(self) -> float:
-        """Of all samples of a step, padding included."""
-        ranks = self.cluster.world_size
-        return self.config.global_batch_size * (self.longest + (ranks - 1) * self.sequence_length) / ranks
-
-    @property
     def usable_bytes(self) -> int:
         """What tensors of one rank may take."""
         return self.cluster.device.memory_bytes - CONTEXT_BYTES[self.cluster.device.kind]
 
     def setting(self, choice: str) -> Setting:
-        """What the simulator is asked for."""
-        micro_batch_size = self.micro_batch_size
-        return Setting(
-            choice,
-            make_module=self.model.build,
-            make_micro_batches=lambda: self.model.micro_batches(
-                self.config.grad_accum_steps, micro_batch_size, self.longest
-            ),
-            make_optimizer=adamw,
-            options=self.config.strategy_options(),
-            clip_grad_norm=self.config.clip_grad_norm,
-        )
+        """What the simulator runs."""
+        count, size = self.config.grad_accum_steps, self.micro_batch_size
+        config = replace(self.config, choice=choice)
+        return setting(config, self.model.build, lambda: self.model.micro_batches(count, size, self.sequence_length))
+
+
+def setting(
+    config: RunConfig, make_module: Callable[[], Any], make_micro_batches: Callable[[], Sequence[MicroBatch]]
+) -> Setting:
+    """What the simulator needs to run `config` as the runner would."""
+    return Setting(
+        config.choice,
+        make_module,
+        make_micro_batches,
+        make_optimizer=adamw,
+        options=config.strategy_options(),
+        clip_grad_norm=config.clip_grad_norm,
+    )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one choice.
+    """The result of one choice.
 
     Attributes:
-        simulated: None where it cannot be simulated.
+        simulated: None if it cannot be simulated.
         reason: Why not.
     """
 
     choice: str
     simulated: Simulated | None
     reason: str = ""
-
-
-Simulate = Callable[[Setting], Simulated]
 
 
 def adamw(parameters: Any) -> Any:
@@ -146,17 +104,17 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def choices(asked: Sequence[str] | None = None) -> list[str]:
-    """All choices of both families in display order, or those of them that are asked for.
+def choices(wanted: Sequence[str] | None = None) -> list[str]:
+    """All choices of both families in display order, or the wanted ones of them.
 
     Raises:
         UserError: one does not exist.
     """
     known = [name for registry in FAMILIES.values() for name in registry.sentences]
-    for name in asked or ():
+    for name in wanted or ():
         if name not in known:
             raise UserError(f"--choices: {unknown_name('strategy', name, known)}")
-    return [name for name in known if not asked or name in asked]
+    return [name for name in known if not wanted or name in wanted]
 
 
 def distinct(names: Sequence[str]) -> dict[str, str]:
@@ -170,42 +128,64 @@ def entrypoint_of(choice: str) -> str:
     return next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
 
 
-def outcome(case: Case, choice: str, simulate: Simulate) -> Outcome:
-    """What becomes of one choice."""
-    registry = FAMILIES[entrypoint_of(choice)]
-    if choice in registry.missing:
-        return Outcome(choice, None, f"not installed; run: {registry.missing[choice]}")
+# Simulating -----------------------------------------------------------------------------------------------------------
+
+
+def outcome(case: Case, choice: str) -> Outcome:
+    """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
+    missing, costs = FAMILIES[entrypoint_of(choice)].missing, case.costs
+    if choice in missing:
+        return Outcome(choice, None, f"not installed; run: {missing[choice]}")
     try:
-        return Outcome(choice, simulate(case.setting(choice)))
+        operators, collectives = costs.operators, costs.collectives
+        return Outcome(choice, simulate(case.setting(choice), case.cluster, operators, collectives, costs.contention))
     except UserError as error:
         return Outcome(choice, None, str(error))
 
 
+def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iterator[Outcome]:
+    """The outcome of each case and choice, in their order.
+
+    Args:
+        jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
+    """
+    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    if jobs <= 1:
+        yield from (outcome(*task) for task in tasks)
+        return
+    # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(outcome, *zip(*tasks, strict=True))
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
 def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
     """Bounds in seconds of the step time, if operators are off by no more than `compute_error` and collectives by no
-    more than `link_error`.
+    more than `LINK_ERROR`.
 
-    A step is a longest chain of operators and collectives. Such a length grows in proportion where all of them do, and
-    two sets of durations added up never give a longer chain than both chains together. So it is off by no more than the
-    smaller error's share of the step, and the difference of both errors' share of what it applies to: all computing, or
-    all communication.
+    A step is a longest chain of operators and collectives. If all of them grow by one factor, so does the step. If only
+    operators grow, or only collectives, it grows by no more than all of them. So it is off by the smaller error's share
+    of itself, and the difference of both errors' share of all compute, or of all communication.
     """
-    compute, link, step = costs.compute_error, costs.link_error, simulated.step_time_s
+    compute, link, step = costs.compute_error, LINK_ERROR, simulated.step_time_s
     wider = simulated.communication_s if link > compute else simulated.compute_s
     half = min(compute, link) * step + abs(link - compute) * min(wider, step)
     return step - half, step + half
 
 
-def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
-    """What the table says of a choice; columns as `planner.columns.PLAN_COLUMNS` explains them."""
+def row(outcome: Outcome, case: Case) -> dict[str, Any]:
+    """What the table says of a choice; columns as `planner.report.columns.PLAN_COLUMNS` explains them."""
     of_choice: dict[str, Any] = {"choice": outcome.choice, "entrypoint": entrypoint_of(outcome.choice)}
     simulated = outcome.simulated
     if simulated is None:
-        return {**of_choice, "fits": "unknown", "remark": outcome.reason}
+        return {**of_choice, "fits": "unknown", "note": outcome.reason}
     memory, step_s = simulated.memory, simulated.step_time_s
-    low, high = interval(simulated, costs)
+    low, high = interval(simulated, case.costs)
     batch = case.config.global_batch_size
     spare = case.usable_bytes - memory.peak_bytes
+    unknown = ", ".join(f"{name} ({count}x)" for name, count in simulated.without_costs.items())
     values = {
         "fits": "yes" if spare >= 0 else "no",
         "spare_bytes": spare,
@@ -218,11 +198,10 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
         "samples_per_second": batch / step_s,
         "exposed_ms": simulated.exposed_s * 1e3,
         "exposed_pct": 100 * simulated.exposed_s / step_s,
-        "simulation_s": simulated.wall_s,
-        "remark": without_costs(simulated, case.cluster.device),
+        "note": f"no cost known, taken as 0: {unknown}" if unknown else "",
     }
     if case.model.kind == "tokens":
-        values["tokens_per_second"] = case.tokens / step_s
+        values["tokens_per_second"] = batch * case.sequence_length / step_s
     if case.price is not None:
         values["cost_per_million_samples"] = case.price * case.cluster.world_size * step_s / batch * 1e6 / 3600
     return of_choice | values
@@ -230,35 +209,17 @@ def row(outcome: Outcome, case: Case, costs: Costs) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A case with what became of every choice."""
+    """A case with the outcome of every choice."""
 
     case: Case
-    costs: Costs
     outcomes: Sequence[Outcome]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        return [row(outcome, self.case, self.costs) for outcome in self.outcomes]
+        return [row(outcome, self.case) for outcome in self.outcomes]
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The table, with those of `PLAN_COLUMNS` that have any value."""
         frame = pd.DataFrame(self.rows)
         return frame[[name for name in PLAN_COLUMNS if name in frame]]
-
-
-def without_costs(simulated: Simulated, device: Device) -> str:
-    """Which operators nothing is known of, that they count as taking no time, and what of the step they would take if
-    they did nothing but move their bytes at the device's rate."""
-    if not simulated.without_costs:
-        return ""
-    seconds = {name: moved / device.bytes_per_s for name, (_, moved) in simulated.without_costs.items()}
-    most = sorted(seconds, key=lambda name: -seconds[name])
-    names = ", ".join(f"{name} ({simulated.without_costs[name][0]}x)" for name in most[:3])
-    more = f" and {len(most) - 3} more" if len(most) > 3 else ""
-    missing_s = sum(seconds.values())
-    share = missing_s / (missing_s + simulated.step_time_s)
-    return (
-        f"no cost known, taken as 0: {names}{more}; to move their bytes alone takes {missing_s * 1e3:.3g} ms, "
-        f"{share:.1%} of the step"
-    )

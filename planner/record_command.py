@@ -1,15 +1,11 @@
-"""`scripts/plan.py record`: how long this device takes for the operators of a model's step, kept for later plans."""
+"""`scripts/plan.py record`: times the operators of a model's step on this device, for later plans."""
 
 import argparse
 
 from rich.console import Console
 
 from planner.flags import chosen_model, require_between
-from training.cli import unknown_name
-from training.config import PRECISIONS
 from training.errors import UserError
-
-MOST_SIZES = 6
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -19,27 +15,22 @@ def run(options: argparse.Namespace, console: Console) -> None:
         UserError: the command line makes no sense, there is no such device, or the file cannot be written.
     """
     require_between(options, "sequence_length", 1, 1_000_000)
-    require_between(options, "repeats", 2, 1000)
-    for name, known in (("precision", PRECISIONS), ("device", ("auto", "cpu", "cuda"))):
-        if getattr(options, name) not in known:
-            raise UserError(f"--{name}: {unknown_name(name, getattr(options, name), known)}")
+    require_between(options, "repeats", 1, 1000)
     sizes = options.micro_batch_sizes.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > MOST_SIZES:
-        raise UserError(
-            f"--micro-batch-sizes {options.micro_batch_sizes}: up to {MOST_SIZES} whole numbers above 0, such as 1,2,4"
-        )
+    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > 6:
+        said = f"--micro-batch-sizes {options.micro_batch_sizes}"
+        raise UserError(f"{said}: up to 6 whole numbers above 0, such as 1,2,4")
     model = chosen_model(options)
     model.require_length(options.sequence_length)
     import torch
 
-    from planner.record import TrainingStep, record, write
+    from planner.costs.timing import TrainingStep, measure
+    from planner.plan_command import write
+    from training.records.record import to_json
 
-    device = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if options.device == "auto"
-        else torch.device(options.device)
-    )
-    if device.type == "cuda" and not torch.cuda.is_available():
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind if options.device == "auto" else options.device)
+    if device.type == "cuda" and kind == "cpu":
         raise UserError("--device cuda: torch sees no GPU here")
     torch.manual_seed(0)
     about = f"{model.name}, {options.sequence_length} tokens, micro-batches of {options.micro_batch_sizes}"
@@ -49,12 +40,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
             batches = [model.micro_batches(1, int(size), options.sequence_length) for size in sizes]
             steps = [TrainingStep(module, batch, optimizer, options.precision) for batch in batches]
-            content = record(steps, device, options.precision, options.repeats, about)
+            content = measure(steps, device, options.precision, options.repeats, about)
     except torch.OutOfMemoryError:
         raise UserError(f"{about}: too much for this GPU's memory; record with a smaller --micro-batch-sizes") from None
-    write(options.output, content)
+    write(options.output, "--output", to_json(content))
     console.print(
         f"{content['hardware']}: {len(content['operators'])} operators of {model.name}; record: {options.output}"
     )
-    for size, check in zip(sizes, content["steps"], strict=True):
-        console.print(f"micro-batch of {size}: " + ", ".join(f"{name} {value:.4g}" for name, value in check.items()))
+    for size, times in zip(sizes, content["steps"], strict=True):
+        step_ms, operators_ms = (1e3 * times[name] for name in ("step_s", "operators_s"))
+        console.print(f"micro-batch of {size}: a step takes {step_ms:.4g} ms, operators alone {operators_ms:.4g} ms")

@@ -1,6 +1,6 @@
-"""The runner's own workloads for the simulator: the same model, and the same micro-batches that a rank would get."""
+"""The runner's own workloads for the simulator: the same model, and the micro-batches that a rank would get."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import models
-from planner.contracts import Setting
-from planner.plan import adamw
 from training.config import RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
 from training.data.workload import Workload
@@ -19,31 +17,14 @@ from training.strategy import MicroBatch
 PAD_TOKEN = 0
 """The first token of the tokenizer that workload `sample` trains."""
 YELP_TOKENS = 512
-"""At which reviews of workload yelp are cut; those of a plan are as long as that."""
-
-
-def setting(config: RunConfig, world_size: int, micro_batches: Sequence[MicroBatch]) -> Setting:
-    """What `simulate` is asked for to run `config` as the runner would.
-
-    Args:
-        micro_batches: One rank's of an optimizer step, as `first_micro_batches` makes them.
-    """
-    config.micro_batch_size(world_size)
-    return Setting(
-        config.choice,
-        make_module=module_maker(config),
-        make_micro_batches=lambda: [dict(batch) for batch in micro_batches],
-        make_optimizer=adamw,
-        options=config.strategy_options(),
-        clip_grad_norm=config.clip_grad_norm,
-    )
+"""Workload yelp cuts reviews there. Those of a plan are as long as that, since the data may not be here."""
 
 
 def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
     """Makes the model of a workload.
 
     Raises:
-        UserError: workload yelp, and its model is not one that can be built without the hub.
+        UserError: the model of workload yelp cannot be built without the hub.
     """
     if config.workload == "yelp":
         from training.data import hub
@@ -60,8 +41,6 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
 
 def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> list[MicroBatch]:
     """What a rank gets in the first optimizer step of a run, on the CPU.
-
-    Of workload yelp, whose data may not be here, as many samples of `YELP_TOKENS` tokens.
 
     Raises:
         UserError: the global batch does not divide.

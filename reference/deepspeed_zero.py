@@ -1,11 +1,12 @@
-"""DeepSpeed's ZeRO stages 1, 2 and 3 with their default settings: the originals, from the optional extra `deepspeed`.
+"""DeepSpeed's ZeRO stages 1, 2 and 3 with their default settings, from the optional extra `deepspeed`.
 
 Stage 1: every rank holds all parameters and gradients, and 1/N of the optimizer states. Gradients are all-reduced (not
 reduce-scattered) after the last micro-batch, and updated parameters all-gathered after the step: 3(N-1)/N * P elements.
-Stage 2 keeps 1/N of the gradients, and all-reduces at every micro-batch. Stage 3 keeps 1/N of the parameters too, but
-for those of up to 100,000 elements; it reduce-scatters and, below a billion parameters, gathers each parameter once a
-micro-batch and keeps it until backward: 2(N-1)/N * P elements. All three keep an own fp32 copy of this rank's part of
-the parameters, even of fp32 ones. What is announced here holds below 5e8 parameters, which fit into one bucket.
+Stage 2 keeps 1/N of the gradients, and all-reduces at every micro-batch. Stage 3 also keeps 1/N of the parameters,
+except those of up to 100,000 elements, which stay whole. It reduce-scatters gradients. Below a billion parameters it
+gathers each parameter once per micro-batch and keeps it until backward: 2(N-1)/N * P elements. All stages keep their
+own fp32 copy of this rank's part of the parameters. The traffic that is stated here holds below 5e8 parameters, which
+fit into one bucket.
 """
 
 import io
@@ -20,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.clipping import clip_shards, clipping_traffic
-from sharding.partition import require_elementwise
+from sharding.elementwise import require_elementwise
+from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
@@ -31,11 +32,11 @@ from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, MicroBatch, Strategy
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
-"""DeepSpeed's defaults, in elements; in stage 3, up to which a parameter stays whole, and that one prefetch gathers."""
+"""DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""
 
 
 class Inner(nn.Module):
-    """Answers with the loss alone where a backward pass will follow, and enters autocast, which DeepSpeed turns off."""
+    """Returns only the loss if a backward pass follows. Enters autocast, which DeepSpeed turns off."""
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class DeepSpeedZero(Strategy):
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         self.require_supported()
-        self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will take the elements away
+        self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
         device = next(self.module.parameters()).device
         require_elementwise(make_optimizer)
@@ -64,7 +65,7 @@ class DeepSpeedZero(Strategy):
         optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
-            with redirect_stdout(io.StringIO()):  # it says much, and some of it not through a logger
+            with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger
                 self.deepspeed = load_deepspeed(device)
                 self.engine, self.zero, _, _ = self.deepspeed.initialize(
                     model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
@@ -74,7 +75,7 @@ class DeepSpeedZero(Strategy):
         return self.zero
 
     def require_supported(self) -> None:
-        """Refuse what DeepSpeed would stumble over later, or silently do otherwise."""
+        """Refuse what DeepSpeed would fail at later, or silently do in another way."""
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
         for name, parameter in self.module.named_parameters():
@@ -84,9 +85,9 @@ class DeepSpeedZero(Strategy):
                 raise UnsupportedError(f"DeepSpeed takes no 0-d parameters; give {name} the shape (1,)")
 
     def settings(self) -> dict[str, Any]:
-        """DeepSpeed's defaults but for clipping, and for a bucket that is no larger than a small model has use for.
+        """DeepSpeed's defaults, except for clipping and for a bucket that fits a small model.
 
-        By default it allocates 2 GB for 5e8 elements, whatever the model. Losses come weighted.
+        By default the bucket has 5e8 elements, 2 GB, for any model. Losses are weighted before DeepSpeed sees them.
         """
         bucket = min(LARGEST_BUCKET, sum(self.sizes.values()))
         return {
@@ -94,7 +95,7 @@ class DeepSpeedZero(Strategy):
             "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": self.stage, "reduce_bucket_size": bucket},
             "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # it would clip to 1
+            "gradient_clipping": 0.0,  # the default is to clip to 1
             "steps_per_print": 10**12,
         }
 
@@ -108,7 +109,7 @@ class DeepSpeedZero(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Stage 1 waits for the last micro-batch; the others reduce every one, which is how they save memory."""
+        """Stage 1 waits for the last micro-batch. The others reduce every one, so that they need less memory."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             with super().no_sync() if self.stage == 1 else nullcontext():
@@ -129,9 +130,9 @@ class DeepSpeedZero(Strategy):
         self.optimizer_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leaves no gradients: DeepSpeed has none that could be filled with zeros."""
+        """Frees all gradients, because DeepSpeed has none that could be set to zero."""
         for parameter in self.trainable.values():
-            parameter.grad = None  # stage 3 itself fails at it on a CPU, where there is no stream to record
+            parameter.grad = None  # stage 3's own code for this fails on a CPU, which has no streams
         self.zero.zero_grad()
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None
@@ -143,7 +144,7 @@ class DeepSpeedZero(Strategy):
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)
 
-    # Shards, and the wholes that they make up --------------------------------------------------------------------
+    # Shards and whole tensors --------------------------------------------------------------------------------------
 
     def gradient_share(self) -> Iterable[Tensor]:
         return [shard for shards in self.zero.averaged_gradients.values() if shards is not None for shard in shards]
@@ -156,19 +157,19 @@ class DeepSpeedZero(Strategy):
         return [*parameters, *(getattr(p, "ds_tensor") for p in parameters if self.stage == 3)]  # noqa: B009
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
-        """With DeepSpeed's own copy of the parameters, which it has for the optimizer's sake."""
+        """Optimizer states, and DeepSpeed's own copy of the parameters, which the optimizer updates."""
         own = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         return [*super().optimizer_tensors(), *own]
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        """Gradients are freed in the optimizer step, for which a rank has an fp32 copy of its share of the parameters.
-        Stage 3 keeps small ones whole, beside its share of them."""
+        """The optimizer step frees gradients, and has an fp32 copy of this rank's part of the parameters. Stage 3 keeps
+        small parameters whole, in addition to its part of them."""
         expected = expected_state_bytes(size, self.data_parallel_size, self.shards, optimizer_values=3)
         kept = sum(4 * n for n in self.all_sizes if n <= KEPT_WHOLE) if self.stage == 3 else 0
         return expected | {"gradients": 0, "parameters": expected["parameters"] + kept}
 
     def parameter_pieces(self) -> list[Piece]:
-        """DeepSpeed keeps states in flat partitions of its own, and has its own checkpoints."""
+        """Not supported: DeepSpeed keeps states in flat partitions and has checkpoints of its own."""
         raise UnsupportedError("DeepSpeed choices can neither save nor resume checkpoints; take zero1, zero2 or zero3")
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -176,7 +177,7 @@ class DeepSpeedZero(Strategy):
         return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
 
     def gathered(self, writer: int | None = None) -> AbstractContextManager[Any]:
-        """Within this context the module holds whole parameters; what rank `writer` has changed is everyone's after."""
+        """Context in which the module holds whole parameters. Changes by rank `writer` reach all ranks at its end."""
         if self.stage < 3:
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=writer)
@@ -246,7 +247,7 @@ def padded(elements: int, multiple: int) -> int:
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, quiet, and on the device of the module: it looks for an accelerator when it is imported."""
+    """The package, without its log, for the device of the module: it looks for an accelerator when it is imported."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")

@@ -1,10 +1,11 @@
-"""PyTorch's own sharding: `torch.distributed.fsdp.fully_shard` (FSDP2), a unit a block and one for the rest.
+"""PyTorch's own sharding: `torch.distributed.fsdp.fully_shard` (FSDP2), with one unit per block and one for the rest.
 
-At rest each rank holds 1/N of every parameter, gradient and optimizer state, cut along dimension 0. A unit's parameters
-are all-gathered before it runs and its gradients reduce-scattered after its backward pass, at every micro-batch: to put
-that off would mean to hold whole gradients. `pytorch_zero3` frees a block after forward and gathers it again for
-backward, 3(N-1)/N * P elements on the wire a micro-batch; `pytorch_zero2` keeps it until its backward pass is done,
-which saves a third of that. Despite its name it is no ZeRO-2 at rest: there it is as small as `pytorch_zero3`.
+At rest each rank holds 1/N of every parameter, gradient and optimizer state, sharded along dimension 0. The parameters
+of a unit are all-gathered before it runs. Its gradients are reduce-scattered after its backward pass, at every
+micro-batch; to delay that, a rank would have to hold whole gradients. `pytorch_zero3` reshards a block after forward
+and gathers it again for backward: 3(N-1)/N * P elements on the wire per micro-batch. `pytorch_zero2` keeps the block
+until its backward pass is done, which saves a third of that. Despite its name it is no ZeRO-2 at rest: it then holds as
+little as `pytorch_zero3`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.pytorch_ddp import LossOf
 from reference.unit_order import UnitOrder
-from sharding.clipping import clip_shards, clipping_traffic
-from sharding.partition import require_elementwise
-from sharding.units import find_blocks
+from sharding.blocks import find_blocks
+from sharding.elementwise import require_elementwise
+from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
@@ -32,7 +33,7 @@ from training.strategy import MakeOptimizer, MicroBatch, Strategy
 
 
 class Root(LossOf):
-    """Answers with the loss alone where a backward pass will follow: FSDP2 looks for it in no object but a dict."""
+    """Returns only the loss if a backward pass follows, because FSDP2 finds tensors in no object but a dict."""
 
     def forward(self, **micro_batch: Tensor) -> Any:
         return super().forward(**micro_batch) if torch.is_grad_enabled() else self.module(**micro_batch)
@@ -47,9 +48,9 @@ class FSDP2(Strategy):
     frees_blocks_after_forward: ClassVar[bool]
 
     def replace_parameters(self) -> None:
-        """Make rank 0's parameters everyone's, then put shards (`DTensor`) in their place."""
+        """Broadcast rank 0's parameters, then replace them by shards (`DTensor`)."""
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and not parameter.numel():  # which it would find out in backward
+            if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         mesh = DeviceMesh.from_group(self.process_group, next(self.module.parameters()).device.type)
@@ -65,7 +66,7 @@ class FSDP2(Strategy):
         self._has_run = False
 
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
-        """A unit's whole parameters by name: tensors that stay, while their storage comes and goes."""
+        """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""
         unit.unshard()
         leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if not isinstance(p, DTensor)}
         unit.reshard()
@@ -94,7 +95,7 @@ class FSDP2(Strategy):
         if torch.is_grad_enabled():
             return SimpleNamespace(loss=answer)
         for unit in self.units:
-            unit.reshard()  # which backward would have done
+            unit.reshard()  # otherwise backward does it
         return answer
 
     @contextmanager
@@ -103,7 +104,7 @@ class FSDP2(Strategy):
         yield
 
     def abandon_step(self) -> None:
-        if self._has_run:  # or there is nothing yet that could be reset
+        if self._has_run:  # before, there is nothing to reset
             self.fsdp.reset_iter_state()
         super().abandon_step()
 
@@ -114,7 +115,7 @@ class FSDP2(Strategy):
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)
 
-    # Shards, and the wholes that they make up --------------------------------------------------------------------
+    # Shards and whole tensors --------------------------------------------------------------------------------------
 
     def gradient_share(self) -> Iterable[Tensor]:
         return self.gradient_tensors()
@@ -175,13 +176,13 @@ class FSDP2(Strategy):
 
 
 class PyTorchZero2(FSDP2):
-    """`reshard_after_forward=False`: blocks stay whole between their forward and backward passes."""
+    """`reshard_after_forward=False`: blocks stay unsharded between forward and backward."""
 
     frees_blocks_after_forward = False
 
 
 class PyTorchZero3(FSDP2):
-    """`reshard_after_forward=True`: blocks are freed after forward and gathered again for backward."""
+    """`reshard_after_forward=True`: blocks are resharded after forward and gathered again for backward."""
 
     frees_blocks_after_forward = True
 
@@ -192,7 +193,7 @@ def padded_bytes(tensors: Iterable[Tensor], size: int) -> int:
 
 
 def first_element(parameter: Tensor) -> int:
-    """Number of the first element of this rank's shard: dimension 0 is cut as `torch.chunk` does it."""
+    """Number of the first element of this rank's shard. Dimension 0 is sharded as by `torch.chunk`."""
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
     rows = len(parameter)
@@ -201,10 +202,10 @@ def first_element(parameter: Tensor) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of what is sharded, and anything else as it is."""
+    """This rank's shard of a `DTensor`; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All ranks' shards joined, on CPU. Collective."""
+    """The whole tensor, on CPU. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()

@@ -1,8 +1,8 @@
-"""PyTorch's own: `torch.nn.parallel.DistributedDataParallel` with its default settings.
+"""PyTorch's own data parallelism: `torch.nn.parallel.DistributedDataParallel` with its default settings.
 
-It does what `bucket_ddp_async` does, in C++: buckets of 25 MiB (a first one of 1 MiB), rebuilt after the first step in
-the order in which gradients became ready, all-reduced while backward goes on. By default it copies gradients into its
-buckets and back. It averages over ranks, so losses are weighted to make up for that.
+It does in C++ what `bucket_ddp_async` does. Buckets have 25 MiB, the first one 1 MiB. After the first step they are
+rebuilt in the order in which gradients became ready. They are all-reduced while backward continues. By default DDP
+copies gradients into its buckets and back. It averages over ranks, so losses are weighted accordingly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from training.strategy import MicroBatch
 
 
 class LossOf(nn.Module):
-    """Answers with the loss of `module` as a plain tensor, which DDP needs to find unused parameters."""
+    """Returns the loss of `module` as a plain tensor, which DDP needs to find unused parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class LossOf(nn.Module):
 
 
 class PyTorchDDP(ReplicatedStrategy):
-    """DistributedDataParallel behind the interface of all strategies."""
+    """DistributedDataParallel with the interface of all strategies."""
 
     averages_over_ranks = True
-    settling_steps = 2  # in the second, DDP fills its buckets anew, in the order in which gradients became ready
+    settling_steps = 2  # after the first, DDP rebuilds its buckets
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
@@ -47,18 +47,17 @@ class PyTorchDDP(ReplicatedStrategy):
             bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20,
             find_unused_parameters=self.options.find_unused_parameters,
         )
-
         if self.compression is not None:
             self.compression.register(self.ddp)
 
     def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Make the first step again, of which DDP remembers the order of gradients alone."""
+        """Repeat the first step, so that DDP builds its buckets from the same order of gradients."""
         self.forward_backward(first_step())
         self.zero_grad()
         self.settling_steps = 0
 
     def before_step(self) -> None:
-        """Nothing: the first forward pass of a step broadcasts the buffers by itself."""
+        """Does nothing: DDP broadcasts the buffers in the first forward pass of a step."""
 
     def forward(self, micro_batch: MicroBatch) -> Any:
         if torch.is_grad_enabled():
@@ -71,7 +70,7 @@ class PyTorchDDP(ReplicatedStrategy):
             yield
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing to wait for: DDP's backward returns when its buckets are reduced."""
+        """Only checks for unused parameters: DDP's backward returns when its buckets are reduced."""
         if self.options.find_unused_parameters:
             return
         received = self.watch.received_in_last_round()
@@ -84,24 +83,24 @@ class PyTorchDDP(ReplicatedStrategy):
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         traffic = self.gradient_all_reduces(len(bucket_bytes(self.ddp)), self.trainable.values())
-        if self.options.find_unused_parameters:  # DDP also agrees on who used what: an int32 a parameter
+        if self.options.find_unused_parameters:  # DDP also exchanges which are used: int32 each
             traffic.append(Collective("all_reduce", 1, 4 * len(self.trainable), self.data_parallel_size, "bookkeeping"))
         return traffic
 
     def memory_breakdown(self) -> dict[str, int]:
-        """As the base class, with DDP's buckets, which Python cannot see, counted from its own record of them."""
+        """Like the base class, plus DDP's buckets, whose sizes come from DDP's own record: Python cannot see them."""
         memory = super().memory_breakdown()
         memory["gradients"] += sum(bucket_bytes(self.ddp))
         return memory
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        """Gradients twice: in the parameters' own tensors, and in DDP's buckets."""
+        """Gradients count twice: in the parameters' own tensors, and in DDP's buckets."""
         expected = super().expected_memory(size)
         return expected | {"gradients": 2 * expected["gradients"]}
 
 
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
-    """Bytes of each of DDP's buckets: as first built, or as rebuilt after the first step."""
+    """Bytes of each of DDP's buckets: those built at first, or those rebuilt after the first step."""
     record = ddp._get_ddp_logging_data()
     sizes = record["rebuilt_bucket_sizes" if record.get("has_rebuilt_buckets") else "bucket_sizes"]
     return [int(size) for size in sizes.split(",")]

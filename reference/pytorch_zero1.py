@@ -1,9 +1,9 @@
 """PyTorch's own ZeRO-1: `DistributedDataParallel` with `torch.distributed.optim.ZeroRedundancyOptimizer`.
 
-Every rank holds all parameters and gradients, but the optimizer states of a part of the parameters only: whole ones,
-dealt out so that ranks own about as many elements each. Gradients are all-reduced as in `pytorch_ddp`, more than a rank
-needs to update its part. Then each rank updates its parameters and broadcasts them, one broadcast a parameter, after
-the step and not overlapped with anything: 3(N-1)/N * P elements on the wire, where reduce-scatter would do with 2.
+Every rank holds all parameters and gradients, but the optimizer states of only some parameters. Parameters are assigned
+whole, so that each rank owns about as many elements. Gradients are all-reduced as in `pytorch_ddp`, which is more than
+a rank needs to update its own parameters. Then each rank updates its parameters and broadcasts them, with one broadcast
+per parameter that overlaps with nothing: 3(N-1)/N * P elements on the wire. Reduce-scatter would need 2(N-1)/N * P.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class PyTorchZero1(PyTorchDDP):
     shards = frozenset({"optimizer_state"})
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        groups = super().build_optimizer(make_optimizer).param_groups  # which say all that this rank's own has to know
+        groups = super().build_optimizer(make_optimizer).param_groups
 
         def make_own(own_groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
             return make_optimizer(own_groups)
@@ -33,7 +33,7 @@ class PyTorchZero1(PyTorchDDP):
         try:
             self.sharded = ZeroRedundancyOptimizer(groups, make_own, self.process_group)  # type: ignore[arg-type]
         except ValueError as error:
-            raise UnsupportedError(f"cannot share out the optimizer: {error}") from error
+            raise UnsupportedError(f"cannot shard the optimizer: {error}") from error
         return self.sharded
 
     @property

@@ -1,8 +1,8 @@
-"""Units must run in the same order on every rank: gathering one is collective, and ranks that gather different ones
-mix their parameters, where these are of equal size, or wait for each other for ever.
+"""Checks that units run in the same order on every rank.
 
-The first forward pass is in lockstep: before each unit the ranks tell each other which one it is. Every later pass must
-repeat the first, which each rank sees for itself without a message.
+An all-gather of a unit is collective. If ranks gather different units, they mix parameters of equal size, or wait for
+each other for ever. So in the first forward pass the ranks tell each other before each unit which one it is. Every
+later pass must repeat the first, which each rank checks by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +18,11 @@ END = -1
 
 
 class UnitOrder:
-    """Watches which units run. Make it after the hooks that gather them, so that its own come first.
+    """Watches which units run. Create it after the hooks that gather units, so that its own hooks run first.
 
     Args:
-        units: By the names that errors give them.
-        rank: This rank's place in the agreement.
+        units: By the names that errors show.
+        rank: This rank's number in the agreement.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], agreement: StepAgreement, rank: int) -> None:
@@ -35,11 +35,11 @@ class UnitOrder:
 
     @contextmanager
     def watched(self, is_training: bool) -> Iterator[None]:
-        """Within this context is one forward pass. Training and evaluation may each have an order of their own.
+        """Context of one forward pass. Training and evaluation may have different orders.
 
         Raises:
-            UnsupportedError: on every rank, in the first pass, when ranks differ in the next unit.
-            OneRankError: on this rank, when it leaves the order of the first pass.
+            UnsupportedError: on every rank, in the first pass, if the next unit is not the same on all ranks.
+            OneRankError: on this rank, if it leaves the order of the first pass.
         """
         self._known_now, self._run = self._known.get(is_training), []
         try:
@@ -47,7 +47,7 @@ class UnitOrder:
             self._check(END)
             self._known[is_training] = self._known_now or self._run
         finally:
-            self._run = None  # what backward runs again, for activation checkpoints, is not of this order
+            self._run = None  # what backward runs again, for activation checkpoints, does not count
 
     def _hook(self, index: int) -> Callable[[nn.Module, Any], None]:
         def before_unit(unit: nn.Module, arguments: Any) -> None:
@@ -72,7 +72,7 @@ class UnitOrder:
             raise OneRankError(f"{said}, which {ADVICE}")
 
     def _name(self, index: int) -> str:
-        return "none more" if index == END else self._names[index]
+        return "no more" if index == END else self._names[index]
 
 
 ADVICE = "sharded parameters do not allow: all ranks must run the same units in the same order; use a replicated choice"

@@ -1,7 +1,7 @@
-"""Compare runs that have been made already: the choices of an entrypoint (python scripts/compare_runs.py sharding), or
-two runs of one choice (python scripts/compare_runs.py profile/zero3 --baseline RUN).
+"""Compare finished runs: all choices of an entrypoint (python scripts/compare_runs.py sharding), or two runs of one
+choice (python scripts/compare_runs.py profile/zero3 --baseline RUN).
 
-Exit code 0: compared. 1: it cannot be; one line on standard error says why. 2: the command line makes no sense.
+Exit code 0: compared. 1: not comparable; one line on standard error says why. 2: the command line makes no sense.
 3: --fail-above was exceeded.
 """
 
@@ -17,7 +17,7 @@ from analysis.comparison.choices import report_on_choices
 from analysis.comparison.fairness import FIELDS
 from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
-from scripts.families import FAMILIES, report_root_of
+from scripts.runs import FAMILIES, report_root_of
 from training.cli import OneLineParser
 
 WORSE_THAN_ALLOWED = 3
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FAMILY|FOLDER",
         help="ddp or sharding: all choices of main_ddp.py or main_shard.py; or profile/<choice>: two runs in it",
     )
-    parser.add_argument("--output-dir", type=Path, help="root of profile/ and of the reports (default: where they are)")
+    parser.add_argument("--output-dir", type=Path, help="root of profile/ and of the reports (default: in place)")
     parser.add_argument(
         "--allow-different",
         action="append",
@@ -60,13 +60,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FIELD",
         help=f"compare runs that differ in this setting, with a warning; may be repeated; one of {', '.join(FIELDS)}",
     )
-    parser.add_argument("--baseline", metavar="RUN", help="of two runs, the earlier: run id, or path of a .run.json")
-    parser.add_argument("--run", metavar="RUN", help="the later, the same way (default: the latest other run)")
+    parser.add_argument("--baseline", metavar="RUN", help="the earlier of two runs: run id, or path of a .run.json")
+    parser.add_argument("--run", metavar="RUN", help="the later one, in the same form (default: the latest other run)")
     parser.add_argument(
         "--fail-above",
         type=percentage,
         metavar="PERCENT",
-        help="exit with code 3 if a figure got worse by more than this, beyond chance where it has spread",
+        help="exit with code 3 if a figure got worse by more than this, and by more than chance explains",
     )
     return parser
 
@@ -89,7 +89,7 @@ def of_family(options: argparse.Namespace) -> int:
 
 
 def of_choice(options: argparse.Namespace) -> int:
-    """Compare two runs of a choice, and see whether the later one is too bad."""
+    """Compare two runs of a choice; fail if the later one is worse than `--fail-above` allows."""
     trace_dir = Path(options.what)
     if not trace_dir.is_dir():
         raise TraceError(f"{trace_dir}: no such folder; give {', '.join(FAMILIES)}, or profile/<choice>")

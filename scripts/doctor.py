@@ -1,4 +1,4 @@
-"""Find out why NCCL or Gloo hangs, fails or crawls, from whatever there is.
+"""Find out why NCCL or Gloo hangs, fails or is slow, from whatever there is.
 
     python scripts/doctor.py FILE_OR_FOLDER ...      # NCCL_DEBUG=INFO logs, nvidia-smi topo -m, dmesg, lspci -vvv,
                                                      # flight-recorder dumps as JSON, a run's folder profile/<choice>/
@@ -6,8 +6,8 @@
     python scripts/doctor.py --live --ranks 4        # this machine: its settings, and an all-reduce between every pair
     torchrun --nnodes=2 ... scripts/doctor.py --live # the same across nodes
 
-Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: the command line makes
-no sense. 3: found something.
+Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: wrong command line.
+3: found something.
 """
 
 import argparse
@@ -20,13 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from doctor.diagnosis import diagnose
-from doctor.guide import rules_as_markdown
-from doctor.inputs import Inputs, read_inputs
-from doctor.live import Live, describe, take_up
-from doctor.machine import examine
+from doctor.live.machine import examine
+from doctor.live.results import Live, flag_slow_pairs
+from doctor.reading.inputs import Inputs, read_inputs
+from doctor.reading.texts import InputError, to_text
+from doctor.reading.topology import find_topologies
 from doctor.report import to_json, write_report
-from doctor.texts import to_text
-from doctor.topology import TopologyError, find_topologies
+from doctor.rulebook import rules_as_markdown
 from training.cli import OneLineParser
 
 FOUND = 3
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
     )
-    parser.add_argument("--rules", action="store_true", help="print every rule, as docs/hangs.md has them, and stop")
+    parser.add_argument("--rules", action="store_true", help="print every rule in full as Markdown, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -103,24 +103,25 @@ def positive(text: str) -> float:
 
 
 def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
-    """Examine this machine and measure its pairs; what cannot be measured is a problem of the inputs."""
+    """Examine this machine and measure its pairs. What cannot be measured becomes a problem of the inputs."""
     machine = examine()
-    live = Live(describe(machine))
+    live = Live(machine.describe())
+    inputs.facts.machine = machine
     if machine.topology:
         try:
             inputs.facts.topologies += find_topologies(to_text("nvidia-smi topo -m", machine.topology.encode()))
-        except TopologyError as error:
+        except InputError as error:
             inputs.problems.append(str(error))
     if options.ranks != 0:
         measure(options, live, inputs)
-    take_up(inputs.facts, machine, live)
+    inputs.facts.slow_pairs = flag_slow_pairs(live.pairs)
     return live
 
 
 def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
     import torch
 
-    from doctor import pairs
+    from doctor.live import measure as pairs
 
     gpus = torch.cuda.device_count()
     device = options.device if options.device != "auto" else "cuda" if gpus > 1 else "cpu"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run a Python script of this project in an environment that has what it needs: the active one if it does (as on a
+# Run a Python script of this project in an environment that has its packages: the active one if it has them (as on a
 # cluster), else the locked one, which uv makes.   scripts/in_environment.sh scripts/sweep.py ddp 2
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 script=$root/$1
 shift
-has_packages='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "transformers", "datasets", "hta", "plotly", "jinja2", "rich"))))'
+packages='"torch", "transformers", "datasets", "hta", "plotly", "jinja2", "rich", "msgspec", "safetensors", "tomli_w"'
+has_packages="import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ($packages))))"
 if command -v python >/dev/null && python -c "$has_packages" 2>/dev/null; then
   exec python "$script" "$@"
 elif command -v uv >/dev/null; then

@@ -3,53 +3,89 @@
 run_experiment_ddp.sh and run_experiment_shard.sh start it.
 """
 
+import argparse
 import os
 import signal
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
-os.environ.setdefault(
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"
-)  # a rank that does not end is killed after so many seconds
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
 from analysis.errors import TraceError
-from scripts.families import FAMILIES
-from scripts.sweep_runs import Runs, train
+from scripts.runs import FAMILIES, Runs, train
 from scripts.sweep_state import SweepState
 from training.cli import OneLineParser, exit_with_error
 from training.errors import UserError
+from training.flags import with_config_file
+from training.process.environment import ENVIRONMENT
 
 SWEEP_STEPS = 40
-"""Optimizer steps a choice where the command line does not say: enough to see the loss fall and times settle."""
+"""Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
+QUIET = ENVIRONMENT | {
+    "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
+}
+"""Read when torch is imported, here and in the ranks. What the user has set stays."""
 
 
 def main() -> int:
-    usage = (
-        "%(prog)s FAMILY RANKS [--output-dir DIR] [--checkpoint-dir DIR] [--resume] "
-        "[flags of main_ddp.py or main_shard.py]"
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        runs, state, resumes = parse(sys.argv[1:])
+    except UserError as error:
+        exit_with_error(str(error))
+    try:
+        return sweep(runs, state, resumes)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # between two runs
+        return interrupted(signal.SIGINT)
+    except Exception as error:
+        number = getattr(error, "sigval", None)  # torchrun's SignalException, whose module takes seconds to import
+        if number is None:
+            raise
+        return interrupted(number)
+
+
+def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
+    """What to run, what is finished already, and whether an interrupted sweep continues.
+
+    Raises:
+        UserError: the settings do not fit together, or no such sweep was interrupted.
+    """
+    known = FAMILIES.get(arguments[0] if arguments else "")
+    usage = "%(prog)s RANKS [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE] [flags of {}]"
+    parser = OneLineParser(
+        prog=known.sweep if known else "sweep.py",
+        description="Train with every choice, one after the other, report on each, and compare them.",
+        usage=usage.format(known.script if known else "the entrypoint"),
+        allow_abbrev=False,
     )
-    parser = OneLineParser(description=__doc__, allow_abbrev=False, usage=usage)
-    parser.add_argument("family", choices=FAMILIES)
+    help_on_family = argparse.SUPPRESS if known else "ddp or sharding"  # run_experiment_*.sh give it
+    parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=help_on_family)
+    parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one per GPU if it has GPUs")
+    folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+    parser.add_argument("--output-dir", **folder, default=Path(), help="root of profile/ and of the reports")
+    parser.add_argument("--checkpoint-dir", **folder, help="root of the choices' checkpoints, with a folder for each")
     parser.add_argument(
-        "ranks", type=int, metavar="RANKS", help="processes on this node; one a GPU where there are GPUs"
+        "--resume", action="store_true", help="continue an interrupted sweep: train the choices that are not finished"
     )
-    parser.add_argument("--output-dir", type=Path, default=Path(), help="root of profile/ and of the reports")
-    parser.add_argument("--checkpoint-dir", type=Path, help="root of the choices' checkpoints, a folder each")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with an interrupted sweep: train only what it has not finished"
+        "--config", metavar="FILE", help="TOML file of flags, such as a run has left; its ddp-choice is ignored"
     )
-    if checkpoint := given_to_resume(sys.argv[1:]):
+    arguments = with_config_file(arguments, ignored=["ddp-choice"])
+    if checkpoint := given_to_resume(arguments):
         parser.error(
-            f"--resume {checkpoint}: a sweep goes on with its own choices, so give --resume alone; one run goes on "
+            f"--resume {checkpoint}: a sweep continues with its own choices, so give --resume alone; one run continues "
             f"from a checkpoint with torchrun ... --ddp-choice NAME --resume {checkpoint}"
         )
-    options, flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args(arguments)
     family = FAMILIES[options.family]
     for flag in ("--ddp-choice", "--shard-choice"):
         if any(given.split("=")[0] == flag for given in flags):
@@ -60,31 +96,21 @@ def main() -> int:
         flags += ["--max-steps", str(SWEEP_STEPS)]
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     config = runs.config(family.registry.names[0])
+    config.micro_batch_size(options.ranks)
+    if config.max_steps is not None and config.profile_steps() > config.max_steps:
+        from training.profiling.profiler import require_window_fits  # imports torch
+
+        require_window_fits(config, config.max_steps, settling_steps=0)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
     settings = {"ranks": options.ranks, "flags": flags, "checkpoint_dir": checkpoint_dir}
     state = SweepState(options.output_dir, options.family, settings)
-    try:
-        config.micro_batch_size(options.ranks)
-        if options.resume:
-            state.go_on()
-    except UserError as error:
-        exit_with_error(str(error))
-    try:
-        return sweep(runs, state, options.resume)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # between two runs
-        return interrupted(signal.SIGINT)
-    except Exception as error:
-        number = getattr(error, "sigval", None)  # torchrun's SignalException, of a module that takes seconds to import
-        if number is None:
-            raise
-        return interrupted(number)
+    if options.resume:
+        state.go_on()
+    return runs, state, options.resume
 
 
 def given_to_resume(arguments: list[str]) -> str:
-    """What stands behind `--resume`, which is that of the sweep and takes nothing; empty if nothing does."""
+    """The value behind `--resume`, which takes none in a sweep; empty if there is none."""
     for one, following in pairwise([*arguments, ""]):
         if one.startswith("--resume="):
             return one.removeprefix("--resume=")
@@ -94,27 +120,26 @@ def given_to_resume(arguments: list[str]) -> str:
 
 
 def interrupted(number: int) -> int:
-    """Say how to go on; the exit code is that of a process that the signal ended."""
+    """Say how to continue. The exit code is that of a process that the signal ended."""
     for stopping in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stopping, signal.SIG_IGN)  # a second Ctrl-C would only show where Python was
-    print(f"error: stopped by {signal.Signals(number).name}; the same command with --resume goes on", file=sys.stderr)
+        signal.signal(stopping, signal.SIG_IGN)  # a second Ctrl-C would only print a traceback
+    line = f"error: stopped by {signal.Signals(number).name}; the same command with --resume continues"
+    print(line, file=sys.stderr)
     return 128 + number
 
 
-def sweep(runs: Runs, state: SweepState, goes_on: bool) -> int:
+def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
     """Train with all choices that `state` has not finished, and report on all; 1 if any of them failed, else 0.
 
     Args:
-        goes_on: An interrupted run that has left checkpoints goes on from them, as the sweep does.
+        resumes: A run that was interrupted continues from its newest checkpoint, if it has left one.
 
     Raises:
-        UserError: what is finished cannot be written down.
+        UserError: the state cannot be written.
     """
     started = time.monotonic()
-    state.begin()
-    from analysis.comparison.choices import (
-        report_on_choices,  # takes seconds, which a mistake on the command line need not wait
-    )
+    state.write()
+    from analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []
@@ -123,21 +148,20 @@ def sweep(runs: Runs, state: SweepState, goes_on: bool) -> int:
             print(f"{choice}: finished before", flush=True)
             continue
         arguments = [str(ROOT / family.script), *runs.arguments(choice)]
-        if goes_on and runs.has_begun(choice):
+        if resumes and runs.has_begun(choice):
             arguments.append("--resume")
-        if train(choice, runs.ranks, arguments, output_dir):
+        if train(choice, runs.ranks, arguments):
             succeeded.append(choice)
             state.add(choice)
         else:
             failed.append(choice)
     succeeded.sort(key=family.registry.names.index)
-    all_trained = not failed
     try:
         page = report_on_choices(output_dir, family.report_root, succeeded, failed)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if all_trained:  # a report that failed needs no training again
+    if not failed:
         state.close()
     print(
         f"\n{len(succeeded)} of {len(family.registry.names)} choices in {time.monotonic() - started:.0f} s; open {page}"

@@ -1,7 +1,6 @@
-"""What an interrupted sweep leaves, so that it can go on: its settings, and the choices that are done."""
+"""The file that lets an interrupted sweep continue: its settings, and the choices that are finished."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ from training.errors import UserError
 
 
 class SweepState:
-    """Kept in `profile/<family>.sweep.json` from the beginning of a sweep until it has reported on all choices.
+    """Kept in `profile/<family>.sweep.json` from the start of a sweep until it has reported on all choices.
 
     Args:
-        settings: What must be the same when the sweep goes on.
+        settings: What must be the same when the sweep continues.
     """
 
     def __init__(self, output_dir: Path, family: str, settings: dict[str, Any]) -> None:
@@ -21,10 +20,10 @@ class SweepState:
         self.finished: list[str] = []
 
     def go_on(self) -> None:
-        """Take up `finished` from the sweep that was interrupted.
+        """Read `finished` of the interrupted sweep.
 
         Raises:
-            UserError: there is none, or it had other settings.
+            UserError: there is no such sweep, or it had other settings.
         """
         try:
             kept = json.loads(self._path.read_text())
@@ -41,38 +40,33 @@ class SweepState:
                 )
         self.finished = finished
 
-    def begin(self) -> None:
-        """From now on there is something to go on with.
+    def write(self) -> None:
+        """Write the file.
 
         Raises:
-            UserError: that cannot be kept.
+            UserError: it cannot be written.
         """
-        self._write()
+        from training.records.record import write_text  # imports torch
 
-    def add(self, choice: str) -> None:
-        """A choice has been trained.
-
-        Raises:
-            UserError: that cannot be kept.
-        """
-        self.finished.append(choice)
-        self._write()
-
-    def close(self) -> None:
-        """All is trained and reported on: nothing is left to go on with."""
-        self._path.unlink(missing_ok=True)
-
-    def _write(self) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"settings": self._settings, "finished": self.finished}, indent=2) + "\n")
-            temporary.replace(self._path)
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        content = {"settings": self._settings, "finished": self.finished}
+        write_text(self._path, json.dumps(content, indent=2) + "\n")
+
+    def add(self, choice: str) -> None:
+        """Note that a choice has been trained.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self.finished.append(choice)
+        self.write()
+
+    def close(self) -> None:
+        """Remove the file: all choices are trained and reported on."""
+        self._path.unlink(missing_ok=True)
 
 
 def shown(value: Any) -> str:

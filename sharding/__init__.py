@@ -1,4 +1,7 @@
-"""Hand-written sharding (ZeRO), one stage a file, with PyTorch's own beside it."""
+"""Hand-written sharding (ZeRO), one stage a file, with PyTorch's own beside it.
+
+Reading order: zero1, zero2, zero3 (docs/how-it-works/README.md names the files that each one needs).
+"""
 
 from training.registry import Registry
 

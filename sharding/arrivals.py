@@ -1,4 +1,4 @@
-"""Updated parameters on their way to this rank: each part of a model waits for its own, just before it runs."""
+"""Updated parameters on their way to this rank: each part of a model waits for its own parameters before it runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,12 +12,12 @@ from sharding.flat import FlatParameters
 class Arrivals:
     """Lets forward begin while the parameters of later parts of the model are still being gathered.
 
-    A part is a block, or a module outside blocks with all that is in it (an embedding, a norm, a head). Before anything
-    runs, the parameters are waited for that lie in no part; so are those of parts that the first forward pass did not
-    call, whose weights may be used all the same.
+    A part is a block, or a module outside blocks (an embedding, a norm, a head). Some parameters are waited for before
+    anything runs: those that lie in no part, and those of parts that the first forward pass did not call, since another
+    module may use their weights.
 
     Args:
-        blocks: Those of `module`; without any, forward waits for all parameters.
+        blocks: The blocks of `module`; if there are none, forward waits for all parameters.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], flats: Sequence[FlatParameters]) -> None:
@@ -34,11 +34,11 @@ class Arrivals:
         self._first = module.register_forward_hook(lambda *_: self._after_first_forward())
 
     def start(self, flat: FlatParameters, pending: Pending) -> None:
-        """`flat` is being gathered."""
+        """Note that `flat` is being gathered; `pending` is waited for before it is used."""
         self._pending[flat] = pending
 
     def wait(self) -> None:
-        """For all that is on its way."""
+        """Wait for all parameters on their way."""
         self._wait_for(self._flats)
 
     def _before_part(self, flats: Sequence[FlatParameters], part: nn.Module, _: object) -> None:
@@ -60,7 +60,7 @@ class Arrivals:
 
 
 def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """The outermost modules below `module` that are a block or hold none; those between are left out."""
+    """The outermost modules below `module` that are a block or contain no block."""
     for child in module.children():
         if child in blocks or blocks.isdisjoint(child.modules()):
             yield child

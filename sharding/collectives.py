@@ -1,17 +1,14 @@
-"""Reduce-scatter and all-gather, with the volume that their names promise on both backends.
+"""Reduce-scatter and all-gather that put (N-1)/N of the flat tensor on the wire, on NCCL and on Gloo.
 
-NCCL has both. Gloo's `reduce_scatter_tensor` is a whole all-reduce inside, and its `all_gather_into_tensor` copies
-more than it sends. There a reduce-scatter is a scatter from each rank and a local sum, and an all-gather is a broadcast
-from each rank, in place. Each puts (N-1)/N of the flat tensor on the wire, as NCCL's do. Measured on two cores (2
-ranks, 25 MB / 64 MB, milliseconds): reduce-scatter 32 / 88 with Gloo's own, 21 / 75 with an all-to-all, 16 / 65 with
-scatters; all-gather 16 / 75 with Gloo's own, 19 / 54 with an all-to-all, 8 / 22 with broadcasts.
+NCCL has both collectives. Gloo's `reduce_scatter_tensor` is a whole all-reduce inside, and its `all_gather_into_tensor`
+copies more than it sends. So over Gloo a reduce-scatter is one scatter from each rank and a local sum, and an
+all-gather is one broadcast from each rank, in place. Both take about half the time of Gloo's own (docs/LOG.md).
 
-Each root has connections of its own. Gloo sends only what the receiver has asked for, and has one connection for each
-pair of ranks: a rank that is late in asking asks behind its own data, so that the other can begin to send only when all
-of it has arrived, and the two take turns where both could send at once. On a link of 1 Gbit/s (eight all-gathers of
-4 MiB under way, 2 ranks) that was 71 of 125 MB/s; with connections on which data goes one way, it is 120.
+Each root has a process group of its own. Gloo has one connection for each pair of ranks, and sends only what the
+receiver has announced. With a single group, a rank that is late announces behind its own data, and the two directions
+take turns. With one group a root, data goes one way on each connection, and both directions run at once.
 
-A rank adds up the others' parts in rank order, in every run, so results are bitwise repeatable.
+A rank adds up the others' parts in rank order, so results are bitwise repeatable.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +35,7 @@ class Pending:
 
 
 def free(tensor: Tensor | None) -> None:
-    """Give a tensor's memory back at once, though a backend's thread may hold on to the tensor for a while."""
+    """Free a tensor's memory at once, even while a backend's thread still holds a reference to the tensor."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -52,7 +49,7 @@ _groups_of_roots: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] 
 
 
 def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist.ProcessGroup]:
-    """For each rank a group of the same ranks, to send from that rank alone. Collective when first called."""
+    """For each rank, a group of the same ranks that carries only what this rank sends. Collective when first called."""
     if group not in _groups_of_roots:
         ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
         made = [dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True) for _ in ranks]
@@ -106,7 +103,7 @@ def all_gather(full: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
-    """What `reduce_scatter` of flat tensors of these many bytes issues."""
+    """What `reduce_scatter` issues for flat tensors of `payloads` bytes."""
     size = dist.get_world_size(group)
     if is_gloo(group, device):
         return Collective("scatter", size * len(payloads), size * sum(payloads), size, "gradients")
@@ -114,7 +111,7 @@ def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, 
 
 
 def expected_all_gathers(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
-    """What `all_gather` of flat tensors of these many bytes issues."""
+    """What `all_gather` issues for flat tensors of `payloads` bytes."""
     size = dist.get_world_size(group)
     if is_gloo(group, device):
         return Collective("broadcast", size * len(payloads), sum(payloads), size, "parameters")

@@ -1,12 +1,99 @@
-"""Parameters in a flat tensor, of which this rank owns a shard."""
+"""Flat parameters: how parameters become one flat tensor, and which part of it a rank owns.
 
-from collections.abc import Sequence
+Parameters are laid end to end in one flat tensor. It is padded to a multiple of the world size N and cut into N equal
+shards, one for each rank. Cuts may go through the inside of a parameter. So ranks are balanced by elements whatever the
+shapes: a shard is less than one element larger than an even share. This suits optimizers that treat every element by
+itself (`sharding.elementwise`).
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.partition import lay_out
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements `start` to `end` of a flat tensor, which hold one parameter of this shape."""
+
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `end` of a shard, which belong to the parameter in `slot`."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters lie in a flat tensor, and where `world_size` ranks cut it.
+
+    Attributes:
+        numel: Elements of all parameters.
+        shard_numel: Elements of each rank's shard, padding included.
+        padded_numel: Elements of the flat tensor.
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].end if self.slots else 0
+
+    @property
+    def shard_numel(self) -> int:
+        return -(-self.numel // self.world_size)
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * self.world_size
+
+    def shard_of(self, flat: Tensor, rank: int) -> Tensor:
+        """The view of a flat tensor that is `rank`'s shard."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def view(self, flat: Tensor, slot: int) -> Tensor:
+        """The view of a flat tensor that is the parameter in `slot`, in its shape."""
+        place = self.slots[slot]
+        return flat[place.start : place.end].view(place.shape)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What of each parameter lies in `rank`'s shard; nothing for those that have no element there."""
+        begin = rank * self.shard_numel
+        cuts = [
+            (slot, max(place.start - begin, 0), min(place.end - begin, self.shard_numel))
+            for slot, place in enumerate(self.slots)
+        ]
+        return [Piece(slot, start, end) for slot, start, end in cuts if start < end]
+
+
+def lay_out(shapes: Iterable[Sequence[int]], world_size: int) -> Layout:
+    """Lay parameters of these shapes end to end."""
+    slots, end = [], 0
+    for shape in shapes:
+        start, end = end, end + prod(shape)
+        slots.append(Slot(tuple(shape), start, end))
+    return Layout(tuple(slots), world_size)
+
+
+def group_by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that can share a flat tensor: of one dtype and device, trainable or frozen alike; in their order."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+    return list(groups.values())
 
 
 class FlatParameters:
@@ -15,7 +102,7 @@ class FlatParameters:
     Rank 0's values win. Building one is collective.
 
     Attributes:
-        layout: Where each parameter lies (`sharding.partition.Layout`).
+        layout: Where each parameter lies (`Layout`).
         full: The flat tensor, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
         shard: The part of `full` that this rank updates, (shard_numel,).
@@ -42,6 +129,14 @@ class FlatParameters:
     def place_shard(self) -> Tensor:
         """Where this rank's shard is kept: in `full`, which stays."""
         return self.layout.shard_of(self.full, self.rank)
+
+    def whole(self, gather: bool = True) -> AbstractContextManager[None]:
+        """Within this context, `full` is whole.
+
+        Args:
+            gather: Fill it with all ranks' values; otherwise it is there to be filled.
+        """
+        return nullcontext()
 
     @property
     def trainable(self) -> bool:

@@ -1,33 +1,22 @@
-"""What the stages of ZeRO have in common: an optimizer that sees this rank's shard, and how a shard becomes whole."""
+"""What the stages of ZeRO share: an optimizer over this rank's shard, clipping over shards, and whole state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.clipping import clip_shards, clipping_traffic
 from sharding.collectives import all_gather
+from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
-from sharding.partition import require_elementwise
+from sharding.gradient_buckets import GradientBucket
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
-
-
-class Bucket(Protocol):
-    """Gradients of some flat parameters. `shard`: this rank's part of their sum, once they are reduced."""
-
-    flat: FlatParameters
-    shard: Tensor | None
-
-    def tensors(self) -> list[Tensor]: ...
-    def forget(self) -> None: ...
 
 
 class ShardedStrategy(Strategy):
@@ -39,7 +28,7 @@ class ShardedStrategy(Strategy):
     """
 
     flats: list[FlatParameters]
-    buckets: Sequence[Bucket]
+    buckets: Sequence[GradientBucket]
 
     def prepare(self) -> None:
         elements = sum(p.numel() for p in self.trainable.values())
@@ -72,10 +61,6 @@ class ShardedStrategy(Strategy):
         sharded = {p for flat in self.flats for p in flat.parameters}
         return [p for p in self.module.parameters() if p not in sharded]
 
-    def unsharded(self, flat: FlatParameters, gather: bool = True) -> AbstractContextManager[None]:
-        """Within this context `flat.full` is whole. `gather`: with all ranks' values; else it is there to be filled."""
-        return nullcontext()
-
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
@@ -89,7 +74,7 @@ class ShardedStrategy(Strategy):
             parameter.grad = None
         if set_to_none:
             for bucket in self.buckets:
-                bucket.forget()
+                bucket.reset()
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().drop_gradients(parameters)
@@ -131,6 +116,10 @@ class ShardedStrategy(Strategy):
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
 
+    def parameter_pieces(self) -> list[Piece]:
+        # What lies in no flat tensor of ZeRO-3 has no elements.
+        return self._pieces_of(self.flats) if "parameters" in self.shards else super().parameter_pieces()
+
     def updated_pieces(self) -> list[Piece]:
         return self._pieces_of(flat for flat in self.flats if flat.trainable)
 
@@ -147,7 +136,7 @@ class ShardedStrategy(Strategy):
         self.finish_parameter_synchronization()
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
-            with self.unsharded(flat):
+            with flat.whole():
                 if self.data_parallel_rank == 0:
                     whole |= {p: view.cpu().clone() for p, view in zip(flat.parameters, flat.views, strict=True)}
         if self.data_parallel_rank != 0:
@@ -164,7 +153,7 @@ class ShardedStrategy(Strategy):
         given = {own[name]: tensor for name, tensor in state.items()} if self.data_parallel_rank == 0 else {}
         with torch.no_grad():
             for flat in self.flats:
-                with self.unsharded(flat, gather=False):
+                with flat.whole(gather=False):
                     for parameter, view in zip(flat.parameters, flat.views, strict=True):
                         if parameter in given:
                             view.copy_(given[parameter])
@@ -174,3 +163,23 @@ class ShardedStrategy(Strategy):
                 if tensor in given:
                     tensor.copy_(given[tensor])
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
+
+
+def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Scale shards in place so that the norm over all ranks' shards is at most `max_norm`.
+
+    Returns:
+        The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
+    """
+    own = nn.utils.get_total_norm(shards) if shards else torch.zeros(())
+    square = own.to(device, torch.float64).square()
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt().float()
+    if shards:
+        torch._foreach_mul_(list(shards), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def clipping_traffic(group: dist.ProcessGroup) -> list[Collective]:
+    """What `clip_shards` sends."""
+    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping")]

@@ -1,18 +1,29 @@
-"""ZeRO-3: as ZeRO-2, and parameters are whole only while the block that they belong to runs.
+"""ZeRO-3: parameters are sharded too, and are whole only while the unit that they belong to runs.
 
-Each rank keeps a shard of everything. A model is a chain of units, one a transformer block, and a root unit for the
-rest (last norm, head). Just before a unit runs, in forward and again in backward, its parameters are all-gathered
-(unsharded); afterwards they are freed (resharded). The next unit is fetched while one computes. The root stays whole
-until backward is through with it, and so does the last block between forward and backward; embeddings are freed after
-forward, since the gradient of a lookup does not depend on the table. So a rank never holds more full parameters than
-the root, embeddings and two blocks, with the gradients of two blocks beside them (some made, some reduced), and what is
-on the wire for each micro-batch is two all-gathers and a reduce-scatter: 3(N-1)/N * P elements, half as much again as
-DDP.
+What a rank holds. The model is cut into units: one for each transformer block, one for the embeddings, and the root for
+the rest (last norm, head). At rest a rank holds its shard of each unit: 1/N of parameters, gradients and optimizer
+states. In fp32 that is 4 P / N + 4 P / N + 8 P / N bytes, beside activations.
 
-This file says when a unit is needed and when its gradients are there, which modules and autograd tell by hooks;
-`sharding.schedule` says what is to be done before, in the same order on every rank.
+What happens in a step, with units 1 to n:
+- Forward. Embeddings and root are all-gathered first. Unit i is all-gathered (unshard) while unit i-1 computes
+  (prefetch), and freed (reshard) when unit i+1 begins. After forward the embeddings are freed. Unit n and the root stay
+  whole: backward needs them first.
+- Backward. While unit i computes, unit i-1 is all-gathered again. (Unit n-1 only when unit n is through: activations
+  take the most memory at the start of backward.) When all gradients of unit i are made, its parameters are freed and
+  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-1 makes its first gradient: then it
+  is waited for, and the full gradients of unit i are freed. So a rank holds the full gradients of one unit at a time.
+  The root is freed when its own gradients are made: at the start of backward, if it holds only a norm and a head.
+- Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
-Fp32 bytes a rank at rest, beside activations: 4 P / N parameters, 4 P / N gradients, 8 P / N optimizer states.
+What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
+one; at its start also the root.
+
+What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
+elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
+elements once a step. Rajbhandari et al., 2020, "ZeRO", section 7.2.2.
+
+`sharding.units.unit` is how a unit is unsharded and resharded. `sharding.units.schedule` is in which order, the same on
+every rank. This file is when: what modules and autograd tell by hooks.
 """
 
 from collections.abc import Iterator
@@ -25,14 +36,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddp.buckets import DEFAULT_CAP_MB
+from sharding.blocks import around_units, plan_units
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters
-from sharding.flat import FlatParameters
-from sharding.schedule import Schedule
+from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.sharded import ShardedStrategy
-from sharding.unit import ReleasedParameters, Unit
-from sharding.units import around_units, find_tables, plan_units
-from sharding.zero2 import FreedGradientBucket
-from training.checkpoint.ranges import Piece
+from sharding.units.embeddings import Embeddings, find_embeddings
+from sharding.units.execution_order import ExecutionOrder
+from sharding.units.schedule import Schedule
+from sharding.units.unit import Unit
 from training.communication.traffic import Collective
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 
@@ -42,191 +53,156 @@ class Zero3(ShardedStrategy):
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = True
-    buckets: list[FreedGradientBucket]
+    buckets: list[ShardedGradientBucket]
 
     def prepare(self) -> None:
         super().prepare()
         plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
-        tables = find_tables(self.module, plans)
-        before, after = around_units(self.module, plans, tables.parameters)
+        embeddings = find_embeddings(self.module, plans)
+        before, after = around_units(self.module, plans, embeddings.parameters)
         units = [Unit(plan.modules, [plan.parameters], self.process_group) for plan in plans]
         self.root = Unit([self.module], [before, after], self.process_group)
-        self.tables = Unit(tables.modules, [tables.parameters], self.process_group)
-        self.flats = [flat for unit in (self.root, self.tables, *units) for flat in unit.flats]
-        self.buckets = [bucket for unit in (self.root, self.tables, *units) for bucket in unit.buckets]
+        self.embeddings = Embeddings(embeddings, self.process_group)
+        self.all_units: list[Unit] = [self.root, self.embeddings, *units]
+        self.flats = [flat for unit in self.all_units for flat in unit.flats]
+        self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        self.schedule = Schedule(self.root, self.tables, units)
+        self.order = ExecutionOrder(self.module, self.root, units)
+        self.schedule = Schedule(self.root, self.embeddings, units)
         self._in_backward = False
-        self._add_hooks()
+        self._add_hooks(units)
 
-    @property
-    def units(self) -> list[Unit]:
-        """In the order of their first use, all but the root and the tables."""
-        return self.schedule.units
-
-    def _add_hooks(self) -> None:
+    def _add_hooks(self, units: list[Unit]) -> None:
         self.module.register_forward_pre_hook(lambda *_: self._before_forward())
         self.module.register_forward_hook(lambda *_: self._after_forward())
-        for unit in self.units:
+        for unit in units:
             for module in unit.modules:
-                module.register_forward_pre_hook(lambda *_, unit=unit: self._before_unit(unit))
+                module.register_forward_pre_hook(partial(self._before_unit, unit), with_kwargs=True)
                 module.register_forward_hook(lambda _, args, out, unit=unit: self._after_unit(unit, out))
-        for table in self.tables.modules:  # where a checkpoint looks up again in backward
-            table.register_forward_pre_hook(lambda *_: self._make_whole(self.tables))
-        inside = {m for unit in self.units for member in unit.modules for m in member.modules()}
-        self._temporary = [
-            module.register_forward_pre_hook(lambda m, _: self._ran.append(m))
-            for module in self.module.modules()
-            if module not in inside or any(module in unit.modules for unit in self.units)
-        ]
-        for unit in (self.root, self.tables, *self.units):
+        for embedding in self.embeddings.modules:  # no-op, unless an activation checkpoint looks up again in backward
+            embedding.register_forward_pre_hook(lambda *_: self._unshard_now(self.embeddings))
+        for unit in self.all_units:
             for bucket in unit.buckets:
                 for slot, parameter in enumerate(bucket.flat.parameters):
                     parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, unit, bucket, slot))
 
-    def _make_whole(self, unit: Unit) -> None:
-        self.schedule.gather(unit)
-        unit.unshard()  # out of turn, if a module runs again
-        unit.wait()
+    def _unshard_now(self, unit: Unit) -> None:
+        self.schedule.unshard(unit)
+        unit.unshard()  # out of turn, if a module runs a second time; it must do so on all ranks
+        unit.wait_for_unshard()
 
     # Forward -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
         self._in_backward = False
-        self._ran: list[nn.Module] = []
-        for unit in self.units:
-            unit.running = 0
+        self.order.begin_forward()
+        for unit in self.schedule.units:
+            unit.begin_forward()
             unit.reshard()
         self.schedule.begin_forward()
-        self._make_whole(self.root)
-        self._make_whole(self.tables)
-        self._prefetch(0)
+        self._unshard_now(self.root)  # issues the embeddings' all-gather before its own
+        self._unshard_now(self.embeddings)
+        self._prefetch_in_forward(0)
 
-    def _before_unit(self, unit: Unit) -> None:
-        if self._in_backward:  # a checkpoint computes its block again
+    def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
+        if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
         unit.running += 1
-        index = self.units.index(unit)
-        for earlier in self.units[:index]:
-            # Until the order is known, a unit that was passed over may still run: ranks that release it and ranks that
-            # do not get so far would gather it again at different places.
-            is_over = self.schedule.order_is_agreed or any(member in self._ran for member in earlier.modules)
-            if is_over and not earlier.running:
+        index = self.schedule.units.index(unit)
+        for earlier in self.schedule.units[:index]:
+            if self.order.is_over(earlier) and not earlier.running:
                 earlier.reshard()
-        self._make_whole(unit)
-        self._prefetch(index + 1)
+        self._unshard_now(unit)
+        self._prefetch_in_forward(index + 1)
+        if unit.has_frozen:
+            for leaf in tensors_with_gradient(inputs):
+                unit.awaited_inputs += 1
+                leaf.register_hook(lambda _: self._after_input_gradient(unit))
 
-    def _prefetch(self, index: int) -> None:
-        if index < len(self.units):
-            self.schedule.gather(self.units[index])
+    def _prefetch_in_forward(self, index: int) -> None:
+        if index < len(self.schedule.units):
+            self.schedule.unshard(self.schedule.units[index])
 
     def _after_unit(self, unit: Unit, output: Any) -> None:
         if not self._in_backward:
             unit.running -= 1
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._before_backward(unit))
+        for leaf in tensors_with_gradient(output):
+            leaf.register_hook(lambda _: self._before_backward(unit))
 
     def _after_forward(self) -> None:
-        self.schedule.do_rest()
+        self.schedule.issue_rest()
         if not torch.is_grad_enabled():
-            self._reshard(*self.units, self.root, self.tables)
+            self._reshard(self.all_units)
             return
-        saved_tables = not self.schedule.reads_tables_again and self.tables.is_saved()
-        for handle in self._temporary:
-            handle.remove()
-        self.schedule.agree(self._ran, saved_tables, self.module, self.process_group)
-        if not self.schedule.reads_tables_again:
-            if saved_tables:
-                raise RuntimeError(
-                    "backward reads the weight of an embedding in this step, and did not in the first, since when it "
-                    "is freed after forward; use zero2 for such a model"
-                )
-            self._reshard(self.tables)
+        if not self.order.is_agreed:
+            agreed = self.order.agree(self.embeddings.is_saved_for_backward(), self.process_group)
+            self.embeddings.read_in_backward = agreed.embeddings_saved
+            self.schedule.follow(agreed)
+        self.embeddings.reshard_after_forward()
         self._in_backward = True
         self.schedule.begin_backward()
         last = self.schedule.last_unit
-        self._reshard(*(unit for unit in self.units if unit is not last))
+        self._reshard([unit for unit in self.schedule.units if unit is not last])
         if last:
-            last.unshard()
-
-    def _reshard(self, *units: Unit) -> None:
-        for unit in units:
-            unit.reshard()
+            last.unshard()  # it is not whole if the order that was agreed on has another last unit
 
     # Backward ----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, unit: Unit) -> None:
-        self._make_whole(unit)
-        self.schedule.do_ready_reductions()
+        self._unshard_now(unit)
+        self.schedule.reduce_what_is_ready()
         if unit is not self.schedule.last_unit:
-            self.schedule.do_gather()
+            self.schedule.prefetch()
 
-    def _on_gradient(self, unit: Unit, bucket: FreedGradientBucket, slot: int, _: Tensor) -> None:
-        act = self.schedule.reduction_of(bucket)
-        if act is None:
-            raise RuntimeError(
-                f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[slot].shape)} came after its unit "
-                "was reduced: modules run in another order than in the first step; use zero2 for such a model"
-            )
-        if all(other.full is None for other in act.buckets):  # the first one of this act
-            self.schedule.finish_reductions()
+    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, _: Tensor) -> None:
+        reduction = self.schedule.reduction_of(bucket)
+        if all(other.full is None for other in reduction.buckets):  # the unit's first gradient:
+            self.schedule.finish_reductions()  # the full gradients of the unit before make room for its own
         bucket.place(slot)
         bucket.missing -= 1
-        if unit is self.schedule.last_unit and not any(other.missing for other in act.buckets):
-            self.schedule.do_gather()  # not earlier: at the start of backward, activations take the most memory
-        self.schedule.do_ready_reductions()
+        if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):
+            self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
+        self.schedule.reduce_what_is_ready()
+
+    def _after_input_gradient(self, unit: Unit) -> None:
+        unit.awaited_inputs -= 1
+        self.schedule.reduce_what_is_ready()
+        self.schedule.prefetch()
+
+    def after_backward(self) -> None:
+        self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
+        self.schedule.finish_reductions()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.flat.parameters)
+        self._reshard(self.all_units if not self.schedule.keeps_root else self.all_units[1:])
+        self.take_gradients()
+
+    def _reshard(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.reshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every micro-batch is reduced; but the root stays whole for the next one."""
+        """Every micro-batch is reduced all the same; but the root stays whole for the next one."""
         self.schedule.keeps_root = True
         try:
             yield
         finally:
             self.schedule.keeps_root = False
 
-    def after_backward(self) -> None:
-        self.schedule.do_rest()  # what waits for gradients that backward did not make
-        self.schedule.finish_reductions()
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.flat.parameters)
-        self._reshard(*self.units, self.tables, *([] if self.schedule.keeps_root else [self.root]))
-        self.take_gradients()
-
     def abandon_step(self) -> None:
         super().abandon_step()
         self._in_backward = False
         self.schedule.begin_forward()
-        self._reshard(*self.units, self.root, self.tables)
-
-    # State and traffic -------------------------------------------------------------------------------------------
-
-    def parameter_pieces(self) -> list[Piece]:
-        return self._pieces_of(self.flats)  # what lies in none of them has no elements
-
-    @contextmanager
-    def unsharded(self, flat: FlatParameters, gather: bool = True) -> Iterator[None]:
-        assert isinstance(flat, ReleasedParameters)
-        if gather:
-            flat.unshard().wait()
-        else:
-            flat.allocate()
-        try:
-            yield
-        finally:
-            flat.reshard()
+        self._reshard(self.all_units)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        root = [flat.full_bytes for flat in self.root.flats]
-        tables = [flat.full_bytes for flat in self.tables.flats]
-        blocks = [flat.full_bytes for unit in self.units for flat in unit.flats]
         last = self.schedule.last_unit
-        kept = [flat.full_bytes for flat in last.flats] if last else []
-        gathers = root + micro_batches * (tables + 2 * blocks)
-        for payload in micro_batches * kept:
-            gathers.remove(payload)
+        gathers = [flat.full_bytes for flat in self.root.flats]  # once a step
+        for unit in self.all_units[1:]:
+            times = 1 if unit in (self.embeddings, last) else 2  # forward, and backward if it was resharded
+            gathers += micro_batches * times * [flat.full_bytes for flat in unit.flats]
         reductions = micro_batches * [flat.full_bytes for flat in self.flats if flat.trainable]
         device = self.flats[0].full.device
         return [
@@ -234,3 +210,8 @@ class Zero3(ShardedStrategy):
             expected_all_gathers(gathers, self.process_group, device),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
+
+
+def tensors_with_gradient(tree: Any) -> list[Tensor]:
+    """The tensors among a module's inputs or outputs that backward makes gradients for."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

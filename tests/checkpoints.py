@@ -1,4 +1,4 @@
-"""Runs that stop and go on, inside ranks (`tests.ranks`): a model with everything that has to be saved."""
+"""Runs that stop and resume, inside ranks (`tests.ranks`), of a model with everything that has to be saved."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
-from training.loop import TrainingResult, train
+from training.loop import TrainingResult, Unwatched, train
 from training.run import seed_everything
 from training.strategy import MicroBatch, Strategy
 
 SAMPLES = 24
-"""Of a global batch: divides among 1 to 4 ranks of two micro-batches each."""
+"""In a global batch. They divide among 1 to 4 ranks with two micro-batches each."""
 
 
 class Everything(nn.Module):
-    """Frozen and tied parameters, sizes that do not divide, running statistics, and dropout if asked for."""
+    """Frozen parameters, sizes that do not divide, a single number, running statistics, and dropout."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -41,19 +41,10 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         hidden = self.first(x)
-        self.norm(hidden.detach())  # its statistics alone: they must not decide how samples of a rank are normalized
+        self.norm(hidden.detach())  # only for its statistics: its output would depend on how samples are divided
         for block in self.blocks:
             hidden = torch.tanh(block(self.dropout(hidden)))
         return answer(self.last(hidden) * self.scale, y)
-
-
-class Watcher:
-    """Follows the loop as the profiler does."""
-
-    bends_this_step = False
-
-    def step(self) -> None:
-        pass
 
 
 def here() -> Ranks:
@@ -67,7 +58,7 @@ def make_strategy(choice: tuple[str, str], seed: int, model: str | None, dropout
 
 
 def steps(first: int, last: int) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
-    """The same samples of each step for any number of ranks."""
+    """Each step has the same samples for any number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(first, last):
         whole = batch(SAMPLES, step)
@@ -88,7 +79,7 @@ def train_to(
     model: str | None = None,
     **changes: Any,
 ) -> tuple[Strategy, TrainingResult]:
-    """Train a new strategy up to step `last`; with `folder`, saving there, and going on from what `resume` names."""
+    """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes."""
     config = settings(choice, **({"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}), **changes)
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
@@ -96,7 +87,7 @@ def train_to(
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
     try:
-        result = train(strategy, steps(checkpoints.done, last), Watcher(), None, checkpoints.after_step, earlier)
+        result = train(strategy, steps(checkpoints.done, last), Unwatched(), None, checkpoints.after_step, earlier)
         checkpoints.finish()
     finally:
         checkpoints.close()
@@ -104,7 +95,7 @@ def train_to(
 
 
 def fingerprints(strategy: Strategy, result: TrainingResult) -> dict[str, str]:
-    """A digest of all that a rank holds and that decides its next steps; losses too."""
+    """A digest of everything that a rank holds and that decides its next steps, and of the losses."""
     held: dict[str, Any] = {"random": torch.get_rng_state(), "losses": torch.tensor(result.loss, dtype=torch.float64)}
     strategy.finish_parameter_synchronization()
     for piece in strategy.parameter_pieces():
@@ -117,7 +108,7 @@ def fingerprints(strategy: Strategy, result: TrainingResult) -> dict[str, str]:
 
 
 def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: bool) -> list[dict[str, str]]:
-    """The same training without and with a stop after step 2, of 4 steps."""
+    """The same 4 steps of training without a stop and with one after step 2, and with another seed."""
     straight = fingerprints(*train_to(choice, 4, dropout=0.5))
     train_to(choice, 2, folder, dropout=0.5, checkpoint_async=in_background)
     stopped = fingerprints(*train_to(choice, 4, folder, dropout=0.5, resume="latest", checkpoint_async=in_background))
@@ -126,12 +117,12 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
 
 
 def fitted_and_stopped(folder: Path) -> list[Any]:
-    """A run of `bucket_ddp_async` that fits its buckets, and one that goes on from the step after: what each holds."""
+    """What a run of `bucket_ddp_async` holds that fits its buckets, and one that resumes after it has fitted them."""
     choice, stop, last = ("ddp", "bucket_ddp_async"), WATCHED_STEPS + 2, WATCHED_STEPS + 4
     found = []
     for place, resume in (("straight", None), ("stopped", str(folder / "straight" / folder_name(stop)))):
         strategy, result = train_to(choice, last, folder / place, resume=resume)
-        assert ("fitted to the link in the run" if resume else "fit this link") in strategy.remarks[0]
+        assert ("fitted to the link in the run" if resume else "this link") in strategy.notes[0]
         found.append((strategy.learned(), fingerprints(strategy, result)))
     assert found[0][0]
     return found
@@ -144,7 +135,7 @@ def losses(
 
 
 def error_of(choice: tuple[str, str], last: int, folder: Path | None, changes: dict[str, Any]) -> str:
-    """What the user is told, if anything."""
+    """The message for the user; empty if there is none."""
     try:
         train_to(choice, last, folder, **changes)
     except UserError as error:

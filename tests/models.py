@@ -1,9 +1,12 @@
 """Small modules that hold the traps, and the batches to train them on. All are called as `module(x=..., y=...)`."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
 
@@ -19,7 +22,7 @@ def batch(samples: int, seed: int) -> dict[str, Tensor]:
 
 
 def answer(prediction: Tensor, y: Tensor) -> SimpleNamespace:
-    return SimpleNamespace(loss=nn.functional.mse_loss(prediction.float().squeeze(-1), y), logits=prediction)
+    return SimpleNamespace(loss=functional.mse_loss(prediction.float().squeeze(-1), y), logits=prediction)
 
 
 class Plain(nn.Module):
@@ -59,12 +62,39 @@ class Frozen(nn.Module):
         return answer(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
 
 
+class AdaptedBlock(nn.Module):
+    """A frozen layer, and then a trainable one, whose gradient is made before backward reads the frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.base.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.adapter(torch.tanh(self.base(hidden)))
+
+
+class Adapted(nn.Module):
+    """Blocks that are partly frozen, as in fine-tuning with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(3))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = block(x)
+        return answer(self.head(x), y)
+
+
 class Normed(nn.Module):
-    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones."""
+    """BatchNorm in evaluation of its own statistics: has buffers, floating and integer ones, that start at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr]
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         return answer(self.last(self.norm(self.first(x))), y)
@@ -106,11 +136,66 @@ class Branching(nn.Module):
         return answer(self.last(torch.tanh(hidden)), y)
 
 
-def llama_classifier(seed: int = 0) -> nn.Module:
+class Deep(nn.Module):
+    """A layer, six equal blocks, of which those in `skipped` do not run, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 20)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(6))
+        self.last = nn.Linear(20, 1)
+        self.skipped: list[int] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        hidden = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index not in self.skipped:
+                hidden = block(hidden)
+        return answer(self.last(hidden), y)
+
+
+class OutOfOrder(nn.Module):
+    """Blocks run in another order than they are registered in, and one of them twice; the head is registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(FEATURES, 1)
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for index in (2, 0, 3, 1, 0):
+            x = x + torch.tanh(self.blocks[index](x))
+        return answer(self.last(x), y)
+
+
+class Lookup(nn.Module):
+    """An embedding outside of all blocks; `reads` says what else reads it: nothing, the head, or backward itself."""
+
+    def __init__(self, reads: str = "") -> None:
+        super().__init__()
+        self.reads = reads
+        self.table = nn.Embedding(30, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        at = (10 * x.abs()).long() % 30
+        if self.reads == "checkpoint":
+            hidden = checkpoint(lambda: self.table(at).tanh().mean(1), use_reentrant=False)
+        else:
+            hidden = self.table(at).tanh().mean(1)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        if self.reads == "head":
+            scores = functional.linear(hidden, self.table.weight)
+            hidden = hidden + 0.1 * scores.softmax(-1) @ self.table.weight
+        return answer(self.last(hidden), y)
+
+
+def llama_classifier() -> nn.Module:
     """A Llama classifier of two thin layers, the real architecture of the sample workload."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    torch.manual_seed(seed)
     return LlamaForSequenceClassification(
         LlamaConfig(
             hidden_size=16,
@@ -126,6 +211,12 @@ def llama_classifier(seed: int = 0) -> nn.Module:
     )
 
 
+def checkpointed(reentrant: bool) -> nn.Module:
+    module = llama_classifier()
+    module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+    return module.train()
+
+
 def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -134,14 +225,32 @@ def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-MODELS = {"plain": Plain, "tied": Tied, "frozen": Frozen, "odd": Odd, "llama": llama_classifier}
+MODELS = {
+    "plain": Plain,
+    "tied": Tied,
+    "frozen": Frozen,
+    "adapted": Adapted,
+    "odd": Odd,
+    "llama": llama_classifier,
+}
 """Those whose training has an exact counterpart in one process, whatever the split."""
+UNUSUAL = {
+    "out of order": OutOfOrder,
+    "lookup": Lookup,
+    "lookup, read by the head": partial(Lookup, "head"),
+    "lookup, checkpointed": partial(Lookup, "checkpoint"),
+    "llama, checkpointed": partial(checkpointed, False),
+    "llama, checkpointed, re-entrant": partial(checkpointed, True),
+}
+"""Those that run their modules in an order, or so often, that sharding must not rely on."""
+BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
+"""The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return {**MODELS, "normed": Normed, "branching": Branching}[name]()
+    return {**MODELS, **UNUSUAL, **dict.fromkeys(BRANCHES, Branching), "normed": Normed, "deep": Deep}[name]()
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
-    return token_batch(samples, seed) if model == "llama" else batch(samples, seed)
+    return token_batch(samples, seed) if model.startswith("llama") else batch(samples, seed)

@@ -2,9 +2,11 @@
 
 from unittest import mock
 
-from planner import hardware, models
-from planner.contracts import Contention, MemoryCurve, Simulated, Span
-from planner.plan import Case, Costs, Outcome, Plan
+from planner import models
+from planner.contracts import MemoryCurve, Simulated, Span
+from planner.costs import hardware
+from planner.costs.sources import Costs
+from planner.plan import Case, Outcome, Plan
 from training.config import RunConfig
 
 GIB = 2**30
@@ -17,26 +19,24 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
     held = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
     resting = {"parameters": held["parameters"], "activations": 0}
     spans = [
-        Span("phase", "forward", 0, half),
-        Span("phase", "backward", half, busy),
-        Span("compute", "aten.mm.default", 0, half),
-        Span("compute", "aten.mm.default", half, busy),
+        Span("compute", "aten.mm.default", 0, half, {"phase": "forward"}),
+        Span("compute", "aten.mm.default", half, busy, {"phase": "backward"}),
         Span("communication 0", "all_reduce", half, step, {"payload_bytes": 8}),
     ]
     curve = MemoryCurve(resting, held, [(0.0, resting), (half, held), (busy, resting)])
-    return Simulated(step, busy, half + exposed, exposed, spans, curve, {}, 0.1)
+    return Simulated(step, busy, half + exposed, exposed, spans, curve, {})
 
 
-def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None, bucket: float | str = "auto") -> Case:
-    config = RunConfig(global_batch_size=batch, bucket_cap_mb=bucket)
+COSTS = Costs(mock.Mock(), mock.Mock(), 1.0, compute_error=0.2, sources=("from nowhere.",))
+
+
+def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None) -> Case:
     between = "ndr" if gpus.count("x") > 1 else None
-    return Case(models.find("SmolLM2-135M"), hardware.cluster(gpus, "pcie4", between), config, 128, 128, price)
-
-
-COSTS = Costs(mock.Mock(), mock.Mock(), Contention(), compute_error=0.2, link_error=0.3, sources=("from nowhere.",))
+    cluster = hardware.cluster(gpus, "pcie4", between)
+    return Case(models.find("SmolLM2-135M"), cluster, RunConfig(global_batch_size=batch), 128, COSTS, price)
 
 
 def made(price: float | None = None, **simulated: Simulated | None) -> Plan:
     reason = "this one needs data"
     outcomes = [Outcome(name, found, "" if found else reason) for name, found in simulated.items()]
-    return Plan(case(price=price), COSTS, outcomes)
+    return Plan(case(price=price), outcomes)

@@ -20,7 +20,15 @@ from training.process.environment import schedule_as_batch
 
 JOB_TIMEOUT_S = 120.0
 FORK_SERVER = get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.parity", "training.run", "torch._dynamo", "torch.distributed.fsdp"])
+FORK_SERVER.set_forkserver_preload(
+    [
+        "tests.parity",
+        "training.run",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 class RankFailed(AssertionError):
@@ -100,7 +108,10 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
 
     torch.set_num_threads(1)
     schedule_as_batch()
-    join_group(group, rank, world_size, port)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.PrefixStore(group, dist.TCPStore("127.0.0.1", port, timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             function, args = connection.recv()
@@ -112,12 +123,3 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
         except Exception as error:  # reported to the test, whatever it is
             answer = ("failed", (str(error), traceback.format_exc()))
         connection.send(answer)
-
-
-def join_group(name: str, rank: int, world_size: int, port: int) -> None:
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    timeout = datetime.timedelta(seconds=60)
-    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, timeout=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

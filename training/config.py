@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from training.errors import UserError
@@ -19,25 +20,25 @@ AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 6
-"""Of the run record's format (`docs/run-record.md`)."""
+RECORD_VERSION = 7
+"""Version of the run record's format (`docs/run-record.md`)."""
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """What a strategy may be told beyond the module and its optimizer.
+    """Settings of a strategy beyond the module and its optimizer.
 
     Attributes:
-        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is what the strategy
-            takes by itself: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are
-            compressed; most others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
+        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
+            default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
+            others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
-        find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies need no such hint.
-        compress: `bf16` or `powersgd`: all-reduce less than the gradients, rounded (`communication.compression`).
-        parameter_groups: Function of the module that answers with optimizer parameter groups, as `torch.optim` takes
-            them. Default: one group of all trainable parameters.
-        clock: Answers with seconds, to strategies that measure. A pretended cluster passes its own.
+        find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
+        compress: `bf16` or `powersgd`: round gradients before the all-reduce (`communication.compression`).
+        parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
+            Default: one group of all trainable parameters.
+        clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
     bucket_cap_mb: float | str = AUTO
@@ -66,7 +67,7 @@ class StrategyOptions:
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
-        """The size that was asked for, if it was."""
+        """The bucket size in bytes if the user has set one, else None."""
         return None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20
 
 
@@ -82,99 +83,137 @@ def bucket_cap(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 
 
-def _flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, alone: Any = None) -> Any:
-    """`alone`: what the flag means where no value follows it; without one, a value has to."""
-    return dataclasses.field(default=default, metadata={"help": help, "parse": parse, "alone": alone})
+def _flag(
+    group: str,
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    at_least: int | None = None,
+    above_zero: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    alone: Any = None,
+) -> Any:
+    """A field, and all that `--help`, `docs/command-line.md` and the checks need to know of its flag.
+
+    Args:
+        group: The heading in `--help`.
+        choices: The values that it takes, if they are few.
+        at_least: The smallest value. `above_zero`: any finite number above 0.
+        parse: Reads the value from text. Default: the field's type.
+        alone: The value of the flag when no value follows it. Default: a value must follow.
+    """
+    metadata = {"group": group, "help": help, "choices": choices, "at_least": at_least, "above_zero": above_zero}
+    return dataclasses.field(default=default, metadata=metadata | {"parse": parse, "alone": alone})
+
+
+_data = partial(_flag, "model and data")
+_batch = partial(_flag, "batch")
+_precision = partial(_flag, "precision")
+_communication = partial(_flag, "communication")
+_profiling = partial(_flag, "profiling")
+_checkpoints = partial(_flag, "checkpoints")
+_run = partial(_flag, "run")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run. Each field is a flag of the same name (`training.cli` builds the command line from here)."""
+    """One training run. Each field is a flag of the same name (`training.flags` builds the command line from here)."""
 
-    choice: str = _flag("", "the strategy to train with")
-    workload: str = _flag("auto", "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
-    model: str | None = _flag(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
-    dataset: str | None = _flag(
+    choice: str = _data("", "the strategy to train with")
+    workload: str = _data(AUTO, "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
+    model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
+    dataset: str | None = _data(
         None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with columns text and label"
     )
-    train_samples: int | None = _flag(None, "training samples to use (default: what the workload sets)")
-    eval_samples: int | None = _flag(None, "held-out samples to evaluate on (default: what the workload sets)")
-    global_batch_size: int = _flag(8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks")
-    grad_accum_steps: int = _flag(2, "micro-batches whose gradients a rank adds up before the optimizer step")
-    epochs: int = _flag(1, "passes over the training samples")
-    max_steps: int | None = _flag(None, "stop after this many optimizer steps (default: whole epochs)")
-    lr: float | None = _flag(None, "learning rate of AdamW (default: what the workload sets)")
-    clip_grad_norm: float | None = _flag(None, "scale gradients down to this norm over the whole model")
-    seed: int = _flag(0, "seed of initial weights, data order and dropout")
-    precision: str = _flag("fp32", "fp32, or bf16 for autocast over fp32 master states")
-    bucket_cap_mb: float | str = _flag(
-        AUTO,
-        "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 with "
-        "--compress), others take their own, mostly 25",
-        bucket_cap,
+    train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
+    eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
+    depth: int = _data(40, "layers of workload mlp", at_least=1)
+    width: int = _data(4096, "features of each layer of workload mlp", at_least=1)
+
+    global_batch_size: int = _batch(
+        8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
     )
-    overlap_optimizer: bool = _flag(
+    grad_accum_steps: int = _batch(
+        2, "micro-batches whose gradients a rank accumulates before the optimizer step", at_least=1
+    )
+    epochs: int = _batch(1, "passes over the training samples", at_least=1)
+    max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
+
+    precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+
+    backend: str = _communication(AUTO, "auto is NCCL with CUDA and Gloo without", choices=BACKENDS)
+    timeout_minutes: float = _communication(
+        10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
+    )
+    bucket_cap_mb: float | str = _communication(
+        AUTO,
+        "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 MiB with "
+        "--compress), others take their own default, mostly 25 MiB",
+        parse=bucket_cap,
+    )
+    overlap_optimizer: bool = _communication(
         False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
     )
-    compress: str | None = _flag(None, "all-reduce gradients rounded: bf16 or powersgd (default: as they are)")
-    find_unused_parameters: bool = _flag(False, "let PyTorch DDP search for parameters that get no gradient")
-    depth: int = _flag(40, "layers of workload mlp")
-    width: int = _flag(4096, "features of each layer of workload mlp")
-    device: str = _flag("auto", "auto, cpu or cuda; auto takes CUDA where there is a GPU")
-    backend: str = _flag("auto", "auto, gloo or nccl; auto takes NCCL with CUDA and Gloo without")
-    timeout_minutes: float = _flag(10.0, "how long a collective may wait for a missing rank, in minutes")
-    output_dir: str = _flag(".", "root folder of profile/")
-    checkpoint_every: int | None = _flag(
-        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)"
+    compress: str | None = _communication(
+        None, "round gradients before the all-reduce (default: do not)", choices=COMPRESSIONS
     )
-    checkpoint_dir: str | None = _flag(
+    find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
+
+    no_profile: bool = _profiling(False, "train without torch.profiler and write no traces")
+    profile_wait: int = _profiling(
+        4,
+        "optimizer steps before each profile window, without the profiler; steps in which a strategy settles are "
+        "never profiled",
+        at_least=0,
+    )
+    profile_warmup: int = _profiling(
+        1, "optimizer steps for which the profiler runs but discards its events", at_least=0
+    )
+    profile_active: int = _profiling(3, "optimizer steps in each profile window", at_least=1)
+    profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
+
+    checkpoint_every: int | None = _checkpoints(
+        None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)", at_least=1
+    )
+    checkpoint_dir: str | None = _checkpoints(
         None, "folder of this run's checkpoints (default: checkpoints/<choice> in --output-dir)"
     )
-    checkpoint_async: bool = _flag(False, "write checkpoints in the background, from a copy in host memory")
-    keep_last: int | None = _flag(None, "keep only so many of the newest checkpoints (default: all)")
-    resume: str | None = _flag(
+    checkpoint_async: bool = _checkpoints(False, "write checkpoints in the background, from a copy in host memory")
+    keep_last: int | None = _checkpoints(None, "keep only so many of the newest checkpoints (default: all)", at_least=1)
+    resume: str | None = _checkpoints(
         None,
-        "go on from this checkpoint, or from the newest in a folder; alone, or latest: in --checkpoint-dir",
-        None,
-        LATEST,
+        "continue from this checkpoint, or from the newest in a folder; without a value, or with latest: from the "
+        "newest in --checkpoint-dir",
+        alone=LATEST,
     )
-    no_profile: bool = _flag(False, "train without torch.profiler and write no traces")
-    profile_wait: int = _flag(
-        4, "optimizer steps before each profile window, not profiled; none in which a choice settles is either"
+
+    lr: float | None = _run(None, "learning rate of AdamW (default: set by the workload)", above_zero=True)
+    clip_grad_norm: float | None = _run(
+        None, "scale gradients down to this norm over the whole model (default: do not)", above_zero=True
     )
-    profile_warmup: int = _flag(1, "optimizer steps for which the profiler runs but throws its events away")
-    profile_active: int = _flag(3, "optimizer steps in each profile window")
-    profile_repeat: int = _flag(1, "number of profile windows")
+    seed: int = _run(0, "seed of initial weights, data order and dropout", at_least=0)
+    device: str = _run(AUTO, "auto is CUDA if there is a GPU", choices=DEVICES)
+    output_dir: str = _run(".", "root folder of profile/")
 
     def __post_init__(self) -> None:
-        for name in (
-            "global_batch_size",
-            "grad_accum_steps",
-            "epochs",
-            "depth",
-            "width",
-            "profile_active",
-            "profile_repeat",
-        ):
-            _require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "a whole number of at least 1")
-        for name in ("train_samples", "eval_samples", "max_steps", "checkpoint_every", "keep_last"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, flag_name(name), value, "a whole number of at least 1")
-        for name in ("profile_wait", "profile_warmup"):
-            _require(getattr(self, name) >= 0, flag_name(name), getattr(self, name), "a whole number of at least 0")
-        for name in ("lr", "clip_grad_norm", "timeout_minutes"):
-            value = getattr(self, name)
-            _require(value is None or 0 < value < float("inf"), flag_name(name), value, "a number above 0")
-        for name, allowed in (("device", DEVICES), ("backend", BACKENDS)):
-            _require(
-                getattr(self, name) in allowed, flag_name(name), getattr(self, name), f"one of {', '.join(allowed)}"
-            )
-        _require(0 <= self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), flag_name(field.name)
+            choices, least = field.metadata["choices"], field.metadata["at_least"]
+            if value is None:
+                continue
+            if choices:
+                _require(value in choices, flag, value, f"one of {', '.join(choices)}")
+            if least is not None:
+                _require(value >= least, flag, value, f"a whole number of at least {least}")
+            if field.metadata["above_zero"]:
+                _require(0 < value < float("inf"), flag, value, "a number above 0")
+        _require(self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
         _require(
             not (self.overlap_optimizer and self.clip_grad_norm),
             "--overlap-optimizer",
             "with --clip-grad-norm",
-            "one or the other, since the norm of all gradients is known only when all of them are reduced",
+            "one or the other, since the norm is known only when all gradients are reduced",
         )
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
         _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
@@ -213,12 +252,16 @@ class RunConfig:
         return self.global_batch_size // unit
 
     def profile_steps(self, settling_steps: int = 0) -> int:
-        """Optimizer steps that the profiler's whole schedule takes, with a strategy that needs so many to settle."""
+        """Optimizer steps that the profiler's whole schedule takes.
+
+        Args:
+            settling_steps: Steps that the strategy needs to settle (`Strategy.settling_steps`).
+        """
         window = self.profile_wait + self.profile_warmup + self.profile_active
         return self.steps_before_profile(settling_steps) + self.profile_repeat * window
 
     def steps_before_profile(self, settling_steps: int) -> int:
-        """Optimizer steps before the schedule begins, so that none in which a strategy settles is in a window."""
+        """Optimizer steps before the schedule begins, so that the strategy has settled before the first window."""
         return max(0, settling_steps - self.profile_wait - self.profile_warmup)
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,7 +269,8 @@ class RunConfig:
 
 
 def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
+    """The flag of a field of `RunConfig`."""
+    return "--ddp-choice" if field_name == "choice" else "--" + field_name.replace("_", "-")
 
 
 def _require(holds: bool, flag: str, value: object, wanted: str) -> None:

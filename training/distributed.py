@@ -1,4 +1,4 @@
-"""Joining and leaving the group of ranks that `torchrun` has started, and what is said there only once."""
+"""Joining and leaving the process group of the ranks that `torchrun` has started, and work that not every rank does."""
 
 import datetime
 import gc
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. `rank` counts over all nodes."""
+    """This process among all. `rank` counts over all nodes."""
 
     rank: int
     world_size: int
@@ -34,10 +34,10 @@ class Ranks:
 
 
 def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
-    """The device of this rank, and `gloo` or `nccl`: what is asked for, or the best that is there.
+    """The device of this rank, and `gloo` or `nccl`: what the flags say, or CUDA and NCCL if there is a GPU.
 
     Raises:
-        UserError: not started by `torchrun`; no CUDA device where one is asked for; more ranks than GPUs under NCCL.
+        UserError: not started by `torchrun`; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
     """
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
@@ -70,11 +70,11 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
 def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     """Within this context the default process group exists.
 
-    With NCCL, CPU tensors travel over Gloo, so that small exchanges do not make the host wait for the device.
+    With NCCL, CPU tensors go over Gloo, so that small exchanges do not make the host wait for the device.
 
     Raises:
         UserError: see `choose_device_and_backend`.
-        OneRankError: this rank does not reach the others, or they do not come.
+        OneRankError: this rank cannot reach the others, or they do not join in time.
     """
     device, backend = choose_device_and_backend(config)
     if device.type == "cuda":
@@ -82,7 +82,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun gives ranks that it starts again the old store, where the addresses of the dead ones still stand.
+        # Ranks that torchrun restarts get the old store, which still has the addresses of the dead ranks.
         attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
@@ -91,14 +91,14 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
             world_size=size,
             timeout=timeout,
         )
-    except RuntimeError as error:  # of the network: an address, an interface, a rank that does not come
+    except RuntimeError as error:  # of the network: an address, an interface, a rank that does not join
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise OneRankError(
             f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
         ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
-        gc.collect()  # work and hooks that still hold the group make its end unreliable
+        gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
         dist.barrier()
     finally:
         gc.collect()
@@ -106,10 +106,10 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
 
 
 def from_rank0(make: Callable[[], Result]) -> Result:
-    """What `make` returns on rank 0, sent to every rank. Collective.
+    """What `make` returns on rank 0, broadcast to every rank. Collective.
 
     Raises:
-        UserError: on every rank, where `make` failed on rank 0; rank 0 itself raises what `make` raised.
+        UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
     """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
     own: Exception | None = None
@@ -129,8 +129,8 @@ def on_every_rank(make: Callable[[], Result]) -> Result:
     """What `make` returns here, once it has returned on every rank. Collective.
 
     Raises:
-        UserError: on every rank, where `make` failed on any; names the first such rank if it is not rank 0. A rank on
-            which it failed with anything but a UserError raises that.
+        UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
+            which `make` raised anything but a UserError raises that.
     """
     result, own = None, None
     try:
@@ -148,10 +148,10 @@ def on_every_rank(make: Callable[[], Result]) -> Result:
 
 
 def node_leader_first(make: Callable[[], Result]) -> Result:
-    """Run `make` on one rank of each node, and then on the others, which find its files in the cache. Collective.
+    """Run `make` on one rank of each node, then on the others, which find its files in the cache. Collective.
 
     Raises:
-        UserError: on every rank, where `make` raised it on any.
+        UserError: on every rank, if `make` raised it on any.
     """
     leads = os.environ["LOCAL_RANK"] == "0"
     result = on_every_rank(make if leads else lambda: None)

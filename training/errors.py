@@ -1,13 +1,20 @@
-"""Errors that end a run, and whether every rank raises them."""
+"""Errors that end a run, whether every rank raises them, and how `torchrun` learns of them. Imports nothing heavy."""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 
 
 class AgreedError(Exception):
-    """Raised on every rank alike, or on one that speaks for all: one line says it, and no rank looks for a cause.
+    """Raised on every rank, or on one rank that reports for all. It is printed as one line, and no rank looks for a
+    cause.
 
     Attributes:
-        rank: Where it began, if that is one rank's.
-        collective: In which it shows, if it is about one.
-        is_said: Whether rank 0 has told the user.
+        rank: The rank where it began, if it is a single one.
+        collective: The collective in which it shows, if there is one.
+        is_said: Whether rank 0 has printed it.
     """
 
     rank: int | None = None
@@ -23,16 +30,60 @@ class UserError(AgreedError):
 
 
 class UnsupportedError(UserError, ValueError):
-    """A module or a batch that a strategy cannot train, found before it trains anything wrong."""
+    """A module or a batch that a strategy cannot train, found before any parameter changes."""
 
 
 class OneRankError(UserError):
-    """Raised on one rank, for which the others wait: so that rank prints it, whichever it is, and takes them down."""
+    """Raised on one rank while the others wait for it. That rank prints it, whichever it is, and ends the others."""
 
 
 class NonFiniteError(AgreedError, RuntimeError):
-    """The loss or a gradient is NaN or infinite; raised on every rank, before the optimizer step."""
+    """The loss or a gradient is NaN or infinite. Raised on every rank, before the optimizer step."""
 
 
 class SequenceError(AgreedError, RuntimeError):
-    """Ranks issued different collectives; raised on every rank, before the optimizer step."""
+    """Ranks issued different collectives. Raised on every rank, before the optimizer step."""
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""`torchrun` sets this variable for each rank: <log folder>/attempt_<n>/<local rank>/error.json."""
+EARLIER_S = 2
+"""`torchrun` takes the failure with the earliest time, in whole seconds, as the root cause. A rank that was killed has
+no file, and its time is when `torchrun` noticed it. Our files know the cause, so their times are this much earlier."""
+
+
+def tell_torchrun(line: str, time_s: float | None = None) -> None:
+    """Write `line` where `torchrun` looks for the reason of a failure, so that its summary shows it.
+
+    The first line that a rank writes stays. Does nothing without `torchrun`. The format is that of
+    `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which would add a traceback and import torch.
+
+    Args:
+        line: What the user reads.
+        time_s: When the failure began, in seconds since the epoch. Default: now.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path or Path(path).exists():
+        return
+    timestamp = str(int((time_s or time.time()) - EARLIER_S))
+    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": timestamp}}
+    with suppress(OSError):  # the summary then lacks the line, which the terminal still shows
+        Path(path).write_text(json.dumps({"message": message}))
+
+
+def speaks_for_node() -> bool:
+    """Whether this process prints a mistake that every rank finds by itself.
+
+    Under `torchrun` it is the first rank of the node that gets here: `torchrun` stops the others as soon as one has
+    failed, perhaps rank 0 before it could print. Elsewhere it is rank 0.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        try:
+            (Path(path).parent.parent / "said").touch(exist_ok=False)
+            return True
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+    return os.environ.get("RANK", "0") == "0"

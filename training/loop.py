@@ -1,4 +1,4 @@
-"""The training loop and the evaluation: the same for every strategy, of which they know nothing."""
+"""The training loop and the evaluation. They are the same for every strategy and know none of them."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,28 +15,27 @@ from training.strategy import MicroBatch, Strategy
 from training.watch.phases import begin_step, phase
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
-"""Names under which a profile shows the parts of an optimizer step."""
-
+"""The parts of an optimizer step, as a profile names them."""
 
 Step = tuple[int, Sequence[MicroBatch]]
 """The samples in the global batch, and this rank's micro-batches."""
 
 
 class StepFollower(Protocol):
-    """What watches the loop: the window profiler, or the memory recorder."""
+    """What follows the loop: the window profiler, or the memory recorder."""
 
     @property
-    def bends_this_step(self) -> bool:
-        """Whether watching makes the current step slower, so that its time says little."""
+    def slows_this_step(self) -> bool:
+        """Whether the follower slows the current step down, so that the step's time is not recorded."""
 
     def step(self) -> None:
         """An optimizer step is done."""
 
 
 class Unwatched:
-    """Follows the training loop and looks away."""
+    """Follows the training loop and does nothing."""
 
-    bends_this_step = False
+    slows_this_step = False
 
     def step(self) -> None:
         pass
@@ -44,11 +43,11 @@ class Unwatched:
 
 @dataclass
 class TrainingResult:
-    """What a run measured, a value each optimizer step.
+    """What a run measured: lists with one value for each optimizer step.
 
     Attributes:
         loss: Mean over the global batch.
-        step_time_s: Wall time in seconds, loading of the batch included; None where the profiler ran.
+        step_time_s: Wall time in seconds, with the loading of the batch; None for a step that a follower slowed down.
         samples: Samples in the global batch.
     """
 
@@ -57,7 +56,7 @@ class TrainingResult:
     samples: list[int] = field(default_factory=list)
 
     def whole_steps(self) -> "TrainingResult":
-        """Without a step of which only a part is written down, as another thread may see it."""
+        """Without a step of which only a part is recorded yet, as another thread may see it."""
         whole = len(self.samples)
         return TrainingResult(self.loss[:whole], self.step_time_s[:whole], self.samples[:whole])
 
@@ -70,10 +69,12 @@ def train(
     on_step: Callable[[TrainingResult], None],
     earlier: TrainingResult | None = None,
 ) -> TrainingResult:
-    """Train over `steps`: for each, the samples in the global batch and this rank's micro-batches.
+    """Train over `steps`.
 
     Args:
-        earlier: What was measured before a checkpoint that the strategy goes on from; to be continued.
+        clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
+        on_step: Called with the result after each step.
+        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
     """
     result = earlier or TrainingResult()
     strategy.module.train()
@@ -89,7 +90,7 @@ def train(
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step()
         result.loss.append(loss.item())
-        result.step_time_s.append(None if profiler.bends_this_step else time.perf_counter() - start)
+        result.step_time_s.append(None if profiler.slows_this_step else time.perf_counter() - start)
         result.samples.append(samples)
         profiler.step()
         on_step(result)
@@ -106,10 +107,10 @@ def with_following(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
 
 @torch.no_grad()
 def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, Any]:
-    """Loss and accuracy over every held-out sample exactly once. Collective.
+    """Loss and accuracy on the held-out samples, each of which counts exactly once. Collective.
 
     Returns:
-        `loss` (mean over samples), `accuracy` (a fraction; None where the workload does not classify), `samples`.
+        `loss` (mean over samples), `accuracy` (a fraction; None if the workload does not classify), `samples`.
     """
     strategy.module.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)

@@ -16,13 +16,13 @@ class Registry:
 
     Args:
         entries: `{name: ("package.module:Class", sentence)}`.
-        extras: `{name: extra}` for those that need an optional extra of this project, which is called after the package
-            that it installs.
+        extras: `{name: extra}` for those that need an optional extra of this project. An extra has the name of the
+            package that it installs.
 
     Attributes:
-        names: Those that can be used here, since what they need is installed: what a sweep runs.
-        sentences: By name, of all: what `--help` lists.
-        missing: By name, the command that installs what is missing for it.
+        names: The strategies whose packages are installed. A sweep runs these.
+        sentences: For every strategy by name, what `--help` says of it.
+        missing: For strategies whose package is not installed, by name: the command that installs it.
     """
 
     def __init__(self, entries: Mapping[str, tuple[str, str]], extras: Mapping[str, str] | None = None) -> None:

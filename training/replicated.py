@@ -12,14 +12,15 @@ from training.checkpoint.ranges import share
 from training.communication.compression import Compression
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
+from training.errors import UnsupportedError
 from training.strategy import MakeOptimizer, Strategy
 
 
 class ReplicatedStrategy(Strategy):
-    """Rank 0's parameters and buffers win at the start; every rank then makes the same optimizer step.
+    """All ranks start with rank 0's parameters and buffers; every rank then makes the same optimizer step.
 
-    Buffers (BatchNorm statistics) are each rank's own within a step and rank 0's again before the next, as PyTorch DDP
-    has it by default.
+    Buffers (BatchNorm statistics) are each rank's own within a step. Before the next step they are rank 0's again, as
+    in PyTorch DDP by default.
     """
 
     def prepare(self) -> None:
@@ -31,17 +32,17 @@ class ReplicatedStrategy(Strategy):
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def make_compression(self) -> None:
-        """Where `options.compress` asks for it, gradients are averaged by PyTorch's hooks."""
+        """With `options.compress`, gradients are compressed (`training.communication.compression`) and averaged."""
         self.compression: Compression | None = None
         if self.options.compress:
             self.compression = Compression(self.options.compress, self.process_group)
             self.averages_over_ranks = True
 
     def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
-        """`torch.distributed.all_reduce` of a gradient in place, compressed if that was asked for.
+        """`torch.distributed.all_reduce` of a gradient in place, compressed with `options.compress`.
 
         Args:
-            parts: Views into `gradient`, one a parameter, if it holds those of several.
+            parts: If `gradient` holds those of several parameters: views into it, one for each parameter.
 
         Returns:
             A handle to wait for, if `async_op`.
@@ -60,6 +61,8 @@ class ReplicatedStrategy(Strategy):
         broadcast_from_rank0(list(self.module.buffers()), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if self.options.overlap_optimizer:
+            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
         return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -88,7 +91,7 @@ class ReplicatedStrategy(Strategy):
         return buffer_broadcasts(self.module, self.data_parallel_size)
 
     def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
-        """What a replicated step sends: `calls` all-reduces of all `gradients` together, and broadcasts of buffers."""
+        """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
         gradients = list(gradients)
         payload = bytes_of(gradients)
         if self.compression is not None:

@@ -1,4 +1,4 @@
-"""One run from the first line to the last: join the ranks, build, train, evaluate, write down."""
+"""One whole run: join the ranks, build model and strategy, train, evaluate, write the record."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_e
 from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
-from training.errors import AgreedError, NonFiniteError, OneRankError, UserError
+from training.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
+from training.flags import to_toml
 from training.loop import TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
 from training.profiling.memory import ModelSize
@@ -32,6 +34,7 @@ from training.records.record import (
     make_trace_folder,
     package_versions,
     write_json,
+    write_text,
 )
 from training.records.run_so_far import RunSoFar
 from training.strategy import MicroBatch, Strategy
@@ -43,7 +46,7 @@ OPTIMIZER = torch.optim.AdamW
 
 
 def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
-    """Train as `config` says, and answer with the exit code. What a user can put right is one line on rank 0."""
+    """Train as `config` says, and return the exit code. An error that a user can put right is one line on rank 0."""
     silence_libraries()
     so_far = RunSoFar(config)
     try:
@@ -55,9 +58,11 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what is wrong may be so on this node alone
+        line = f"error: {config.choice}: {error}"
+        tell_torchrun(line)
+        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
         if not error.is_said and (is_first_here or isinstance(error, OneRankError)):
-            print(f"error: {config.choice}: {error}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -68,7 +73,7 @@ def train_and_record(
     """Everything between joining the ranks and leaving them. Collective.
 
     Args:
-        so_far: Is told what is known of the run, for a record of one that ends early.
+        so_far: Collects what is known of the run, for the record of a run that ends early.
 
     Raises:
         UserError: the settings do not fit together, or files cannot be read or written.
@@ -100,9 +105,10 @@ def train_and_record(
 
         earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
         so_far.resumed_from = checkpoints.as_record()
-        settling = strategy.settling_steps  # less than before, if a checkpoint has told what they would decide
+        from_rank0(lambda: leave_config(so_far, ranks.world_size))
+        settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
         if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
-            # A run that was stopped near its end must be able to reach it.
+            # A run that was interrupted near its end must be able to finish without a profile.
             config = so_far.config = replace(config, no_profile=True)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
@@ -130,17 +136,30 @@ def train_and_record(
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
-        for remark in strategy.remarks:
-            print(f"{config.choice}: {remark}", flush=True)
+        for note in strategy.notes:
+            print(f"{config.choice}: {note}", flush=True)
         print(summary_line(record, str(path)), flush=True)
 
 
 def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """`config` with what `auto` stands for on these ranks."""
+    """`config` with each `auto` replaced by what it means on these ranks."""
     workload = config.workload
     if workload == "auto":
         workload = "yelp" if ranks.device.type == "cuda" or config.model or config.dataset else "sample"
     return replace(config, workload=workload, device=ranks.device.type, backend=ranks.backend)
+
+
+def leave_config(run: RunSoFar, world_size: int) -> None:
+    """Write the file that repeats this run: the settings of its record, and the very checkpoint that it resumed from.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
+    if run.resumed_from:
+        config = replace(config, resume=run.resumed_from["path"])
+    command = f"torchrun --standalone --nproc_per_node={world_size} {Path(sys.argv[0]).name} --config {path}"
+    write_text(path, to_toml(config, f"Repeats run {run.run_id}: {command}"))
 
 
 def require_sample_for_each_rank(samples: int, world_size: int) -> None:
@@ -157,7 +176,7 @@ def require_sample_for_each_rank(samples: int, world_size: int) -> None:
 
 
 def planned_steps(config: RunConfig, samples: int) -> int:
-    """Optimizer steps of the run: whole epochs, or `max_steps` if that is less."""
+    """Optimizer steps of the run: whole epochs, or `max_steps` if that is fewer."""
     return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
 
 
@@ -196,7 +215,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def silence_libraries() -> None:
-    """The terminal is for this project's own words: errors are raised, and warnings and bars help no user here."""
+    """Keep warnings and progress bars of libraries off the terminal. Their errors are raised, and so not lost."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

@@ -1,11 +1,15 @@
 """The one interface of all strategies, and the optimizer step that they share.
 
-A step has three parts. First the ranks tell each other how many samples and micro-batches each of them holds, so that
-every loss can be weighted by its share of the global batch. Then come forward and backward of each micro-batch, with
-whatever communication the strategy adds to them. Last, the ranks exchange a few numbers each: their part of the loss,
-whether a gradient is not finite, and which parameters got one at all. The two exchanges are all-gathers of a few bytes,
-the same for every strategy; the first runs behind the optimizer of the step before where a step is announced, or behind
-the first forward pass where there are several micro-batches.
+A step has three parts:
+1. The ranks tell each other how many samples and micro-batches each of them holds. So every loss can be weighted by its
+   share of the global batch.
+2. Forward and backward of each micro-batch, with the communication that the strategy adds to them.
+3. The ranks tell each other their part of the loss, whether a gradient is not finite, and which parameters received a
+   gradient.
+
+Parts 1 and 3 are all-gathers of a few bytes (`training.communication.agreement`), the same for every strategy. The
+first one is hidden: behind the optimizer of the step before if the step is announced (`announce`), or behind the first
+forward pass if there are several micro-batches.
 """
 
 import itertools
@@ -57,18 +61,18 @@ class Strategy(ABC):
     """
 
     averages_over_ranks = False
-    """Whether gradients are averaged over ranks (as PyTorch's own do) rather than summed, which saves a division."""
+    """Whether all-reduces average gradients, as PyTorch DDP's do. Default: they sum, and losses are weighted before."""
     overlaps_optimizer = False
     """Whether `options.overlap_optimizer` is supported."""
     communicates_in_forward = False
-    """Whether forward is collective, so that ranks must know how many micro-batches there are before the first one."""
+    """Whether forward issues collectives. Then ranks must know the number of micro-batches before the first forward."""
 
     settling_steps = 0
-    """How many of the first optimizer steps decide how later ones are computed. They are no measure of these: not
-    profiled, and not counted in throughput."""
+    """How many of the first optimizer steps decide how later steps are computed. They are not profiled, and not counted
+    in throughput."""
 
     shards: frozenset[str] = frozenset()
-    """Of which of `parameters`, `gradients` and `optimizer_state` a rank holds only its share at rest."""
+    """Those of `parameters`, `gradients` and `optimizer_state` of which a rank holds only its shard at rest."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class Strategy(ABC):
             raise RuntimeError("a strategy needs a process group: call torch.distributed.init_process_group first")
         self.module = module
         self.options = options or StrategyOptions()
-        self.remarks: list[str] = []  # what the user of a run should be told of the strategy's own decisions
+        self.notes: list[str] = []  # decisions of the strategy that the user of a run should know
         self.process_group = group
         self.optimizer_steps = 0
         self.synchronizes_gradients = True
@@ -133,24 +137,26 @@ class Strategy(ABC):
         """Load what `full_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective."""
 
     def replace_parameters(self) -> None:
-        """Runs once, first: put others in the place of the module's parameters, among which `trainable` are found."""
+        """Runs once, first: replace the module's parameters by others. `trainable` is taken from the new ones."""
 
     def learned(self) -> list[list[str]] | None:
-        """What the first steps have decided, which a checkpoint keeps for `relearn`: names of the parameters in each
-        bucket. Default: nothing."""
+        """What the first steps have decided: names of the parameters in each bucket. Default: nothing.
+
+        A checkpoint keeps it for `relearn`.
+        """
         return None
 
     def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Before a checkpoint's state is loaded: decide as the run that saved it did, so that sums are rounded as if it
-        had never stopped. Collective. Default: there is nothing to decide.
+        """Decide as the run that saved a checkpoint did, so that sums are rounded as in a run that never stopped. Runs
+        before the checkpoint's state is loaded. Collective. Default: nothing to decide.
 
         Args:
-            learned: What `learned` gave to that run; None where something that it depends on has changed.
+            learned: What `learned` answered in that run; None if something that it depends on has changed.
             first_step: Makes this rank's micro-batches of the first step.
         """
 
     def gradient_leaves(self) -> Iterable[Tensor]:
-        """The tensors that autograd gives this rank's own gradients to, in the order of `trainable`."""
+        """The tensors whose `.grad` autograd fills on this rank, in the order of `trainable`."""
         return self.trainable.values()
 
     def prepare(self) -> None:
@@ -170,15 +176,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def full_gradients(self) -> dict[str, Tensor]:
-        """The whole gradients of the last step on CPU, by parameter name; not of parameters that no rank used.
-        Collective, for inspection: it gathers what is sharded.
+        """The whole gradients of the last step on CPU, by parameter name, without parameters that no rank used.
+
+        For inspection. Collective: it gathers what is sharded.
         """
 
     @abstractmethod
     def gradient_share(self) -> Iterable[Tensor]:
-        """This rank's part of the reduced gradients, by elements; the parts of all ranks make up the whole.
+        """This rank's part of the reduced gradients; the parts of all ranks make up the whole.
 
-        A gradient that was not finite on any rank is not finite in the sum over ranks, so ranks share the looking.
+        What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
         """
 
     def share_is_finite(self) -> bool:
@@ -186,19 +193,20 @@ class Strategy(ABC):
         return are_finite(self.gradient_share())
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave no gradient to `parameters`, which no rank has used in this step."""
+        """Set the gradients of `parameters` to None: no rank has used them in this step."""
         for parameter in parameters:
             parameter.grad = None
 
     def abandon_step(self) -> None:
-        """Runs when forward or backward raises: leave parameters that can be evaluated and saved, and no gradients."""
+        """Runs when forward or backward raises. Afterwards the parameters can be evaluated and saved, and there are no
+        gradients."""
         self.zero_grad()
 
     def finish_parameter_synchronization(self) -> None:
         """Wait for updated parameters that are still on their way to this rank."""
 
     def finish_communication(self) -> None:
-        """Wait for all that is in flight between two steps: updated parameters, and what was announced."""
+        """Wait for what may be in flight between two steps: updated parameters, and the next step's announcement."""
         self.finish_parameter_synchronization()
         if self._announced is not None:
             _, work = self._announced
@@ -217,7 +225,7 @@ class Strategy(ABC):
         values = (value for entry in self.updating_optimizer.state.values() for value in entry.values())
         return (value for value in values if isinstance(value, Tensor))
 
-    # What a checkpoint saves and fills again: each rank what it holds ---------------------------------------------
+    # What a checkpoint saves and loads: each rank what it holds ----------------------------------------------------
 
     @property
     def updating_optimizer(self) -> torch.optim.Optimizer:
@@ -225,14 +233,16 @@ class Strategy(ABC):
         return self.optimizer
 
     def parameter_pieces(self) -> list[Piece]:
-        """What this rank holds of all parameters, frozen ones too. Where `shards` names parameters, nobody else holds
-        the same; otherwise everyone holds everything.
+        """What this rank holds of all parameters, frozen ones included.
+
+        That is its shard if `shards` names parameters, otherwise everything.
         """
         return [Piece(name, 0, parameter) for name, parameter in self.module.named_parameters()]
 
     def updated_pieces(self) -> list[Piece]:
-        """Of which parameters, or ranges of them, this rank's `updating_optimizer` keeps states. Where `shards` names
-        the optimizer's state, nobody else keeps the same; otherwise everyone keeps everything.
+        """The parameters, or ranges of them, for which this rank's `updating_optimizer` keeps states.
+
+        That is its shard if `shards` names the optimizer's state, otherwise everything.
         """
         return [Piece(name, 0, parameter) for name, parameter in self.trainable.items()]
 
@@ -260,27 +270,27 @@ class Strategy(ABC):
         return torch.autocast(device_type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run one optimizer step's worth of micro-batches, up to (not with) the optimizer.
+        """Run forward and backward of one optimizer step's micro-batches. `step` then runs the optimizer.
 
-        Ranks may hold different numbers of samples and of micro-batches. A rank that holds fewer than another, or
-        none, runs its latest micro-batch again with weight 0 so that it takes part in every collective.
+        Ranks may hold different numbers of samples and of micro-batches. A rank that holds fewer than another runs its
+        latest micro-batch again with weight 0, so that it takes part in every collective.
 
         Args:
-            micro_batches: Keyword arguments of the module, a dict each; dimension 0 of the first tensor is the sample.
+            micro_batches: For each, the keyword arguments of the module. Dimension 0 of the first tensor is the sample.
 
         Returns:
             The mean loss over all samples of the global batch: a detached fp32 scalar, the same on every rank.
-            Every trainable parameter's gradient is then the gradient of that mean; one that no rank used has none.
+            Each trainable parameter's gradient is the gradient of that mean, or None if no rank used the parameter.
 
         Raises:
             NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite.
-            UnsupportedError: On every rank, when the global batch is empty, or a rank without samples never had any.
+            UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
         micro_batches = with_samples(micro_batches)
         try:
             result = self._attempt(micro_batches)
             if result.nonfinite == "a gradient":
-                self.zero_grad()  # of which rank, the sum over ranks does not tell: do it again, looking
+                self.zero_grad()  # the sum over ranks does not say whose it is: run again, and inspect
                 self.watch.inspects = True
                 result = self._attempt(micro_batches)
         except BaseException:
@@ -292,9 +302,9 @@ class Strategy(ABC):
         return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Tell the other ranks how much the next `forward_backward` will be given, which then need not wait for that.
+        """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
 
-        Optional, between `forward_backward` and `step`, on all ranks or on none.
+        Optional; between `forward_backward` and `step`, on all ranks or on none.
 
         Args:
             micro_batches: Those of the next step.
@@ -306,7 +316,7 @@ class Strategy(ABC):
         return self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), lacks_any)
 
     def _attempt(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Forward and backward of a whole step on micro-batches that hold samples, and what all ranks say of it."""
+        """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
         counts, self._announced = self._announced or self._begin_counts(micro_batches), None
         self._latest = micro_batches[-1] if micro_batches else self._latest
         self.watch.begin_step()
@@ -315,7 +325,7 @@ class Strategy(ABC):
         losses: list[Tensor] = []
         for index in itertools.count():
             if index + 1 >= len(micro_batches) or self.communicates_in_forward:
-                # Perhaps the last one of all ranks, or the first of more than this rank has: now it must know.
+                # This may be the last micro-batch of all ranks: from here on the number of rounds must be known.
                 global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
             is_last = global_batch is not None and index + 1 == global_batch.rounds
             batch = micro_batches[index] if index < len(micro_batches) else self._latest
@@ -389,13 +399,13 @@ class Strategy(ABC):
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is NaN or infinite; a sum that overflows counts as infinite."""
+    """Whether no element is NaN or infinite. A sum that overflows counts as infinite."""
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def with_samples(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Those that are not empty."""
+    """Those micro-batches that are not empty."""
     return [batch for batch in micro_batches if sample_count(batch)]
 
 

@@ -1,4 +1,4 @@
-"""What changed between two runs of one choice: a row a figure, with its significance where it has spread."""
+"""What changed between two runs of one choice: a row a figure, with its significance if it varies from step to step."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.columns import CHANGE_COLUMNS, COMPONENTS
-from analysis.comparison.compare import Traced, kinds_run, largest_difference, run_row, timed_steps_ms, traced_row
+from analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
+from analysis.comparison.compare import Traced, largest_difference, run_row, timed_steps_ms, traced_row
 from analysis.metrics.significance import Estimate, directions, paired
 from analysis.traces.collectives import KINDS
 
 BETTER, WORSE, ALIKE, EQUAL, UNKNOWN = "better", "worse", "no difference seen", "equal", "unknown"
 NO_SPREAD = ("peak_rss_bytes",)
-"""Bytes that are measured once, not counted, so nobody knows how much they vary."""
+"""Bytes that are measured once, not counted. How much they vary is unknown."""
 HELD = {f"{component}_bytes": f"{label}, at rest" for component, label in COMPONENTS.items()} | {
     "model_states_bytes": "model states, at rest",
     "peak_model_states_bytes": "model states, peak",
@@ -33,14 +33,14 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run's record, and what is kept of its traces if it has any."""
+    """A run's record, and its traces' figures if it has traces."""
 
     record: dict[str, Any]
     traced: Traced | None
 
 
 class Change(NamedTuple):
-    """A row of `changes.csv`; `docs/csv-columns.md` explains the fields."""
+    """A row of `changes.csv`. `docs/csv-columns.md` explains the fields."""
 
     figure: str
     unit: str
@@ -73,7 +73,7 @@ def plain(figure: str, unit: str, old: float | None, new: float | None, result: 
 
 
 def spread_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Figures that vary from step to step, tested over the steps that both runs have."""
+    """Figures that vary from step to step, tested over the steps of both runs."""
     times = [timed_steps_ms(each.record) for each in (baseline, run)]
     logs = (np.log(times[1]) - np.log(times[0])).dropna()
     rows = [plain("step time", "ms", old["step_time_ms_median"], new["step_time_ms_median"])]
@@ -88,19 +88,19 @@ def spread_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any
     ]
     rates = [median_rate(each.record) for each in (baseline, run)]
     throughput = plain("throughput", "samples/s", rates[0], rates[1])
-    if baseline.record["step_samples"] == run.record["step_samples"]:  # then it is step time, turned over
-        throughput = turned_over(throughput, tested[0])
+    if baseline.record["step_samples"] == run.record["step_samples"]:  # then it is the inverse of step time
+        throughput = inverse(throughput, tested[0])
     return [tested[0], throughput, *tested[1:]]
 
 
 def median_rate(record: dict[str, Any]) -> float:
-    """Samples per second of the median timed step: unlike the whole run's, a few slow steps do not move it."""
+    """Samples per second of the median timed step. Unlike the mean of the run, a few slow steps do not change it."""
     samples = pd.Series(record["step_samples"], dtype=float)
     return float((1000 * samples / timed_steps_ms(record)).median())
 
 
 def part_differences(baseline: Traced | None, run: Traced | None, column: str) -> list[float]:
-    """By step that was profiled in both runs, in order: by how much the mean over ranks differs."""
+    """How much the mean over ranks differs, for each step that was profiled in both runs."""
     if baseline is None or run is None:
         return []
     name = {"profiled_step_ms": "step_ms"}.get(column, column)
@@ -109,10 +109,10 @@ def part_differences(baseline: Traced | None, run: Traced | None, column: str) -
 
 
 def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int | None, in_logs: bool) -> Change:
-    """`row` with what the test says; lower is better.
+    """`row` with the result of the test. Lower is better.
 
     Args:
-        in_logs: The estimate is of differences of logarithms; otherwise of differences in the row's unit.
+        in_logs: The estimate is of differences of logarithms. Otherwise it is of differences in the row's unit.
     """
     if np.isnan(estimate.value):
         return row
@@ -124,8 +124,8 @@ def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int | None
     return row._replace(change_pct=value, interval_low=low, interval_high=high, p_value=p_value, result=result)
 
 
-def turned_over(row: Change, times: Change) -> Change:
-    """Of samples per second, what the test of step times says of it; higher is better."""
+def inverse(row: Change, times: Change) -> Change:
+    """Samples per second with the result of the test of step times. Higher is better."""
     if times.result == UNKNOWN:
         return row
     value, low, high = (
@@ -137,10 +137,10 @@ def turned_over(row: Change, times: Change) -> Change:
 
 
 def counted_rows(old: dict[str, Any], new: dict[str, Any], are_fitted: bool) -> list[Change]:
-    """Calls and bytes, which have no spread: every difference counts.
+    """Calls and bytes, which are counted exactly: every difference counts.
 
     Args:
-        are_fitted: Both runs have fitted their buckets to what each had measured, so that calls differ by chance.
+        are_fitted: Both runs fitted their buckets to their own measurements, so calls differ by chance.
     """
     counted = {"collective_calls_per_step": ("collectives", "calls/step")}
     counted |= {"collective_bytes_per_step": ("payload", "bytes/step")}
@@ -158,7 +158,7 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any], are_fitted: bool) -> 
 
 
 def single_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Figures of which a run has one, measured: where they differ, nobody knows by what chance."""
+    """Figures measured once a run. If they differ, it is unknown whether by chance."""
     apart = largest_difference(run.record, baseline.record)
     accuracy = [None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new)]
     return [
@@ -178,7 +178,7 @@ def exceeding(table: pd.DataFrame, percent: float) -> pd.DataFrame:
 def summary(table: pd.DataFrame) -> str:
     """What changed, in plain words."""
     rows = rows_of(table)
-    first, rest = rows[0], rows[2:]  # throughput says what step time does
+    first, rest = rows[0], rows[2:]  # throughput says the same as step time
     sentences = [f"Step time: {first.result}{certainty(first)}."]
     for result in (WORSE, BETTER):
         found = [f"{row.figure} ({signed(row.change_pct)})" for row in rest if row.result == result]
@@ -194,9 +194,9 @@ def rows_of(table: pd.DataFrame) -> list[Change]:
 
 
 def certainty(row: Change) -> str:
-    """The change and its interval, where they are known."""
+    """The change and its interval, if they are known."""
     if np.isnan(row.interval_low):
-        medians = f", {signed(row.change_pct)} by the medians; too few steps were timed in both to tell"
+        medians = f", {signed(row.change_pct)} by the medians; too few steps were timed in both to test it"
         return "" if np.isnan(row.change_pct) else medians
     return f", {signed(row.change_pct)} (95 % interval {signed(row.interval_low)} to {signed(row.interval_high)})"
 

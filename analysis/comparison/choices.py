@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.columns import COMPARISON_COLUMNS
-from analysis.command import build_parser, report_folder, report_on_window
+from analysis.command import report_folder, report_on_window
 from analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
 from analysis.comparison.fairness import require_comparable
 from analysis.errors import TraceError
-from analysis.report.compare_page import Compared, write_comparison
+from analysis.report.pages.compare import Compared, write_comparison
 from analysis.traces.finding import Window, find_windows
 
 SHOWN = (
@@ -37,19 +37,18 @@ SHOWN = (
 def report_on_choices(
     output_dir: Path, report_root: str, choices: Iterable[str], failed: list[str], allowed: Iterable[str] = ()
 ) -> Path:
-    """Write `summary.*` of each choice and `compare.*` of all, print the table, answer with the page's path.
+    """Write `summary.*` of each choice and `compare.*` of all, print the table, and return the page's path.
 
     Args:
         output_dir: Root of `profile/` and of the reports.
         report_root: Folder of the reports in it: `reports` or `reports_sharding`.
-        choices: Those that have been trained; the latest run of each counts.
-        failed: Those that gave no result, to be named on the page; a choice whose traces are broken is added.
-        allowed: Settings in which the runs may differ, as `analysis.comparison.fairness.FIELDS` has them.
+        choices: Trained choices. The latest run of each counts.
+        failed: Choices without a result, which the page names. A choice whose traces are broken is added.
+        allowed: Settings in which the runs may differ, named as in `analysis.comparison.fairness.FIELDS`.
 
     Raises:
         TraceError: there is nothing to compare, or the runs are not comparable.
     """
-    options = build_parser("").parse_args(["--trace-dir", "."])
     found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
     records = {choice: record for choice, record in found.items() if record is not None}
     if not records:
@@ -63,12 +62,12 @@ def report_on_choices(
         trace_dir = output_dir / "profile" / choice
         try:
             window = last_window(trace_dir, record["run_id"])
-            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root), options)
-            if analysis.problems:  # means over some of the ranks would not compare
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root))
+            if analysis.problems:  # means over only some ranks cannot be compared
                 incomplete.append(choice)
             else:
                 traced[choice] = keep(analysis)
-        except TraceError as error:  # the choice's times still stand
+        except TraceError as error:  # the choice's step times can still be used
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
@@ -89,7 +88,7 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
 
 
 def print_table(table: pd.DataFrame, console: Console) -> None:
-    """The most important columns, wide enough for any terminal to wrap none of them."""
+    """The most important columns, each row on one line."""
     shown = Table(box=None, pad_edge=False)
     for name in SHOWN:
         column = COMPARISON_COLUMNS[name]
@@ -97,7 +96,12 @@ def print_table(table: pd.DataFrame, console: Console) -> None:
         shown.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
     for row in table.to_dict("records"):
         shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in SHOWN))
-    console.print()
+    print_whole(shown, console)
+
+
+def print_whole(shown: Table, console: Console) -> None:
+    """Print a table after an empty line. A file gets a width in which no row is cut."""
     if not console.is_terminal:
         console.width = 200
+    console.print()
     console.print(shown)

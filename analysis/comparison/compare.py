@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
-from analysis.errors import TraceError
+from analysis.files import failure_of, read_record
 from analysis.metrics.memory import memory_row
 from analysis.metrics.significance import Estimate, directions, paired_ratio
-from analysis.summary import WindowAnalysis, failure_of, read_record
-from analysis.traces.collectives import KINDS
+from analysis.summary import WindowAnalysis
 from analysis.traces.timeline import RankTimeline
 
 REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline"}
@@ -24,14 +23,14 @@ VERDICTS = {-1: "faster", 0: "no difference seen", 1: "slower", None: UNKNOWN}
 
 @dataclass(frozen=True)
 class Traced:
-    """What is kept of a run's traces; the rest of many ranks' events would take too much memory.
+    """The part of a run's analysis that comparisons need. All events of many ranks would take too much memory.
 
     Attributes:
         summary: The table of `summary.csv`.
         steps: The table of `exposure.csv`.
         audit: The table of `audit.csv`.
-        timeline: Of the rank whose lanes stand for all.
-        step: The optimizer step that stands for all.
+        timeline: Of the rank whose lanes are drawn.
+        step: The optimizer step that is drawn.
     """
 
     summary: pd.DataFrame
@@ -42,13 +41,15 @@ class Traced:
 
     @property
     def failed_checks(self) -> list[str]:
-        """Subjects of the audit that fail, each once."""
+        """Subjects of failed checks, each once."""
         return self.audit.loc[self.audit["result"] == "fail", "subject"].unique().tolist()
 
 
 def keep(analysis: WindowAnalysis) -> Traced:
-    """Of the analysed steps the one of median duration (mean over ranks), and in it the rank of median duration; of an
-    even number, the shorter of the two in the middle."""
+    """Choose what is drawn: the step of median duration (mean over ranks), and in it the rank of median duration.
+
+    Of an even number, the shorter of the middle two counts.
+    """
     durations = analysis.exposure.steps.pivot_table(index="step", columns="rank", values="step_ms")
     step = middle(durations.mean(axis="columns"))
     rank = middle(durations.T[step])
@@ -62,10 +63,10 @@ def middle(values: pd.Series) -> int:
 
 
 class Standing(NamedTuple):
-    """How a run's step times stand to another's.
+    """A run's step times compared with another run's.
 
     Attributes:
-        estimate: Of the ratio of step times.
+        estimate: The ratio of step times.
         p_value: Corrected for the number of comparisons.
         verdict: One of `VERDICTS`.
     """
@@ -76,7 +77,7 @@ class Standing(NamedTuple):
 
 
 def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str, Standing]:
-    """Of every run but the reference, over the steps that were timed in both; none if the reference was not run."""
+    """Every other run compared with the reference, over the steps timed in both; empty without the reference."""
     if reference not in records:
         return {}
     base = timed_steps_ms(records[reference])
@@ -87,7 +88,7 @@ def standings(records: Mapping[str, dict[str, Any]], reference: str) -> dict[str
 
 
 def latest_record(choice_dir: Path) -> dict[str, Any] | None:
-    """The newest record of a run that ended well; each newer one that did not gets a warning. None if there is none.
+    """The newest record of a run that completed, or None. Each newer run that did not complete gets a warning.
 
     Raises:
         TraceError: a record cannot be read.
@@ -102,8 +103,8 @@ def latest_record(choice_dir: Path) -> dict[str, Any] | None:
 
 
 def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
-    """Step times in ms by step, without the first step (warm-up), those in which the choice settled, and those that the
-    profiler bent."""
+    """Step times in ms by step, without the first (warm-up), those in which the choice was still adapting, and profiled
+    ones."""
     began = (record["resumed_from"] or {"step": 0})["step"]
     times = pd.Series(record["step_time_s"], dtype=float).iloc[began + max(1, record["settling_steps"]) :]
     return times.dropna() * 1000
@@ -116,12 +117,7 @@ def comparison(records: Mapping[str, dict[str, Any]], traced: Mapping[str, Trace
         records: Run record by choice, in display order.
         traced: What their traces say; a choice may have none.
         reference: The choice that ratios refer to.
-
-    Raises:
-        TraceError: there is no record.
     """
-    if not records:
-        raise TraceError("no run record of any choice to compare; train first")
     stand = standings(records, reference)
     base = records.get(reference)
     rows = []
@@ -147,9 +143,9 @@ def comparison(records: Mapping[str, dict[str, Any]], traced: Mapping[str, Trace
 
 
 FINE = ("paired_p_value", "loss_difference")
-"""Columns in which the fifth digit after the point still says something."""
+"""Columns that need more than four digits after the point."""
 COUNTS = ("pairs", "audit_failures")
-"""Whole numbers, or nothing."""
+"""Whole numbers, or empty."""
 RATIOS = {
     "step_time_ms_median": "step_time_ratio",
     "model_states_bytes": "model_states_ratio",
@@ -180,7 +176,7 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def traced_row(traced: Traced | None) -> dict[str, float]:
-    """The figures of a run's traces, means over ranks and steps; NaN without traces."""
+    """The figures of a run's traces (means over ranks and steps); NaN without traces."""
     if traced is None:
         return dict.fromkeys([*PART_COLUMNS, *SHARE_COLUMNS, *TRAFFIC_COLUMNS, "audit_failures"], float("nan"))
     return {
@@ -191,12 +187,7 @@ def traced_row(traced: Traced | None) -> dict[str, float]:
     }
 
 
-def kinds_run(table: pd.DataFrame) -> list[str]:
-    """The kinds of collective of which a row of `comparison` has at least one call."""
-    return [kind for kind in KINDS if (table[f"{kind}_calls_per_step"] > 0).any()]
-
-
 def largest_difference(record: dict[str, Any], reference: dict[str, Any]) -> float:
-    """The most that two training losses differ by at one optimizer step, in the losses' unit."""
+    """The largest difference of two runs' training losses at one optimizer step, in nats."""
     apart = pd.Series(record["train_loss"]) - pd.Series(reference["train_loss"])
     return float(apart.abs().max())

@@ -1,4 +1,4 @@
-"""What runs that stand in one table must have in common, so that the table says what causes what."""
+"""The settings in which compared runs must agree, so that a difference of figures has one cause."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,23 +9,23 @@ TIME, MEMORY, TRAFFIC, LOSS = "step times", "memory", "traffic", "losses"
 
 
 class Setting(NamedTuple):
-    """Something that a run record says.
+    """A setting in a run record.
 
     Attributes:
-        value_of: Reads it; None where the record does not say, which differs from nothing.
-        bends: Figures that do not compare where it differs.
+        value_of: Reads it. None means that the record does not say; that never counts as a difference.
+        affects: Figures that cannot be compared if it differs.
     """
 
     value_of: Callable[[dict[str, Any]], Any]
-    bends: tuple[str, ...]
+    affects: tuple[str, ...]
 
 
 class Difference(NamedTuple):
-    """A setting that differs: by value, whose it is."""
+    """A setting that differs. `values` has the names of the runs by value."""
 
     name: str
     values: dict[str, list[str]]
-    bends: tuple[str, ...]
+    affects: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.listed})"
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def of_config(name: str, otherwise: str | None = None) -> Callable[[dict[str, Any]], Any]:
-    """Reads a flag; `otherwise` is what it means not to give it."""
+    """Reads a flag; `otherwise` is what it means without the flag."""
     return lambda record: record["config"].get(name) or otherwise
 
 
@@ -45,14 +45,14 @@ def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_link(record: dict[str, Any]) -> str:
-    """The rate that the link lab has shaped the link to, if it has."""
+    """The rate to which the link lab has shaped the link, if it has."""
     rate = record.get("link_bits_per_s")
     return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s"
 
 
 EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
-"""Those that take part in training."""
+"""Packages that take part in training."""
 SETTINGS = {
     "workload": Setting(of_config("workload"), EVERYTHING),
     "model": Setting(of_config("model", "the workload's"), EVERYTHING),
@@ -84,7 +84,7 @@ SETTINGS = {
     "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
     **{f"{package} version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }
-"""By name: where a run record says it, and what it bends."""
+"""By name: where a run record has it, and which figures it affects."""
 
 
 def field_of(name: str) -> str:
@@ -96,7 +96,7 @@ FIELDS = tuple(map(field_of, SETTINGS))
 
 
 def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
-    """Settings in which `records` differ, each of which has the name that is shown."""
+    """Settings in which `records` (by the name that is shown) differ."""
     found = []
     for name, setting in SETTINGS.items():
         values: dict[str, list[str]] = {}
@@ -105,31 +105,28 @@ def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
             if value is not None:
                 values.setdefault(str(value), []).append(owner)
         if len(values) > 1:
-            found.append(Difference(name, values, setting.bends))
+            found.append(Difference(name, values, setting.affects))
     return found
 
 
 def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[str] = ()) -> list[Difference]:
-    """Refuse runs that differ in settings that are not allowed to; answer with the differences that are.
-
-    Args:
-        allowed: Settings as `FIELDS` has them.
+    """Refuse runs that differ in settings other than `allowed` (named as in `FIELDS`); return the other differences.
 
     Raises:
-        TraceError: names each setting that differs, with its values and whose they are.
+        TraceError: names each setting that differs, with its values and their runs.
     """
     found = differences(records)
     refused = [difference for difference in found if field_of(difference.name) not in set(allowed)]
     if refused:
         flags = " ".join(f"--allow-different {field_of(difference.name)}" for difference in refused)
         raise TraceError(
-            f"these runs cannot stand in one table, for they differ in {', '.join(map(str, refused))}; train them "
-            f"alike, or give {flags}"
+            f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike, or give "
+            f"{flags}"
         )
     return found
 
 
-def bent(differences: Iterable[Difference]) -> list[str]:
-    """The figures that do not compare."""
-    spoiled = {figure for difference in differences for figure in difference.bends}
-    return [figure for figure in EVERYTHING if figure in spoiled]
+def affected(differences: Iterable[Difference]) -> list[str]:
+    """The figures that cannot be compared."""
+    found = {figure for difference in differences for figure in difference.affects}
+    return [figure for figure in EVERYTHING if figure in found]

@@ -1,4 +1,4 @@
-"""Step time over the rate of the link: what runs at several rates measured, and where one choice overtakes another."""
+"""Step time over the rate of the link, from runs at several rates, and where one choice overtakes another."""
 
 import itertools
 import math
@@ -19,29 +19,29 @@ LOCAL = "local"
 
 RATE_COLUMNS = {
     "link": Column("link", "", "rate of every link in each direction, or unshaped"),
-    "link_bits_per_s": Column("rate", "Mbit/s", "the same as a number, in bits a second; none where unshaped", MBIT),
+    "link_bits_per_s": Column("rate", "Mbit/s", "the same as a number, in bits a second; empty if unshaped", MBIT),
     "choice": Column("choice", "", "strategy"),
     "step_ms_median": Column("step time", "ms", "median milliseconds of an optimizer step"),
-    "bound_ms": Column("bound", "ms", "least that a step with this traffic can take; none where nobody reckoned it"),
+    "bound_ms": Column("bound", "ms", "shortest possible step with this traffic; empty if it was not computed"),
     "bound_ratio": Column("of bound", "×", "step_ms_median over bound_ms", 1, 2),
 }
 """Of `link_rates.csv`."""
 CROSSING_COLUMNS = {
     "link_bits_per_s": Column("crossing at", "Mbit/s", "where both are equal, between two measured rates", MBIT),
     "step_ms": Column("step time", "ms", "of both there"),
-    "slower_links": Column("on slower links", "", "the faster of the two on the next slower rate that was measured"),
-    "faster_links": Column("on faster links", "", "the faster of the two on the next faster rate that was measured"),
-    "margin_pct": Column("margin", "%", "by which they differ at these two rates, the smaller of both differences"),
+    "slower_links": Column("on slower links", "", "the faster of the two at the next slower measured rate"),
+    "faster_links": Column("on faster links", "", "the faster of the two at the next faster measured rate"),
+    "margin_pct": Column("margin", "%", "by how much they differ at these two rates; the smaller of both differences"),
 }
 
 
 def read_rates(folder: Path, rates: Mapping[str, int | None]) -> pd.DataFrame:
-    """One row a link and choice, with `RATE_COLUMNS`; the slowest link first, and unshaped ones last.
+    """One row a link and choice, with `RATE_COLUMNS`; the slowest link first, and unshaped links last.
 
     Args:
-        folder: Has a folder for each rate, with the table of `benchmarks/strategies.py` in it, or with `profile/`, of
-            which the latest run of each choice counts.
-        rates: Folder in it, and bits a second of its links; None where nothing limits them.
+        folder: Has a folder for each rate. In it is the table of `benchmarks/strategies.py`, or `profile/`, where the
+            latest run of each choice counts.
+        rates: Folder in it, and bits a second of its links; None if nothing limits them.
 
     Raises:
         TraceError: a file cannot be read, or there is none.
@@ -49,7 +49,7 @@ def read_rates(folder: Path, rates: Mapping[str, int | None]) -> pd.DataFrame:
     found = [of_folder(folder / link).assign(link=link, link_bits_per_s=rate) for link, rate in rates.items()]
     rows = pd.concat(found) if found else pd.DataFrame()
     if rows.empty:
-        raise TraceError(f"{folder}: no step times in it; no run there has ended well")
+        raise TraceError(f"{folder}: has no step times; no run there completed")
     numbers = ["link_bits_per_s", "step_ms_median", "bound_ms"]
     rows[numbers] = rows[numbers].apply(pd.to_numeric)
     rows["bound_ratio"] = rows["step_ms_median"] / rows["bound_ms"]
@@ -77,7 +77,7 @@ def of_folder(folder: Path) -> pd.DataFrame:
 def crossings(rows: pd.DataFrame) -> pd.DataFrame:
     """Where one choice overtakes another, with `CROSSING_COLUMNS`; the slowest link first.
 
-    Between two rates, the logarithm of a step's time is taken to be straight over the logarithm of the rate.
+    Between two rates, the logarithm of the step time is assumed to be a straight line over that of the rate.
 
     Args:
         rows: Of `read_rates`.

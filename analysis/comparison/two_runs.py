@@ -9,12 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.comparison.changes import EQUAL, Run, rows_of, signed
-from analysis.comparison.choices import last_window
+from analysis.comparison.choices import last_window, print_whole
 from analysis.comparison.compare import keep
 from analysis.comparison.fairness import require_comparable
 from analysis.errors import TraceError
-from analysis.report.changes_page import DIGITS, TwoRuns, write_changes
-from analysis.summary import analyse_window, failure_of, read_record
+from analysis.files import failure_of, read_record
+from analysis.report.pages.changes import DIGITS, TwoRuns, write_changes
+from analysis.summary import analyse_window
 
 SUFFIX = ".run.json"
 ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
@@ -23,16 +24,16 @@ ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memor
 def report_on_two_runs(
     trace_dir: Path, baseline: str, run: str | None, folder: Path, allowed: Iterable[str] = ()
 ) -> tuple[pd.DataFrame, Path]:
-    """Write `changes.*` into `folder`, print what changed, answer with the table and the page's path.
+    """Write `changes.*` into `folder`, print what changed, and return the table and the page's path.
 
     Args:
         trace_dir: `profile/<choice>`.
-        baseline: A run id in it, or the path of a run record anywhere, beside whose rank folders it lies.
-        run: The same of the later run; None for the latest other run in `trace_dir`.
-        allowed: Settings in which the runs may differ, as `analysis.comparison.fairness.FIELDS` has them.
+        baseline: A run id in it, or the path of a run record anywhere. The rank folders lie beside the record.
+        run: The later run, given in the same way; None for the latest other run in `trace_dir`.
+        allowed: Settings in which the runs may differ, named as in `analysis.comparison.fairness.FIELDS`.
 
     Raises:
-        TraceError: a run is not there or cannot be read, or the two are not comparable.
+        TraceError: a run is missing or cannot be read, or the two cannot be compared.
     """
     old_path = record_path(trace_dir, baseline)
     new_path = record_path(trace_dir, run) if run else latest_other(trace_dir, old_path)
@@ -43,7 +44,7 @@ def report_on_two_runs(
             "sharding instead of a folder"
         )
     differences = require_comparable({f"baseline {old['run_id']}": old, f"run {new['run_id']}": new}, allowed)
-    two = TwoRuns(new["choice"], load(old_path), load(new_path), differences)
+    two = TwoRuns(load(old_path), load(new_path), differences)
     table, page = write_changes(two, folder)
     print_changes(table, Console())
     return table, page
@@ -53,7 +54,7 @@ def record_path(trace_dir: Path, run: str) -> Path:
     """The record of a run that a user names.
 
     Raises:
-        TraceError: there is none; names those that there are.
+        TraceError: there is none; the message lists the existing ones.
     """
     path = Path(run) if run.endswith(SUFFIX) else trace_dir / f"{run}{SUFFIX}"
     if not path.is_file():
@@ -63,7 +64,7 @@ def record_path(trace_dir: Path, run: str) -> Path:
 
 
 def latest_other(trace_dir: Path, baseline: Path) -> Path:
-    """The newest record in `trace_dir` but for the baseline's, of a run that ended well.
+    """The newest record of a completed run in `trace_dir` that is not the baseline.
 
     Raises:
         TraceError: there is none.
@@ -71,7 +72,7 @@ def latest_other(trace_dir: Path, baseline: Path) -> Path:
     others = [path for path in records_in(trace_dir) if path.name != baseline.name]
     others = [path for path in others if not failure_of(read_record(path, failed_too=True))]
     if not others:
-        raise TraceError(f"{trace_dir}: no run in it but the baseline that ended well; train again, or give --run")
+        raise TraceError(f"{trace_dir}: has no completed run besides the baseline; train again, or give --run")
     return others[-1]
 
 
@@ -80,7 +81,7 @@ def records_in(trace_dir: Path) -> list[Path]:
 
 
 def load(path: Path) -> Run:
-    """A run's record, and what is kept of its last profile window if it has one.
+    """A run's record, and what comparisons need of its last profile window if it has one.
 
     Raises:
         TraceError: the record or a trace cannot be read.
@@ -95,7 +96,7 @@ def load(path: Path) -> Run:
 
 
 def print_changes(table: pd.DataFrame, console: Console) -> None:
-    """The rows that are not equal, and a few that always say something."""
+    """The rows that are not equal, and a few that are always shown."""
     shown = Table(box=None, pad_edge=False)
     for label in ("figure", "unit", "baseline", "run", "change", "95 % interval", "result"):
         shown.add_column(label, justify="left" if label in ("figure", "unit", "result") else "right", no_wrap=True)
@@ -107,10 +108,7 @@ def print_changes(table: pd.DataFrame, console: Console) -> None:
         percent = signed(row.change_pct) if row.change_pct == row.change_pct else "–"
         values = (number(value, row.unit) for value in (row.baseline, row.run))
         shown.add_row(row.figure, row.unit, *values, percent, interval, row.result)
-    console.print()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(shown)
+    print_whole(shown, console)
     if len(chosen) < len(rows):
         console.print(f"and {len(rows) - len(chosen)} figures that are equal")
 

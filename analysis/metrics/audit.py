@@ -1,11 +1,12 @@
-"""Expected against measured: what a run should have done by its own formulas, and what its traces and record show.
+"""Expected against measured: what a run should do by its own formulas, and what its traces and record show.
 
-A strategy that sends too much, too little or nothing at all still trains and still has a step time; here it is seen.
-Collectives are counted in the trace, in the analysed steps of every rank, and held against the strategy's
-`expected_traffic`. That is the traffic of a full step: the last step of an epoch may have fewer samples and so fewer
-micro-batches, each of which communicates in some strategies. Such steps are left out, and the row says how many steps
-were held against it. Memory at rest is held against the formula of its stage. Steps and samples are held against what
-the configuration asks for.
+A strategy that sends too much, too little or nothing still trains and still has a step time. The audit finds it.
+
+- Traffic: the collectives in the analysed steps of every rank are compared with the strategy's `expected_traffic`. That
+  is the traffic of a full step. The last step of an epoch may have fewer samples, so fewer micro-batches, and in some
+  strategies every micro-batch communicates. Such steps are left out; each row says how many steps were compared.
+- Memory at rest is compared with the formula of the strategy.
+- Steps and samples are compared with the configuration.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from analysis.traces.collectives import KINDS
 from analysis.traces.timeline import RankTimeline
 
 MEMORY_TOLERANCE, MEMORY_TOLERANCE_BYTES = 0.005, 65536
-"""Padding to the world size and Adam's step counters, which the formula leaves out, stay below the larger of these."""
+"""The formula leaves out padding to the world size and Adam's step counters. They are below the larger of these two."""
 
 
 class Check(NamedTuple):
@@ -27,12 +28,12 @@ class Check(NamedTuple):
 
     Attributes:
         subject: What is checked.
-        rank: On which rank; None for what the whole run has once.
+        rank: On which rank; None for a figure of the whole run.
         unit: Of the figures.
         expected: By the formula or the configuration.
-        measured: Of several steps, the value that is furthest from what is expected. NaN if the trace does not say.
+        measured: Of several steps, the value furthest from the expected one. NaN if the trace does not say.
         tolerance: The largest difference that passes.
-        steps: How many analysed steps were held against it; None for what is not counted in steps.
+        steps: How many analysed steps were compared; None if the figure is not counted by step.
     """
 
     subject: str
@@ -49,14 +50,14 @@ class Check(NamedTuple):
 
     @property
     def result(self) -> str:
-        """`pass`, `fail`, or `unknown` where the trace does not say."""
+        """`pass`, `fail`, or `unknown` if the trace does not say."""
         if np.isnan(self.measured):
             return "unknown"
         return "pass" if abs(self.difference) <= self.tolerance else "fail"
 
 
 def audit(timelines: list[RankTimeline], record: dict[str, Any] | None) -> pd.DataFrame:
-    """All checks of a window, a row each; no row without a run record, which says what to expect."""
+    """All checks of a window, a row each. Without a run record nothing is expected, so there are no rows."""
     checks = [*_run_checks(record), *_traffic_checks(timelines, record), *_memory_checks(record)] if record else []
     rows = [{**check._asdict(), "difference": check.difference, "result": check.result} for check in checks]
     return pd.DataFrame(rows, columns=list(AUDIT_COLUMNS)).astype({"rank": "Int64", "steps": "Int64"})
@@ -76,7 +77,7 @@ def _run_checks(record: dict[str, Any]) -> Iterator[Check]:
 
 
 def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> Iterator[Check]:
-    """Calls and payload of each kind of collective, in each full step of each rank; unknown if none is full."""
+    """Calls and payload of each kind of collective, in each full step of each rank; unknown without a full step."""
     expected: dict[str, tuple[int, int]] = {}
     for part in record["expected_traffic"]:
         calls, payload = expected.get(part["kind"], (0, 0))
@@ -99,7 +100,7 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
 def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
     """The analysed steps that trained on a whole global batch.
 
-    `ProfilerStep#n` is the optimizer step n, counted from 0, as the profiler starts before the first.
+    `ProfilerStep#n` is optimizer step n, counted from 0, since the profiler starts before the first step.
     """
     samples = dict(enumerate(record["step_samples"]))
     whole = record["config"]["global_batch_size"]
@@ -107,7 +108,7 @@ def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
 
 
 def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
-    """Columns step, kind, calls, bytes (NaN if a size is unknown): what one rank issued in each analysed step."""
+    """What one rank issued in each analysed step: columns step, kind, calls, bytes (NaN if a size is unknown)."""
     calls = timeline.collectives_by_step()
     named = calls.assign(kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"))
     groups = named.groupby(["step", "kind"])["bytes"]
@@ -116,7 +117,7 @@ def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
 
 
 def furthest(values: pd.Series, expected: float) -> float:
-    """The value furthest from `expected`; NaN if one is unknown, or there is none."""
+    """The value furthest from `expected`; NaN if a value is unknown or there is none."""
     if values.empty or values.isna().any():
         return float("nan")
     return float(values.iloc[int(np.argmax(np.abs(values.to_numpy(dtype=float) - expected)))])

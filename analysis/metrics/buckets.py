@@ -1,17 +1,17 @@
-"""Calls by bucket: what each message of a step costs, the table with which bucket sizes are argued about."""
+"""Calls by bucket: what each message of a step costs, to choose a bucket size by."""
 
 import pandas as pd
 
 from analysis.columns import BUCKET_COLUMNS
 
 MOST_PLACES = 32
-"""Calls of a step that get a row each. Where there are more, those of one kind and size share a row."""
+"""Up to this many calls of a step get a row each. If there are more, calls of one kind and size share a row."""
 
 
 def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """The table of `collectives.csv` as a row a place in the step, or a kind and size (`BUCKET_COLUMNS`).
+    """The table of `collectives.csv` by place in the step, or by kind and size (`BUCKET_COLUMNS`).
 
-    Counts and sums are means over the steps of the ranks that take part; times of a call are medians.
+    Counts and sums are means over steps and participating ranks. Times of a call are medians.
 
     Args:
         steps: Number of analysed steps.
@@ -35,6 +35,7 @@ def buckets(collectives: pd.DataFrame, steps: int) -> pd.DataFrame:
                 "total_ms_per_step": calls["duration_ms"].sum() / shares,
                 "exposed_ms_per_step": calls["exposed_ms"].sum() / shares,
                 "busbw_gbps": calls["busbw_gbps"].median(),
+                "busbw_gbps_best": calls["busbw_gbps"].max(),
                 "first": first,
             }
         )

@@ -1,15 +1,15 @@
-"""Exposed communication: how long compute had nothing to run because a collective was not done, and who was late.
+"""Exposed communication: how long a rank computed nothing because a collective was not done, and which rank was late.
 
-Of each optimizer step of each rank, every moment belongs to one part: compute; exposed communication, where a
-collective is under way and no compute; exposed memory copies; idle. Exposed communication is laid to the collective
-that was issued first of those under way, since compute needs their results in that order.
+Every moment of a rank's optimizer step belongs to one part: compute; exposed communication (a collective runs and
+compute does not); exposed memory copies; idle. If several collectives run, the exposed time counts for the one that was
+issued first, since compute needs their results in that order.
 
-A collective can move data only once its last rank has arrived. So its time on a rank is split there: *wait* until the
-last rank's arrival, then *transfer*. Where ranks' calls cannot be matched (`traces.matching`), no wait is claimed.
+A collective can move data only after its last rank has arrived. So its time on a rank is split there: *wait* until the
+last rank's arrival, then *transfer*. If the ranks' calls cannot be matched (`traces.matching`), all time is transfer.
 
-Bandwidth is that of the collective, not of a rank: its payload over the time from the last arrival to the last rank's
-end. A rank that only sends may be done before, when it has handed its data to the network's buffers. If one is done
-before the last has arrived, data moved without the latter, nobody can tell when, and no bandwidth is given.
+Bandwidth belongs to the collective, not to a rank: its payload over the time from the last arrival to the last rank's
+end. A rank that only sends may be done earlier, once its data is in the network's buffers. If a rank is done before the
+last one arrives, data moved at an unknown time, and no bandwidth is given.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Exposure:
     Attributes:
         steps: A row a rank and step (`EXPOSURE_COLUMNS`); the parts add up to the step.
         collectives: A row a rank and collective (`COLLECTIVE_COLUMNS`).
-        clocks: A row a rank: rank, offset_ms (of its clock from the first rank's, taken off), residual_ms (half of the
-            collectives end within this of each other after that).
+        clocks: A row a rank: rank, offset_ms (of its clock from the first rank's; subtracted), residual_ms (half of the
+            collectives then end within this of each other).
     """
 
     steps: pd.DataFrame
@@ -41,7 +41,7 @@ class Exposure:
 
 
 def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
-    """Match, align and split the collectives of a window; where ranks are missing, nobody knows who was last."""
+    """Match, align and split the collectives of a window. If ranks are missing, the last rank is unknown."""
     calls, clocks = matched_calls(timelines, is_complete)
     calls = calls.assign(**_bandwidths(calls))
     tables = [_split(timeline, calls[calls["rank"] == timeline.rank]) for timeline in timelines]
@@ -66,7 +66,7 @@ def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def bus_factor(kind: str, ranks: float) -> float:
-    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN where it has none, or the group's size is unknown."""
+    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN for other kinds and groups of unknown size."""
     others = (ranks - 1) / ranks
     shared = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), others)
     return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
@@ -109,15 +109,15 @@ def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, p
 
 
 def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:
-    """Exposed time in cells, cut where a call begins, ends, or has its last rank; and the call that each is laid to.
+    """Exposed time cut where a call begins, ends, or has its last rank; and the call that each piece counts for.
 
     Returns:
-        Cells of shape (n, 2), and for each the index of the first-issued call under way, or -1.
+        Pieces of shape (n, 2), and for each the index of the running call that was issued first, or -1.
     """
     edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends]))
     cells = np.column_stack([edges[:-1], edges[1:]])
     owner = np.full(len(cells), -1)
-    for index in range(len(calls) - 1, -1, -1):  # so the first one issued has the last word
+    for index in range(len(calls) - 1, -1, -1):  # backwards, so that the first issued wins
         first, last = np.searchsorted(edges, calls[index])
         owner[first:last] = index
     begun, ended = (np.searchsorted(exposed[:, side], cells[:, 0], "right") for side in (0, 1))

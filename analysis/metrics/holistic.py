@@ -1,48 +1,32 @@
-"""The figures that Holistic Trace Analysis (HTA) computes, over the kernels of GPU traces and of lowered CPU traces.
+"""The figures of Holistic Trace Analysis (HTA), over the kernels of GPU traces and of lowered CPU traces.
 
-HTA is handed the kernels that were read already, in the form in which it keeps a trace that it has loaded. To let it
-load the files would take several times as long as all else, since it parses every event with all of its arguments.
+HTA gets the kernels that were read already, in the form in which it keeps a loaded trace. Its own reader would take
+several times as long as all other work, since it parses every event with all arguments.
 """
 
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
-from analysis.traces.lowering import GLOO_PREFIX
-from analysis.traces.timeline import RankTimeline
+from analysis.traces.timeline import GLOO_PREFIX, RankTimeline
 
-ALL_KERNELS = 10**9
-"""HTA lumps kernels past this number into `others`, and then gives sums in the columns of means and maxima."""
 HTA_COLLECTIVE = re.compile(r"^nccl.*Kernel")
 NS = 1000
-"""HTA reckons in whole numbers, which are microseconds in its own files. It gets nanoseconds, so nothing is rounded."""
+"""HTA computes in whole numbers: microseconds when it reads a file. Here it gets nanoseconds, so nothing is rounded."""
 
 
-@dataclass(frozen=True)
-class HolisticFigures:
-    """What HTA reports for one window.
+def holistic_figures(timelines: Sequence[RankTimeline]) -> pd.DataFrame:
+    """What HTA says of the kernels that the analysed steps launched.
 
-    Attributes:
-        breakdown: A row a rank: rank, compute_us, non_compute_us (exposed communication and, on CUDA, exposed memory
-            copies), idle_us, total_us (first kernel's start to last kernel's end).
-        overlap: A row a rank: rank, overlap_pct, the share of communication time in which compute ran as well; NaN
-            where nothing was communicated.
-        kernels: A row a rank and kernel: rank, kernel_type, name, total_us, mean_us, max_us.
-    """
-
-    breakdown: pd.DataFrame
-    overlap: pd.DataFrame
-    kernels: pd.DataFrame
-
-
-def holistic_figures(timelines: Sequence[RankTimeline]) -> HolisticFigures:
-    """Run HTA over one window: over the kernels that were launched in its analysed steps.
+    Returns:
+        A row a rank: rank, compute_us, non_compute_us (exposed communication and, on CUDA, exposed memory copies),
+        idle_us, total_us (first kernel's start to last kernel's end), overlap_pct (share of communication time in which
+        compute ran as well; NaN without communication).
 
     Raises:
         TraceError: HTA cannot analyse them.
@@ -56,29 +40,21 @@ def holistic_figures(timelines: Sequence[RankTimeline]) -> HolisticFigures:
     try:
         for timeline in timelines:
             trace.traces[timeline.rank] = table_for_hta(timeline, trace.symbol_table)
-        with np.errstate(invalid="ignore"):  # a rank without communication has none that overlaps
+        with np.errstate(invalid="ignore"):  # a rank without communication has no overlap
             overlap = CommunicationAnalysis.get_comm_comp_overlap(trace, visualize=False)
         breakdown = BreakdownAnalysis.get_temporal_breakdown(trace, visualize=False)
-        _, kernels = BreakdownAnalysis.get_gpu_kernel_breakdown(
-            trace, visualize=False, duration_ratio=1.0, num_kernels=ALL_KERNELS, include_memory_kernels=True
-        )
     except (ValueError, KeyError, IndexError, AssertionError, TypeError, ArithmeticError) as error:
         raise TraceError(f"{timelines[0].path}: HTA cannot analyse these traces ({error!r})") from error
-    times = {f"{part}_time(us)": f"{part}_us" for part in ("compute", "non_compute", "idle")}
-    breakdown = breakdown.rename(columns={**times, "kernel_time(us)": "total_us"})
-    kernels = kernels.rename(columns={"sum (us)": "total_us", "mean (us)": "mean_us", "max (us)": "max_us"})
-    return HolisticFigures(
-        breakdown=in_us(breakdown[["rank", "compute_us", "non_compute_us", "idle_us", "total_us"]]),
-        overlap=overlap.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}),
-        kernels=in_us(kernels[["rank", "kernel_type", "name", "total_us", "mean_us", "max_us"]]),
-    )
+    times = {f"{part}_us": breakdown[f"{part}_time(us)"] / NS for part in ("compute", "non_compute", "idle")}
+    figures = pd.DataFrame({"rank": breakdown["rank"], **times, "total_us": breakdown["kernel_time(us)"] / NS})
+    return figures.merge(overlap.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}), on="rank")
 
 
 def table_for_hta(timeline: RankTimeline, symbols: Any) -> pd.DataFrame:
-    """A rank's kernels as HTA's own reader would have left them; times in whole nanoseconds since the first step.
+    """A rank's kernels as HTA's own reader leaves them; times in whole nanoseconds since the first step.
 
     Args:
-        symbols: HTA's table of names, to which the kernels' are added.
+        symbols: HTA's table of names. The kernels' names are added to it.
     """
     kernels, origin = timeline.issued_kernels(), float(timeline.steps["start"].iloc[0])
     names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
@@ -90,10 +66,5 @@ def table_for_hta(timeline: RankTimeline, symbols: Any) -> pd.DataFrame:
 
 
 def name_for_hta(name: str) -> str:
-    """A collective's name as HTA knows it for one."""
+    """A collective's name in a form that HTA recognises."""
     return name if HTA_COLLECTIVE.match(name) else "ncclDevKernel_" + name.removeprefix(GLOO_PREFIX)
-
-
-def in_us(table: pd.DataFrame) -> pd.DataFrame:
-    times = [name for name in table.columns if name.endswith("_us")]
-    return table.astype(dict.fromkeys(times, float)).assign(**{name: table[name] / NS for name in times})

@@ -10,7 +10,7 @@ OTHER = "activations and temporaries"
 
 
 def memory_row(record: dict[str, Any] | None, rank: int) -> dict[str, Any]:
-    """The columns `MEMORY_COLUMNS` of one rank; NaN where there is no record, or it does not say."""
+    """The columns `MEMORY_COLUMNS` of one rank; NaN if there is no record or it does not say."""
     rows = record.get("memory", []) if record else []
     held: dict[str, Any] = next((row for row in rows if row["rank"] == rank), {})
     row = {column: held.get(column) for column in MEMORY_COLUMNS}
@@ -20,11 +20,11 @@ def memory_row(record: dict[str, Any] | None, rank: int) -> dict[str, Any]:
 
 
 def memory_timeline(record: dict[str, Any] | None, rank: int) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    """Samples of a rank's recorded step, and its phases; None where the record has none.
+    """Memory samples of a rank's recorded step, and the step's phases; None if the record has none.
 
     Returns:
-        Columns ms, where, a column a component of `COMPONENTS` (bytes), `OTHER` (the most since the sample before that
-        was allocated beyond these; bytes) and total (both together); and columns name, start_ms, end_ms.
+        Samples: columns ms, where, one for each of `COMPONENTS` (bytes), `OTHER` (the most bytes allocated beyond these
+        since the sample before) and total (all together). Phases: columns name, start_ms, end_ms.
     """
     rows = record.get("memory", []) if record else []
     timeline = next((row.get("timeline") for row in rows if row["rank"] == rank), None)

@@ -1,16 +1,17 @@
-"""Whether two runs differ: values of the same steps side by side, what to expect of their ratio, and how sure that is.
+"""Whether two runs differ: an estimate from pairs of equal steps, and how sure it is.
 
-Step k of two runs trains on the same samples, so their values are compared step by step. Consecutive steps of one run
-are not independent: a machine that is slow now is slow a moment later. So the pairs are averaged over batches of
-consecutive ones first (batch means). Ten batches or a few more are enough, however many pairs there are; longer batches
-are worth more than more of them (Schmeiser, "Batch size effects in the analysis of simulation output", Operations
-Research 30(3), 1982). Batches are tested with Wilcoxon's signed-rank test; estimate and interval are Hodges and
-Lehmann's, which belong to it (Hollander, Wolfe and Chicken, "Nonparametric Statistical Methods", 3rd ed., sections 3.1
-to 3.3). Simulated with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, 5, 8 and 12 % of equal runs get p <= 0.05
-(tests/analysis/test_significance.py).
+Step k of two runs trains on the same samples, so their values are compared step by step. Consecutive steps of a run are
+not independent: a machine that is slow now is slow a moment later. So pairs are first averaged over batches of
+consecutive pairs (batch means). About ten batches are enough for any number of pairs: longer batches gain more than
+further batches (Schmeiser, "Batch size effects in the analysis of simulation output", Operations Research 30(3), 1982).
 
-What is left out: a machine that as a whole is slower during one run than during the other. No test over two runs sees
-that; `benchmarks/strategies.py` alternates choices inside one process group.
+The batches are tested with Wilcoxon's signed-rank test. Estimate and interval are those of Hodges and Lehmann, which
+belong to this test (Hollander, Wolfe and Chicken, "Nonparametric Statistical Methods", 3rd ed., sections 3.1 to 3.3).
+In simulations with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, the test calls 5, 8 and 12 % of equal runs
+different at p <= 0.05 (tests/analysis/test_significance.py).
+
+The limit: no test of two runs sees that the whole machine was slower during one of them. `benchmarks/strategies.py`
+avoids that by alternating choices inside one process group.
 """
 
 from collections.abc import Sequence
@@ -24,21 +25,21 @@ from scipy import stats
 SHORTEST_BATCH = 3
 BATCHES = 10
 FEWEST_BATCHES = 6
-"""With fewer, no data at all would give a two-sided p below 0.05: the least is 2 / 2^n."""
+"""With fewer batches no data can give a two-sided p below 0.05: the least p is 2 / 2^n."""
 FEWEST_PAIRS = SHORTEST_BATCH * FEWEST_BATCHES
 LEVEL = 0.05
 
 
 class Estimate(NamedTuple):
-    """By how much pairs differ.
+    """By how much pairs differ. The first four are NaN if there are too few pairs.
 
     Attributes:
-        value: Hodges and Lehmann's estimate of the median difference; NaN, as all that follow, of too few pairs.
+        value: Hodges and Lehmann's estimate of the median difference.
         low: Lower end of its 95 % interval.
         high: Upper end.
         p_value: Of Wilcoxon's signed-rank test, two-sided.
-        pairs: Pairs that there were.
-        batches: Of so many pairs each, averaged, the test was made.
+        pairs: Number of pairs.
+        batches: Number of batches that were tested.
     """
 
     value: float
@@ -50,7 +51,7 @@ class Estimate(NamedTuple):
 
 
 def paired(differences: Sequence[float] | NDArray[np.float64]) -> Estimate:
-    """Estimate the median of differences between pairs, given in the order in which they were measured."""
+    """Estimate the median of differences, given in the order in which they were measured."""
     values = np.asarray(differences, dtype=float)
     means = batch_means(values)
     if len(means) < FEWEST_BATCHES:
@@ -64,16 +65,16 @@ def paired(differences: Sequence[float] | NDArray[np.float64]) -> Estimate:
 
 
 def batch_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means over batches of consecutive values; the first few values that fill no batch are left out."""
+    """Means over batches of consecutive values. The first values are left out if they do not fill a batch."""
     length = max(SHORTEST_BATCH, len(values) // BATCHES)
     batches = len(values) // length
     return values[len(values) - batches * length :].reshape(batches, length).mean(axis=1)
 
 
 def averages_outside(count: int) -> int:
-    """How many of the sorted averages of two lie below the 95 % interval of `count` values, and as many above it.
+    """How many of the sorted averages of two values lie below the 95 % interval (and as many above it).
 
-    That is the largest k with P(T <= k) at most 2.5 %, T being the sum of those of 1 .. `count` that a fair coin picks.
+    That is the largest k with P(T <= k) at most 2.5 %, where T sums those of 1 .. `count` that a fair coin picks.
     """
     ways = np.ones(1)
     for number in range(1, count + 1):
@@ -82,7 +83,7 @@ def averages_outside(count: int) -> int:
 
 
 def paired_ratio(reference: pd.Series, values: pd.Series) -> Estimate:
-    """The ratio of `values` to `reference`, both above 0 and indexed by step; NaN where a step was not timed."""
+    """The ratio of `values` to `reference`. Both are above 0 and indexed by step; a step that was not timed is NaN."""
     logs = (np.log(values) - np.log(reference)).dropna().sort_index()
     found = paired(logs.to_numpy())
     value, low, high = np.exp(found[:3]).tolist()
@@ -90,14 +91,14 @@ def paired_ratio(reference: pd.Series, values: pd.Series) -> Estimate:
 
 
 def directions(estimates: Sequence[Estimate], null: float) -> list[tuple[float, int | None]]:
-    """Of each estimate the p-value, corrected for their number, and what it says.
+    """For each estimate its p-value, corrected for the number of estimates, and the direction of the difference.
 
     Args:
-        null: The value of no difference: 1 of ratios, 0 of differences.
+        null: The value of no difference: 1 for ratios, 0 for differences.
 
     Returns:
-        -1 where the value is below `null`, 1 where it is above, 0 where no difference is seen, and None where there are
-        too few pairs to see one, whatever they say.
+        The direction is -1 below `null`, 1 above, 0 if no difference is seen, and None if there are too few pairs to
+        see any difference.
     """
     corrected = holm([estimate.p_value for estimate in estimates])
     tests = sum(not np.isnan(estimate.p_value) for estimate in estimates)
@@ -111,8 +112,11 @@ def directions(estimates: Sequence[Estimate], null: float) -> list[tuple[float, 
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number (Holm, "A simple sequentially rejective multiple test procedure",
-    Scandinavian Journal of Statistics 6(2), 1979); NaN stays, and does not count."""
+    """P-values corrected for their number; NaN stays NaN and does not count.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6(2),
+    1979.
+    """
     given = np.asarray(p_values, dtype=float)
     known = np.flatnonzero(~np.isnan(given))
     order = known[np.argsort(given[known], kind="stable")]

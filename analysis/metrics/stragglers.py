@@ -1,4 +1,4 @@
-"""Stragglers: which rank arrives last at collectives, how often, how late, and what that costs the others."""
+"""Stragglers: which rank arrives last at collectives, how often, how late, and what that costs the other ranks."""
 
 import pandas as pd
 
@@ -6,11 +6,11 @@ from analysis.columns import STRAGGLER_COLUMNS
 from analysis.metrics.exposure import Exposure
 
 WORTH_NAMING = 0.01
-"""A rank is named that costs each of the others at least this share of a step."""
+"""A rank is named if it costs each of the others at least this share of a step."""
 
 
 def stragglers(exposure: Exposure) -> pd.DataFrame:
-    """A row a rank and step (`STRAGGLER_COLUMNS`), of the collectives that could be matched over ranks."""
+    """A row a rank and step (`STRAGGLER_COLUMNS`), over the collectives that could be matched."""
     calls = exposure.collectives.dropna(subset=["late_rank"])
     is_late = calls["late_rank"] == calls["rank"]
     late = calls[is_late].groupby(["rank", "step"])["lateness_ms"]
@@ -29,7 +29,7 @@ def stragglers(exposure: Exposure) -> pd.DataFrame:
 
 
 def by_rank(table: pd.DataFrame) -> pd.DataFrame:
-    """Columns rank, collectives, last_pct, lateness_ms (largest) and costs_ms (a step) of the table of `stragglers`."""
+    """The table of `stragglers` by rank: collectives, last_pct, lateness_ms (the largest), costs_ms (mean of steps)."""
     groups = table.groupby("rank")
     sums = groups[["collectives", "last"]].sum()
     return pd.DataFrame(
@@ -43,7 +43,7 @@ def by_rank(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
-    """In a sentence, the rank that costs the others most, from the table of `by_rank`."""
+    """A sentence on the rank that costs the others most, from the table of `by_rank`."""
     worst = ranks.nlargest(1, "costs_ms").iloc[0]
     calls, steps = exposure.collectives, exposure.steps
     waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]

@@ -1,1 +1,1 @@
-"""Pages: the only part of `analysis` that draws."""
+"""Pages and their figures: the only part of `analysis` that draws."""

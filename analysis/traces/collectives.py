@@ -1,4 +1,4 @@
-"""The collectives that really ran: kind, payload, start and end, from Gloo spans or from NCCL kernels."""
+"""The collectives that ran: kind, payload, start and end, from Gloo spans or from NCCL kernels."""
 
 import re
 from collections import deque
@@ -21,30 +21,19 @@ from analysis.traces.reading import COLLECTIVE_KERNEL
 
 COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
 EVERYBODY = "all ranks"
-"""Name of the only process group of a trace that does not name groups."""
+"""The name of the only process group in a trace that names none."""
 LONGEST_NAME = 100
 """Characters that are kept of a group's ranks, and of its name."""
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "half": 2,
-    "c10::half": 2,
-    "bfloat16": 2,
-    "c10::bfloat16": 2,
-    "int": 4,
-    "long int": 8,
-    "long": 8,
-    "unsigned char": 1,
-    "signed char": 1,
-    "byte": 1,
-    "bool": 1,
-    "short": 2,
-    "float32": 4,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-    "float16": 2,
+    name: size
+    for size, names in {
+        8: ("double", "long", "long int", "int64"),
+        4: ("float", "float32", "int", "int32"),
+        2: ("half", "c10::half", "float16", "bfloat16", "c10::bfloat16", "short"),
+        1: ("byte", "unsigned char", "signed char", "uint8", "bool"),
+    }.items()
+    for name in names
 }
 """Bytes an element, by the names that the profiler gives to dtypes."""
 
@@ -76,9 +65,9 @@ NCCL_KINDS = (
 
 
 def only_group(info: dict[str, Any]) -> str:
-    """`EVERYBODY` where all groups in a trace's `distributedInfo` have the same ranks; empty where they differ.
+    """`EVERYBODY` if all groups in a trace's `distributedInfo` have the same ranks; empty if they differ.
 
-    Gloo's events do not say of which group they are, nor do NCCL's older ones. Groups of one rank do not communicate.
+    Events of Gloo and of old NCCL do not name their group. Groups of one rank do not communicate, so they do not count.
     """
     groups = info.get("pg_config")
     sets = [group.get("ranks") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
@@ -89,14 +78,15 @@ def only_group(info: dict[str, Any]) -> str:
 def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBODY) -> pd.DataFrame:
     """Columns kind, start, end, bytes, group, group_size, dtype, stream, issued; a row for each `c10d::` call.
 
-    A call is matched with the first span of its name and size that began after it and that no earlier call has taken:
-    Gloo's threads take work in the order in which it is issued, but two of them may start theirs in either order. Where
-    this rank only receives from a scatter, the span shows no size: of several such under way at once, order decides.
-    Calls whose span was not recorded are left out.
+    A call belongs to the first span of its name and size that began after it and that no earlier call has taken. The
+    size is needed because two Gloo threads may start their work in either order. A span of a scatter from which this
+    rank only receives shows no size, so for several of them at once their order decides. Calls without a recorded
+    span are left out.
 
     Args:
         world_size: 0 if unknown.
-        group: What `only_group` says. Where it is unknown, so are its size and the payload of what is shared out.
+        group: From `only_group`. If it is unknown, so are its size and the payload of collectives that split a tensor
+            over ranks.
     """
     calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
     waiting: dict[tuple[str, int], deque[Any]] = {}
@@ -119,12 +109,12 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
 
 
 def _take_spans(call: Any, issued: Issued, world_size: int, waiting: dict[tuple[str, int], deque[Any]]) -> list[Any]:
-    """The spans of a call, taken out of `waiting`; none where one of them was not recorded."""
+    """The spans of a call, taken out of `waiting`; none if one of them was not recorded."""
     taken = []
     for size in sizes_of_spans(call.args, issued, world_size) or [0]:
         queue = waiting.get((issued.span, size), deque())
         while queue and queue[0].start < call.start:
-            queue.popleft()  # of a call before the trace began
+            queue.popleft()  # its call came before the trace began
         if not queue:
             return []
         taken.append(queue.popleft())
@@ -132,10 +122,11 @@ def _take_spans(call: Any, issued: Issued, world_size: int, waiting: dict[tuple[
 
 
 def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
-    """The dtype of each call, from its span; empty where that cannot be known.
+    """The dtype of each call, from its span; empty if unknown.
 
-    The span of a scatter that this rank only receives from does not say. But a reduce-scatter over Gloo is a scatter
-    from each rank, one after the other, so this rank's own lies as many calls away as its rank is from the sender's.
+    The span of a scatter from which this rank only receives does not show it. But a reduce-scatter over Gloo is one
+    scatter from each rank in turn. So the scatter from this rank, which shows it, is as many calls away as this rank is
+    from the sender.
     """
     dtypes = [dtype_of(taken[0].args) if taken else "" for taken in spans]
     scatters = [index for index, call in enumerate(calls) if call.name == "c10d::scatter_"]
@@ -151,13 +142,11 @@ def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
 
 
 def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str = EVERYBODY) -> pd.DataFrame:
-    """The same, from NCCL kernels, which have a column `launch` beside their own times.
-
-    `bytes` is NaN where the trace does not carry message sizes.
+    """The same columns, from NCCL kernels (with a column launch). `bytes` is NaN if the trace has no message sizes.
 
     Args:
-        events: Those of the trace: `record_param_comms` describes a collective where the kernel itself does not.
-        group: That of kernels of which neither says it.
+        events: All events of the trace. `record_param_comms` describes a collective if the kernel itself does not.
+        group: The group of kernels for which neither names one.
     """
     described = {
         _whole(args, "External id"): args
@@ -181,13 +170,13 @@ def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str =
 
 
 def _whole(args: dict[str, Any], name: str) -> int:
-    """A whole number among an event's arguments; -1 where it is missing or none."""
+    """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
     value = args.get(name)
     return value if isinstance(value, int) else -1
 
 
 def _group_name(args: dict[str, Any]) -> str:
-    """The process group of an NCCL kernel: its ranks, and its name, as two groups may have the same ranks."""
+    """The process group of an NCCL kernel: its ranks and its name, since two groups may have the same ranks."""
     ranks, name = (str(args.get(f"Process Group {part}", "")) for part in ("Ranks", "Name"))
     parts = (("ranks", ranks.strip("[]")), ("group", name))
     return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

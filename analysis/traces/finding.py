@@ -20,8 +20,7 @@ class Window:
 
     Attributes:
         run_id: Of the run; of foreign traces, the name of their folder.
-        step: The optimizer step at which the window ends; of foreign traces, the number of the first profiled step, 0
-            where there is none.
+        step: The optimizer step at which the window ends. Of foreign traces, the first profiled step (0 if unknown).
         files: Trace file by rank.
     """
 
@@ -31,7 +30,7 @@ class Window:
 
 
 def find_windows(trace_dir: Path) -> list[Window]:
-    """All windows below `trace_dir`, oldest first. Files without this project's names are put together by their steps.
+    """All windows below `trace_dir`, oldest first. Files without this project's names are grouped by their steps.
 
     Raises:
         TraceError: there is no such folder, or no trace in it.
@@ -48,12 +47,14 @@ def find_windows(trace_dir: Path) -> list[Window]:
     ]
     if not paths:
         raise TraceError(f"{trace_dir}: no trace (*.json or *.json.gz) in this folder; train without --no-profile")
-    own = [path for path in paths if OWN_NAME.match(path.name)]  # other files beside them are not traces of a run
+    own = [path for path in paths if OWN_NAME.match(path.name)]  # then other JSON files are not traces
     return group_by_window(own or paths, trace_dir.resolve().name)
 
 
 def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
-    """Put the files of one window together; a broken file whose name says its rank belongs to every window without one.
+    """Put the files of each window together.
+
+    A broken file says nothing of its window. If its name says its rank, it joins every window that lacks this rank.
 
     Raises:
         TraceError: two files of one window claim the same rank, or a file's rank is unknown.
@@ -67,7 +68,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
             continue
         try:
             said, step = peek(path)
-        except TraceError:  # whoever reads the whole of it says so
+        except TraceError:  # `read_trace` says what is wrong
             said, step = None, None
         if own:
             groups.setdefault((own["run_id"], int(own["step"])), []).append(_File(path, (said,)))
@@ -83,7 +84,7 @@ def group_by_window(paths: Sequence[Path], foreign_name: str) -> list[Window]:
 
 
 def rank_in_path(path: Path) -> int | None:
-    """The rank that a file's name or its folder's names (`rank_3/...`, `...rank-3...`)."""
+    """The rank in the name of a file or of its folder (`rank_3/...`, `...rank-3...`)."""
     for part in (path.name, path.parent.name):
         if match := RANK_IN_PATH.search(part):
             return int(match[1])
@@ -91,38 +92,37 @@ def rank_in_path(path: Path) -> int | None:
 
 
 class _File(NamedTuple):
-    """A trace file, and what its rank is by one source and another, the better one first."""
+    """A trace file, and its rank by each source that may know it, the better source first."""
 
     path: Path
     ranks: tuple[int | None, ...]
 
 
 def _by_rank(files: list[_File]) -> dict[int, Path]:
-    """Files by their ranks, by the first source that knows the ranks of all of them and no rank twice.
+    """Files by rank. The first source counts that knows the rank of every file and gives no rank twice.
 
-    A file that is alone and says nothing is of rank 0.
+    A single file of unknown rank is taken for rank 0.
     """
     if len(files) == 1:
         return {next((rank for rank in files[0].ranks if rank is not None), 0): files[0].path}
     problems = []
     for ranks in zip(*(file.ranks for file in files), strict=True):
-        found: dict[int, Path] = {}
+        found: dict[int | None, Path] = {}
         for (path, _), rank in zip(files, ranks, strict=True):
             if rank is None:
-                how = "neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
-                problems.append(f"{path}: {how}")
-                break
-            if rank in found:
-                both = f"{found[rank]} and {path} are both of rank {rank}"
-                problems.append(f"{both}; give one of each rank in --trace-files")
-                break
+                problems.append(
+                    f"{path}: neither its distributedInfo nor its name says which rank it is of; name it rank_<n>.json"
+                )
+            elif rank in found:
+                problems.append(f"{found[rank]} and {path} are both of rank {rank}; give one of each rank")
             found[rank] = path
-        else:
-            return dict(sorted(found.items()))
+        known = {rank: path for rank, path in found.items() if rank is not None}
+        if len(known) == len(files):
+            return dict(sorted(known.items()))
     raise TraceError(problems[0])
 
 
 def missing_ranks(window: Window, world_size: int | None) -> list[int]:
-    """The ranks of which there is no file; of a run whose size is not known, those below the highest."""
+    """The ranks without a file. If the world size is unknown, the highest rank found stands for it."""
     ranks = range(world_size or max(window.files) + 1)
     return sorted(set(ranks) - set(window.files))

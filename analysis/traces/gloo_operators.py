@@ -10,11 +10,11 @@ class Issued(NamedTuple):
     """What an operator issues.
 
     Attributes:
-        kind: What it is.
-        span: The name of its span on a Gloo thread, where a reduce-scatter is an all-reduce inside.
-        position: Which of the operator's arguments the span shows the shape of.
+        kind: The collective.
+        span: The name of its span on a Gloo thread. Gloo runs a reduce-scatter as an all-reduce.
+        position: The operator's argument whose shape the span shows.
         is_share: Whether that argument is one rank's share, so that the payload is `world_size` times as large.
-        spans: How many spans it has: one, one a tensor of the argument, or one a rank.
+        spans: How many spans it has: one in all, one for each tensor of the argument, or one for each rank.
     """
 
     kind: str
@@ -52,13 +52,13 @@ def payload_elements(args: Any, issued: Issued, world_size: int) -> int:
 
 
 def sizes_of_spans(args: Any, issued: Issued, world_size: int) -> list[int]:
-    """Elements that the Gloo spans of a call show, a number for each span."""
+    """Elements that each Gloo span of a call shows."""
     sizes = _sizes(args, issued.position)
     if issued.spans == "tensors":
         return sizes
     if issued.spans == "ranks":
         return [sum(sizes)] * world_size
-    if issued.kind == "scatter":  # the root's span shows all that it sends; the others' shows nothing
+    if issued.kind == "scatter":  # the root's span shows all that it sends, the others' spans show nothing
         return [sum(sizes) * world_size if sends_scatter(args) else 0]
     return [sum(sizes)]
 
@@ -95,12 +95,12 @@ def _sizes(args: Any, position: int | None) -> list[int]:
     kinds = args.get("Input type")
     kind = str(kinds[position]) if isinstance(kinds, list) and len(kinds) > position else ""
     if dims[position] == [] and kind in ("", "Scalar", "ScalarList", "TensorList", "GenericList"):
-        return []  # no tensor; with the name of a dtype, an empty entry is the shape of a 0-d tensor
+        return []  # not a tensor; an empty entry with a dtype is the shape of a 0-d tensor
     return [int(np.prod(shape)) for shape in _shapes(dims[position])]
 
 
 def _shapes(entry: Any) -> Iterator[list[int]]:
-    """A shape, or the shapes in a list, of which an empty one is that of a 0-d tensor."""
+    """The shapes in an entry: one, or a list of them. An empty shape is that of a 0-d tensor."""
     if not isinstance(entry, list):
         return
     if entry and isinstance(entry[0], list):

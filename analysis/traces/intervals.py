@@ -7,7 +7,7 @@ Intervals = NDArray[np.float64]
 
 
 def union(intervals: Intervals) -> Intervals:
-    """The same moments as disjoint intervals in time order; empty and negative ones fall away."""
+    """The same moments as disjoint intervals in time order, without empty and negative intervals."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(intervals):
         return np.empty((0, 2))

@@ -1,7 +1,7 @@
 """Reading one trace file: it is parsed once, and only what a figure needs is kept.
 
-Most of a trace is arguments that no figure needs, and on a GPU most events are operators of the host, of which none is
-needed either. So events are decoded with their arguments left as bytes, and those of collectives alone are looked into.
+No figure needs most of the arguments in a trace, nor, on a GPU, the operators of the host. So the arguments of events
+stay undecoded bytes, except those of collectives and of device events.
 """
 
 import gzip
@@ -10,8 +10,9 @@ import math
 import re
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,7 +36,8 @@ STEP_PREFIX = "ProfilerStep#"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
 LONGEST_NAME = 300
 LARGEST_TIME_US = 1e17
-"""Three thousand years: no clock says more."""
+"""Three thousand years. A larger time is an error in the trace."""
+Decoded = TypeVar("Decoded")
 STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
 
 
@@ -72,8 +74,8 @@ class RankTrace:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
         events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
             (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN) and
-            args (a dict, of collectives only; else None). Of a trace with device events, operators of the host are
-            left out, but for those that issue collectives.
+            args (a dict, of collectives only; else None). A trace with device events keeps only those operators of the
+            host that issue collectives.
         left_out: Number of events without a usable time.
     """
 
@@ -93,7 +95,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 def parse_trace(data: bytes, path: Path) -> RankTrace:
-    """The same, of the file's content; `path` is for messages."""
+    """As `read_trace`, from the file's content; `path` is for messages."""
     if not data.strip():
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
@@ -105,9 +107,7 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     categories = {str(event.cat) for event in file.traceEvents}
     gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
     if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
-        raise TraceError(
-            f"{path}: shows how work was given to a device, but not what ran there; profile the device too"
-        )
+        raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
     events, left_out = _table(file.traceEvents)
     if events.empty:
         raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
@@ -118,7 +118,7 @@ def read_bytes(path: Path) -> bytes:
     """The content of a file, decompressed.
 
     Raises:
-        TraceError: it cannot be read, or its end is missing.
+        TraceError: the file cannot be read, or its end is missing.
     """
     try:
         data = path.read_bytes()
@@ -130,17 +130,14 @@ def read_bytes(path: Path) -> bytes:
 
 
 def peek(path: Path) -> tuple[int | None, int | None]:
-    """The rank and the number of the first profiled step that a trace file names; None for what it does not.
+    """The rank and the first profiled step that a trace file names; None for what it does not name.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: the file cannot be read.
     """
     data = read_bytes(path)
-    try:
-        info = msgspec.json.decode(data, type=_Info).distributedInfo
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        info = None  # whoever reads the whole of it says what is wrong
-    rank = info.get("rank") if isinstance(info, dict) else None
+    found = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
+    rank = found.distributedInfo.get("rank") if found and isinstance(found.distributedInfo, dict) else None
     steps = [int(number) for number in STEP_NAME.findall(data)]
     return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
 
@@ -155,15 +152,15 @@ def _decode(data: bytes, path: Path) -> _File:
     except RecursionError:
         raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
     except msgspec.ValidationError:
-        raise TraceError(f"{path}: no list traceEvents in it, so this is no trace of torch.profiler") from None
+        raise TraceError(f"{path}: has no list traceEvents, so it is not a trace of torch.profiler") from None
     except (ValueError, msgspec.DecodeError) as error:
-        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or no trace") from None
+        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
 
 
 def _repaired(data: bytes) -> bytes:
-    """What the strict decoder refuses and a profiler may have written: NaN, infinity, control characters, broken UTF-8.
+    """Valid JSON from what a profiler may write but the decoder refuses.
 
-    Events that are no objects fall away.
+    That is NaN, infinity, control characters and broken UTF-8. Events that are not objects are removed.
     """
     file = json.loads(
         data.decode("utf-8", errors="replace"),
@@ -184,10 +181,9 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     """The table `RankTrace.events`, and how many events have no usable time."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
-    clean = _Names()
     kept, launched = [], {}
     for event in complete:
-        event.name = clean[event.name]
+        event.name = _clean(str(event.name))
         if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
             kept.append(event)
         elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
@@ -203,9 +199,9 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             "tid": [str(event.tid) for event in kept],
             "start": _numbers([event.ts for event in kept]),
             "end": _numbers([event.dur for event in kept]),
-            "stream": ["" if of is None else clean[of.stream] for of in device],
+            "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
             "launch": _numbers([None if of is None else launched.get(of.correlation) for of in device]),
-            "args": [_arguments(event, clean) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
+            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )
     frame["end"] += frame["start"]
@@ -214,16 +210,11 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     return frame, int((~usable).sum())
 
 
-class _Names(dict[Any, str]):
-    """Names as they may be shown: one line of printable text that is not too long, each kept once."""
-
-    def __missing__(self, name: Any) -> str:
-        text = CONTROL_CHARACTERS.sub(" ", str(name)[: LONGEST_NAME + 1])
-        self[name] = text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
-        return self[name]
-
-    def __getitem__(self, name: Any) -> str:
-        return super().__getitem__(name if isinstance(name, str) else str(name))
+@lru_cache(maxsize=10_000)
+def _clean(name: str) -> str:
+    """A name made safe to show: one line of printable text, at most `LONGEST_NAME` long."""
+    text = CONTROL_CHARACTERS.sub(" ", name[: LONGEST_NAME + 1])
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
 
 
 def _numbers(values: list[Any]) -> "pd.Series[float]":
@@ -234,20 +225,20 @@ def _numbers(values: list[Any]) -> "pd.Series[float]":
 
 
 def _device_arguments(event: _Event) -> _DeviceArguments:
-    try:
-        found = msgspec.json.decode(event.args, type=_DeviceArguments)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _DeviceArguments()
+    found = _decoded(event.args, _DeviceArguments) or _DeviceArguments()
     if type(found.correlation) is not int or found.correlation < 0:
         found.correlation = None
     return found
 
 
-def _arguments(event: _Event, clean: _Names) -> dict[str, Any] | None:
+def _arguments(event: _Event) -> dict[str, Any] | None:
+    found = _decoded(event.args, dict)
+    return found and {name: _clean(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:
+    """JSON decoded as `kind`; None if it is broken or something else."""
     try:
-        found = msgspec.json.decode(event.args)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(found, dict):
-        return None
-    return {name: clean[value] if isinstance(value, str) else value for name, value in found.items()}

@@ -1,5 +1,12 @@
-"""One rank's trace as a table of what ran where and when, the same for CPU and GPU traces."""
+"""One rank's trace as a table of what ran where and when, the same for CPU and GPU traces.
 
+A CPU trace is *lowered*: rewritten as if a device had run it, so that one analysis serves both. HTA looks at device
+streams, and a Gloo run on CPU has none. So the training thread's outermost compute operators become kernels on one
+virtual stream, and each `gloo:*` span becomes a communication kernel on a virtual stream of its Gloo thread. Time that
+the training thread spends blocked in a collective belongs to no operator, so it is not compute.
+"""
+
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +16,6 @@ import pandas as pd
 from analysis.errors import TraceError
 from analysis.traces.collectives import device_collectives, gloo_collectives, only_group
 from analysis.traces.intervals import Intervals
-from analysis.traces.lowering import lower_cpu_events
 from analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, STEP_PREFIX, RankTrace
 
 STEP_NAME = STEP_PREFIX + r"\d{1,15}"
@@ -18,7 +24,11 @@ CLOCK_STEP_US = 10.0
 """By how much the profiler's rounding may let two steps overlap."""
 LONGEST_STEP_US = 86_400e6
 MOST_RANKS = 10**6
-"""A trace that says that there are more is not believed."""
+"""A world size above this is an error in the trace, and is ignored."""
+GLOO_PREFIX = "gloo:"
+COMPUTE_OPERATOR = re.compile(r"^(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd)")
+"""Operators with a namespace (`aten::mm`), without those that only wrap others or issue communication."""
+KERNEL_COLUMNS = ["lane", "stream", "name", "start", "end", "launch"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class RankTimeline:
         steps: Columns number, start, end: the analysed optimizer steps.
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
-            which the host issued it; NaN if unknown). What the analysed steps issued, and what else ran in them.
+            which the host issued it; NaN if unknown). All that the analysed steps issued or that ran in them.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued.
         left_out: Number of events that had no usable time.
@@ -47,7 +57,7 @@ class RankTimeline:
     left_out: int = 0
 
     def issued_kernels(self) -> pd.DataFrame:
-        """Those of `kernels` that the analysed steps issued."""
+        """The `kernels` that the analysed steps issued."""
         return self.kernels[self.kernels["launch"].between(self.steps["start"].iloc[0], self.steps["end"].iloc[-1])]
 
     def intervals(self, lane: str) -> Intervals:
@@ -55,7 +65,7 @@ class RankTimeline:
         return chosen[["start", "end"]].to_numpy(dtype=np.float64)
 
     def collectives_by_step(self) -> pd.DataFrame:
-        """`collectives` in the order of issue, with a column step: the number of that in which each was issued."""
+        """`collectives` in the order of issue, with a column step: the number of the step that issued each."""
         calls = self.collectives.sort_values("issued", kind="stable")
         place = np.searchsorted(self.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
         return calls.assign(step=self.steps["number"].to_numpy()[place])
@@ -65,8 +75,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     """The timeline of one rank.
 
     Args:
-        include_last_step: Analyse the last profiled step too; without it, work launched there does not count, since
-            its end may have been cut off. A trace of one step is analysed whole.
+        include_last_step: Analyse the last profiled step too. It is left out otherwise, since a GPU trace may have cut
+            off its end. A trace of one step is analysed whole.
 
     Raises:
         TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps.
@@ -109,7 +119,7 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Columns number, start, end, pid, tid of the profiled optimizer steps, on the thread that has most of them.
 
     Raises:
-        TraceError: there are none, or they cannot have happened as the clock says.
+        TraceError: there are none, or their times are impossible.
     """
     found = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
     if found.empty:
@@ -129,8 +139,11 @@ def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """`events` without those that last longer than twice the time of all profiled steps, or lie as far from them, and
-    how many these are."""
+    """`events` without those that are longer than twice the time of all profiled steps, or as far away from them.
+
+    Returns:
+        The remaining events, and how many were removed.
+    """
     first, last = steps["start"].min(), steps["end"].max()
     far = 2 * (last - first) + 1e6
     is_near = events["start"].between(first - far, last + far)
@@ -143,4 +156,28 @@ def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
     is_collective = device["name"].str.match(COLLECTIVE_KERNEL)
     is_copy = device["name"].str.match(r"^(Memcpy|Memset|dma)")
     lane = np.select([is_collective, is_copy], ["communication", "memory"], default="compute")
-    return device.assign(lane=lane)[["lane", "stream", "name", "start", "end", "launch"]]
+    return device.assign(lane=lane)[KERNEL_COLUMNS]
+
+
+def lower_cpu_events(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The same columns for a trace without a device.
+
+    Args:
+        events: Complete events in order of start (`reading.RankTrace`).
+        steps: Their columns pid and tid say which thread trains.
+    """
+    training_thread = (events["pid"] == steps["pid"].iloc[0]) & (events["tid"] == steps["tid"].iloc[0])
+    operators = events[(events["cat"] == "cpu_op") & training_thread & events["name"].str.match(COMPUTE_OPERATOR)]
+    compute = outermost(operators).assign(lane="compute", stream="compute")
+    spans = events[events["name"].str.startswith(GLOO_PREFIX)]
+    communication = spans.assign(lane="communication", stream="gloo " + spans["tid"].astype(str))
+    kernels = pd.concat([compute, communication], ignore_index=True)
+    return kernels.assign(launch=kernels["start"])[KERNEL_COLUMNS]
+
+
+def outermost(events: pd.DataFrame) -> pd.DataFrame:
+    """The `events` of one thread (properly nested) that lie in no other event."""
+    ordered = events.sort_values(["start", "end"], ascending=[True, False], kind="stable")
+    ends = ordered["end"].to_numpy()
+    furthest_before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+    return ordered[ordered["start"].to_numpy() >= furthest_before]

@@ -10,8 +10,8 @@ import pandas as pd
 
 from analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
 from analysis.errors import TraceError
-from analysis.report.collectives_page import Measurements, write_collectives_page
-from analysis.summary import write_csv
+from analysis.files import write_csv
+from analysis.report.pages.collectives import Measurements, write_collectives_page
 from benchmarks.collective.rows import OF_ONE_MODEL, busbw_over_algbw, fit_models, model_text
 from training.communication.link_model import LinkModel, Piece
 

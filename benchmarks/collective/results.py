@@ -11,7 +11,7 @@ import torch
 
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
-from analysis.summary import write_csv
+from analysis.files import write_csv
 from benchmarks.collective.rows import fit_models, link_rate, make_row, model_text
 from benchmarks.collective.sizes import Measured
 from training.distributed import Ranks

@@ -43,7 +43,7 @@ def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir:
         UserError: the folder cannot be made, or the command names a place for its results itself.
     """
     from analysis.errors import TraceError
-    from analysis.report.link_page import write_link_page  # takes seconds to import
+    from analysis.report.pages.link_rates import write_link_page  # takes seconds to import
 
     flag = TABLE_FLAG if Path(command[0]).name == "strategies.py" else OUTPUT_FLAG
     if any(given.split("=")[0] == flag for given in command):

@@ -1,10 +1,9 @@
-"""What a regular expression cannot say: rules over facts from several lines, files and ranks, by name."""
+"""What a regular expression cannot say: predicates over facts from several lines, files and ranks, by name."""
 
 from collections.abc import Callable
 
-from doctor.facts import Facts
+from doctor.facts import Facts, Match
 from doctor.predicates import local, network, program
-from doctor.predicates.match import Match
 
 PREDICATES: dict[str, Callable[[Facts], Match | None]] = {
     function.__name__: function
@@ -31,5 +30,3 @@ PREDICATES: dict[str, Callable[[Facts], Match | None]] = {
         local.slow_pairs,
     )
 }
-
-__all__ = ["PREDICATES", "Match"]

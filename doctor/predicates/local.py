@@ -2,9 +2,8 @@
 
 import re
 
-from doctor.facts import Facts
-from doctor.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
-from doctor.predicates.match import Match
+from doctor.facts import Facts, Match
+from doctor.live.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
 
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")
@@ -12,7 +11,7 @@ _NO_CUMEM = re.compile("cuMem host allocations do not appear to be working")
 
 
 def acs_or_iommu(facts: Facts) -> Match | None:
-    """ACS alone is reported where nothing else is known; beside a log, only if one of its first collectives hung."""
+    """ACS alone is reported if nothing else is known. Beside a log, one of its first collectives must have hung."""
     acs = facts.search(_ACS)
     iommu = [line for line in facts.search(_IOMMU) if "iommu=pt" not in line.text]
     if facts.hung_early:
@@ -35,7 +34,7 @@ def cumem_on_some_ranks(facts: Facts) -> Match | None:
 def p2p_across_numa(facts: Facts) -> Match | None:
     """P2P/CUMEM between GPUs of different NUMA nodes, and one of the first collectives never ended.
 
-    Never from topology alone: on many machines this path works, and some hang on PIX and work on SYS.
+    Topology alone is not enough: this path works on many machines, and some hang on PIX and work on SYS.
     """
     if not facts.hung_early:
         return None
@@ -52,7 +51,7 @@ def p2p_across_numa(facts: Facts) -> Match | None:
 
 
 def p2p_no_progress(facts: Facts) -> Match | None:
-    """P2P channels were set up, and one of the first collectives never ended, for no other reason that is known."""
+    """P2P channels were set up, and one of the first collectives never ended, for no other known reason."""
     lines = [line for p in facts.processes for name, line in p.lines.items() if name.startswith("P2P/")]
     if not lines or not facts.hung_early or acs_or_iommu(facts) or p2p_across_numa(facts):
         return None
@@ -70,7 +69,7 @@ def small_shm(facts: Facts) -> Match | None:
 
 def small_memlock(facts: Facts) -> Match | None:
     machine = facts.machine
-    if not machine or not machine.has_rdma or machine.memlock_bytes is None:
+    if not machine or not machine.infiniband or machine.memlock_bytes is None:
         return None
     if machine.memlock_bytes >= SMALL_MEMLOCK_BYTES:
         return None
@@ -78,5 +77,5 @@ def small_memlock(facts: Facts) -> Match | None:
 
 
 def slow_pairs(facts: Facts) -> Match | None:
-    """Pairs that `doctor --live` measured to be an order slower than the median."""
+    """Pairs that `doctor --live` measured to be slow."""
     return Match([], facts.slow_pairs) if facts.slow_pairs else None

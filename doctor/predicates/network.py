@@ -2,10 +2,8 @@
 
 import re
 
-from doctor.facts import Facts
-from doctor.nccl_log import Process
-from doctor.predicates.match import Match
-from doctor.texts import Line
+from doctor.facts import Facts, Match
+from doctor.reading.nccl_log import Process
 
 VIRTUAL_INTERFACE = re.compile(r"(?:lo|docker|br-|veth|virbr|cni|flannel|cali|podman)[\w.-]{0,20}")
 LOCAL_ADDRESS = re.compile(r"172\.17\.|127\.")
@@ -24,7 +22,7 @@ def mixed_fabrics(facts: Facts) -> Match | None:
 
 
 def socket_despite_infiniband(facts: Facts) -> Match | None:
-    """Every rank talks TCP between nodes, though there are RDMA cards."""
+    """Every rank uses TCP between nodes, though there are RDMA cards."""
     processes = [process for process in facts.processes if process.network == "Socket"]
     if not processes or len(processes) < len(facts.processes) or not facts.is_multi_node:
         return None
@@ -40,7 +38,7 @@ def socket_despite_infiniband(facts: Facts) -> Match | None:
 
 
 def virtual_interface(facts: Facts) -> Match | None:
-    """Ranks of several hosts, or ones that cannot connect, listen on an interface that no other host can reach."""
+    """Ranks of several hosts, or ranks that cannot connect, listen on an interface that no other host can reach."""
     bad = [process for process in facts.processes if process.interface and _is_local(process)]
     refused = facts.search(_LOCAL_TARGET)
     if not bad or not (facts.is_multi_node or refused):
@@ -56,7 +54,7 @@ def _is_local(process: Process) -> bool:
 
 
 def interface_not_here(facts: Facts) -> Match | None:
-    """A variable names an interface that this machine does not have. Only of this machine's own state."""
+    """A variable of this machine names an interface that it does not have."""
     if not facts.machine:
         return None
     details = []
@@ -69,13 +67,9 @@ def interface_not_here(facts: Facts) -> Match | None:
     return Match([], details) if details else None
 
 
-def _completions_12(facts: Facts) -> list[Line]:
-    return facts.search(_COMPLETION_12)
-
-
 def roce_gid(facts: Facts) -> Match | None:
-    """Packets that nobody acknowledged, over RoCE (an IPv4-mapped GID, or a card that says so)."""
-    lines = _completions_12(facts)
+    """Unacknowledged packets over RoCE (an IPv4-mapped GID, or a card that says so)."""
+    lines = facts.search(_COMPLETION_12)
     cards = [process.lines["cards"] for process in facts.processes if process.fabric == "RoCE"]
     if lines and (cards or any("::ffff:" in line.text for line in lines)):
         return Match([*lines, *cards[:1]])
@@ -83,5 +77,5 @@ def roce_gid(facts: Facts) -> Match | None:
 
 
 def infiniband_retry(facts: Facts) -> Match | None:
-    lines = _completions_12(facts)
+    lines = facts.search(_COMPLETION_12)
     return Match(lines) if lines and not roce_gid(facts) else None

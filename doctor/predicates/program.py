@@ -1,20 +1,18 @@
-"""Ranks held against each other: what they issued, how far they came, which versions they run."""
+"""Ranks compared with each other: what they issued, how far they came, which versions they run."""
 
 from collections import defaultdict
 
 from doctor.comparison import evidence
-from doctor.facts import Facts, Progress
-from doctor.predicates.match import Match
-from doctor.texts import Line, printable, ranks_in_words
+from doctor.facts import Facts, Match, Progress
+from doctor.reading.texts import Line, printable, ranks_in_words
 
 _PLACE = ("rank", "step", "phase", "collective")
 
 
 def different_collectives(facts: Facts) -> Match | None:
     """Ranks issued different collectives under one sequence number: by flight recorder, or by what timed out."""
-    for parting in facts.partings:
-        if parting.what == "differ":
-            return Match(evidence(parting, facts.dumps), parting.sentences)
+    if found := _divergence(facts, "differ"):
+        return found
     by_seq = defaultdict(list)
     for timeout in facts.timeouts:
         by_seq[timeout.seq].append(timeout)
@@ -27,33 +25,39 @@ def different_collectives(facts: Facts) -> Match | None:
 
 
 def rank_behind(facts: Facts) -> Match | None:
-    """A rank never issued what others wait for: by flight recorder, or by how far the watchdog saw its queue."""
-    for parting in facts.partings:
-        if parting.what == "behind":
-            return Match(evidence(parting, facts.dumps), parting.sentences)
+    """A rank never issued a collective for which others wait: by flight recorder, or by the watchdog's counts."""
+    if found := _divergence(facts, "behind"):
+        return found
     by_group: dict[str, dict[int, Progress]] = defaultdict(dict)
     for progress in facts.progress:
         by_group[progress.group][progress.rank] = progress
     for of_rank in by_group.values():
         furthest = max(progress.enqueued for progress in of_rank.values())
-        behind = [progress for progress in of_rank.values() if progress.enqueued < furthest]
-        if behind and furthest - min(p.enqueued for p in behind) > 1:
-            ranks = ranks_in_words(progress.rank for progress in behind)
-            least = min(behind, key=lambda progress: progress.enqueued)
-            sentence = f"{ranks} issued only {least.enqueued} collectives where others issued {furthest}."
+        least = min(progress.enqueued for progress in of_rank.values())
+        if furthest - least > 1:
+            ranks = ranks_in_words(progress.rank for progress in of_rank.values() if progress.enqueued < furthest)
+            sentence = f"{ranks} issued only {least} collectives, and others issued {furthest}."
             return Match([progress.line for progress in of_rank.values()], [sentence])
     return None
 
 
 def rank_without_dump(facts: Facts) -> Match | None:
-    for parting in facts.partings:
-        if parting.what == "missing":
-            return Match(evidence(parting, facts.dumps), parting.sentences)
-    return None
+    """A rank left no flight record, and all others wait in a collective."""
+    return _divergence(facts, "missing")
+
+
+def stuck_together(facts: Facts) -> Match | None:
+    """All ranks have issued a collective, and none has finished it."""
+    return _divergence(facts, "stuck")
+
+
+def _divergence(facts: Facts, what: str) -> Match | None:
+    found = next((divergence for divergence in facts.divergences if divergence.what == what), None)
+    return Match(evidence(found, facts.dumps), found.sentences) if found else None
 
 
 def run_ended(facts: Facts) -> Match | None:
-    """The latest run's own record names the first cause of its end (docs/run-record.md, `ended`)."""
+    """The latest run's record names the first cause of its end (docs/run-record.md, `ended`)."""
     if not facts.runs:
         return None
     path, record = max(facts.runs, key=lambda run: str(run[1]["run_id"]))
@@ -66,22 +70,14 @@ def run_ended(facts: Facts) -> Match | None:
     return Match([line], [said])
 
 
-def stuck_together(facts: Facts) -> Match | None:
-    for parting in facts.partings:
-        if parting.what == "stuck":
-            return Match(evidence(parting, facts.dumps), parting.sentences)
-    return None
-
-
 def watchdog_timeout(facts: Facts) -> Match | None:
-    """Collectives that ran out of time, and which ranks said nothing: those are to be looked at first."""
+    """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
     if not facts.timeouts:
         return None
-    details = []
     ranks = {timeout.rank for timeout in facts.timeouts}
     size = max((process.world_size or 0 for process in facts.processes), default=0)
     first = min(facts.timeouts, key=lambda timeout: timeout.seq)
-    details.append(f"{ranks_in_words(ranks)} gave up; the first is {first.kind}, number {first.seq} of its group.")
+    details = [f"{ranks_in_words(ranks)} gave up; the first is {first.kind}, number {first.seq} of its group."]
     if silent := set(range(size)) - ranks:
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
     return Match([timeout.line for timeout in facts.timeouts], details)

@@ -1,4 +1,4 @@
-"""Figures of reports, against traces that can be worked out by hand, brute force, and HTA itself."""
+"""Figures of reports, and what pages and CSV files show of them, against traces that can be worked out by hand."""
 
 import csv
 import hashlib
@@ -14,16 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
+from analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS, kinds_run
 from analysis.command import main, report_folder
 from analysis.comparison.changes import Run, changes
 from analysis.comparison.compare import comparison, keep
 from analysis.errors import TraceError
-from analysis.report.compare_page import Compared, write_comparison
-from analysis.report.summary_page import write_summary
+from analysis.metrics.memory import memory_row, memory_timeline
+from analysis.report.figures.memory import memory_figure, memory_timeline_figure
+from analysis.report.figures.tradeoff import tradeoff_figure
+from analysis.report.figures.traffic import traffic_figure
+from analysis.report.pages.compare import Compared, write_comparison
+from analysis.report.pages.summary import kernel_times, write_summary
 from analysis.summary import analyse_window
 from analysis.traces import intervals
-from analysis.traces.collectives import gloo_collectives
+from analysis.traces.collectives import KINDS, gloo_collectives
 from analysis.traces.finding import find_windows
 from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
 
@@ -59,7 +63,7 @@ def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
 def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> None:
     """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
 
-    HTA reckons from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
+    HTA counts from the first kernel to the last: 100 .. 1900, so 1800 us, of which 1000 compute, 400 exposed and 400
     idle (two gaps of 100 in the steps, and 200 between them).
     """
     (window,) = find_windows(write_run(tmp_path / "profile" / "x", make))
@@ -72,9 +76,9 @@ def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> Non
         assert row["all_reduce_calls_per_step"] == 1 and row["all_reduce_ms_per_step"] == 0.3
     if make is cpu_trace:
         assert analysis.summary["all_reduce_bytes_per_step"].tolist() == [4000, 4000]
-    kernels = analysis.figures.kernels.set_index(["rank", "name"])
+    kernels = kernel_times(analysis.timelines).set_index(["rank", "name"])
     compute = kernels.loc[(0, "aten::mm" if make is cpu_trace else "gemm")]
-    assert (compute["total_us"], compute["mean_us"], compute["max_us"]) == (600, 300, 300)
+    assert (compute["sum"], compute["mean"], compute["max"]) == (600, 300, 300)
 
 
 def test_the_last_step_counts_where_asked_for(tmp_path: Path) -> None:
@@ -120,14 +124,6 @@ def test_windows_are_grouped_by_run_and_step(tmp_path: Path) -> None:
     assert [list(window.files) for window in windows] == [[0, 1], [0, 1]]
 
 
-def test_foreign_files_are_read_by_the_rank_that_they_name(tmp_path: Path) -> None:
-    write(tmp_path / "first.json", cuda_trace(1))
-    write(tmp_path / "second.json.gz", cuda_trace(0))
-    (window,) = find_windows(tmp_path)
-    assert {rank: path.name for rank, path in window.files.items()} == {0: "second.json.gz", 1: "first.json"}
-    assert analyse_window(window).summary["trace_kind"].tolist() == ["cuda", "cuda"]
-
-
 def test_other_files_beside_a_run_are_no_traces_of_it(tmp_path: Path) -> None:
     write(write_run(tmp_path) / "rank_9" / "notes.json", {"a": 1})
     (window,) = find_windows(tmp_path)
@@ -157,15 +153,13 @@ def test_report_folders() -> None:
     assert report_folder(Path("elsewhere"), "reports") == Path("reports/elsewhere")
 
 
-def test_missing_empty_and_doubled_folders(tmp_path: Path) -> None:
+def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TraceError, match="no such folder"):
         find_windows(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="no trace"):
         find_windows(tmp_path)
-    write(tmp_path / "a.json", cuda_trace(0))
-    write(tmp_path / "b.json", cuda_trace(0))
-    with pytest.raises(TraceError, match="both of rank 0"):
-        find_windows(tmp_path)
+    assert main("", "reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
+    assert "no such trace file" in capsys.readouterr().err
 
 
 # Pages ---------------------------------------------------------------------------------------------------------------
@@ -192,13 +186,7 @@ def page_equals_csv(page: Path) -> set[str]:
     parser = Cells()
     parser.feed(page.read_text())
     shown: dict[str, list[str]] = {}
-    for name in (
-        "kernels",
-        "exposure",
-        "late",
-        "places",
-        "bandwidth",
-    ):  # which no CSV has, or only what they are means of
+    for name in ("kernels", "exposure", "late", "places"):  # no CSV has these, or only what they are means of
         parser.tables.pop(name, None)
     if audit := parser.tables.pop("audit", None):
         checks = pd.read_csv(page.with_name("audit.csv"), dtype={"rank": object}).fillna({"rank": "all"})
@@ -249,7 +237,8 @@ def test_every_column_is_documented(tmp_path: Path) -> None:
     for (name, columns), part in zip(CSV_COLUMNS.items(), text.split("\n## ")[1:], strict=True):
         assert name in part.splitlines()[0]
         documented = re.findall(r"^\| `([^`]+)` \| (.*) \|$", part, re.MULTILINE)
-        assert documented == [(column, shown.meaning) for column, shown in columns.items()]
+        expanded = {row[0].replace("KIND", kind): row[1] for row in documented for kind in KINDS}
+        assert expanded == {column: shown.meaning for column, shown in columns.items()}
     (window,) = find_windows(write_run(tmp_path / "x"))
     analysis = analyse_window(window)
     write_summary(analysis, "x", tmp_path)
@@ -269,6 +258,78 @@ def test_columns_change_with_the_version_of_the_schema() -> None:
     assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text
 
 
-def test_a_trace_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("", "reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
-    assert "no such trace file" in capsys.readouterr().err
+# Figures -------------------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+def summary(content: dict[str, Any]) -> pd.DataFrame:
+    """A row a rank, with memory from the record and made-up collectives."""
+    rows = []
+    for rank in (0, 1):
+        row: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS, 0.0)
+        row |= {"rank": rank, "all_gather_calls_per_step": 2, "all_gather_ms_per_step": 5.0}
+        row |= {"all_gather_bytes_per_step": 3 * MIB, "scatter_calls_per_step": rank, "scatter_ms_per_step": 7.0 * rank}
+        rows.append(row | memory_row(content, rank))
+    return pd.DataFrame(rows)
+
+
+def by_name(figure: Any, axis: str = "x") -> dict[str, Any]:
+    """The traces of one panel by their names."""
+    return {trace.name: trace for trace in figure.data if (trace.xaxis or "x") == axis}
+
+
+def test_memory_over_the_step_stacks_up_to_what_was_allocated() -> None:
+    content = record("zero2", 0.1)
+    figure = memory_timeline_figure(content, summary(content))
+    assert figure is not None
+    for rank, axis in ((0, "y"), (1, "y2")):
+        timeline = content["memory"][rank]["timeline"]
+        areas = [
+            trace
+            for trace in figure.data
+            if trace.type == "scatter" and trace.stackgroup and (trace.yaxis or "y") == axis
+        ]
+        assert len(areas) == 5 and all(list(area.x) == timeline["ms"] for area in areas)
+        stacked = [sum(values) for values in zip(*(area.y for area in areas), strict=True)]
+        assert stacked == pytest.approx([held / MIB for held in timeline["highest_bytes"]], abs=0.01)
+    assert "rank 1</b>: peak 100.0 MiB in backward, at 0 ms" in figure.layout.annotations[1].text
+
+
+def test_a_timeline_never_shows_less_than_model_states() -> None:
+    """Components may exceed what the allocator reports, if a storage did not come from it."""
+    content = record("zero2", 0.1)
+    content["memory"][0]["timeline"]["highest_bytes"] = [0, 0, 0]
+    found = memory_timeline(content, 0)
+    assert found is not None
+    assert (found[0]["total"] == found[0][list(COMPONENTS)].sum(axis="columns")).all()
+    assert memory_timeline_figure(None, summary(content)) is None and np.isnan(memory_row(None, 0)["peak_bytes"])
+
+
+def test_collectives_by_kind() -> None:
+    table = summary(record("zero2", 0.1))
+    assert kinds_run(table) == ["all_gather", "scatter"]
+    figure = traffic_figure(["rank 0", "rank 1"], table, ("ms", "bytes"))
+    assert list(by_name(figure)["all-gather"].x) == [5.0, 5.0] and list(by_name(figure)["scatter"].x) == [0.0, 7.0]
+    assert list(by_name(figure, "x2")["all-gather"].x) == [3.0, 3.0]
+
+
+def test_memory_against_time_and_by_choice() -> None:
+    records = {name: record(name, step) for name, step in (("baseline", 0.2), ("zero1", 0.1), ("pytorch_zero1", 0.3))}
+    for row in records["zero1"]["memory"]:
+        row["peak_bytes"] //= 2
+    table = comparison(records, {}, "baseline")
+    figure = tradeoff_figure(table, "baseline")
+    points = {name: (trace.x[0], trace.y[0]) for name, trace in by_name(figure).items() if name.startswith("peak")}
+    assert points == {
+        "peak in a step, baseline": (200.0, 200.0),
+        "peak in a step, hand-written": (100.0, 100.0),
+        "peak in a step, PyTorch": (300.0, 200.0),
+    }
+    assert [annotation.text for annotation in figure.layout.annotations] == list(records)
+    bars = by_name(memory_figure(table["choice"], table))
+    assert list(bars["peak in a step"].x) == [200.0, 100.0, 200.0]
+    assert [bars[label].x[0] for label in COMPONENTS.values()] == [40.0, 20.0, 80.0, 4.0]
+    assert list(bars["gradients"].base) == [40.0] * 3
+    assert list(bars["formula, at rest"].x) == (table["expected_model_states_bytes"] / MIB).tolist()
+    assert table["peak_ratio"].tolist() == [1.0, 0.5, 1.0] and table["model_states_ratio"].tolist() == [1.0] * 3

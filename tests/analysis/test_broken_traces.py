@@ -7,20 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from analysis.command import main
-from analysis.errors import TraceError
-from analysis.report.summary_page import write_summary
-from analysis.summary import analyse_window
+from analysis.errors import listed
+from analysis.report.pages.summary import write_summary
+from analysis.summary import analyse_window, read_rank
 from analysis.traces.finding import find_windows
 from analysis.traces.reading import LONGEST_NAME
-from analysis.wording import listed
-from tests.analysis.test_audit import TINY
-from tests.ranks import RankPool
 from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write, write_run
 from training.config import RECORD_VERSION
 
@@ -72,24 +66,29 @@ def content(what: Any) -> bytes:
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_what_cannot_be_used_is_named_and_the_rest_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, case: str) -> None:
     data, message = UNUSABLE[case]
+    path = tmp_path / NAME
+    path.write_bytes(content(data))
+    found = read_rank(path, 0, include_last_step=False)
+    assert isinstance(found, str) and found.startswith(str(path)) and "\n" not in found
+    assert re.search(message, found), found
+
+
+def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace_dir = write_run(tmp_path / "profile" / "x")
     broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
-    broken.write_bytes(content(data))
+    broken.write_bytes(b"")
     assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and all(line.startswith("warning: ") for line in warnings)
-    assert str(broken) in warnings[0] and re.search(message, warnings[0]), warnings
-    assert "of rank 1 only" in warnings[1]
+    assert str(broken) in warnings[0] and "of rank 1 only" in warnings[1]
     page = tmp_path / "reports" / "x" / "summary.html"
     assert "Incomplete: of rank 1 only" in page.read_text()
     rows = list(csv.DictReader(page.with_suffix(".csv").open()))
     assert [row["rank"] for row in rows] == ["1"]
     before = page.read_bytes()
-    whole.write_bytes(content(data))
+    whole.write_bytes(b"")
     assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "1 others" in error, error
@@ -124,8 +123,8 @@ def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: 
     ("change", "message"),
     [
         (lambda: {**cpu_trace(), "traceEvents": cpu_trace()["traceEvents"][8:]}, "not of the same run or window"),
-        (lambda: cuda_trace(0), "is a cpu trace, but"),
-        (lambda: cpu_trace(0, world_size=3), "of 2 ranks, but"),
+        (lambda: cuda_trace(0), "has a device of kind cpu, but"),
+        (lambda: cpu_trace(0, world_size=3), "has a world size of 2, but"),
     ],
 )
 def test_ranks_that_do_not_belong_together(
@@ -141,8 +140,8 @@ def test_ranks_that_do_not_belong_together(
 def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
     trace_dir = write_run(tmp_path)
     write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
-    (problem, _) = analyse_window(find_windows(trace_dir)[0]).problems, None
-    assert "says that it is of rank 1; its name, of rank 0" in problem[0]
+    (problem,) = analyse_window(find_windows(trace_dir)[0]).problems
+    assert "says that it is of rank 1; its name says rank 0" in problem
 
 
 def test_missing_ranks_are_listed_briefly() -> None:
@@ -240,96 +239,11 @@ def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
     assert write_summary(analysis, "x", tmp_path / "out").stat().st_size < 6e6
 
 
-@pytest.mark.parametrize("kernels", [20_000, 40_000])
-def test_many_kernels(tmp_path: Path, kernels: int) -> None:
-    """HTA's own reader fails on this many where their correlations are small numbers."""
+def test_many_kernels(tmp_path: Path) -> None:
+    """HTA's own reader fails on this many if their correlations are small numbers."""
+    kernels = 40_000
     operators = [event("cpu_op", "aten::mm", 1 + 2 * number, 1) for number in range(kernels)]
     steps = [event("user_annotation", f"ProfilerStep#{number}", number * 3 * kernels, 3 * kernels) for number in (0, 1)]
     write(tmp_path / "rank_0.json", {"traceEvents": [*steps, *operators]})
     summary = analyse_window(find_windows(tmp_path)[0]).summary
     assert summary["compute_pct"].tolist() == pytest.approx([50], abs=0.01)
-
-
-# Mutated -------------------------------------------------------------------------------------------------------------
-
-
-def trained(folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import ddp
-    from training.config import RunConfig
-    from training.distributed import Ranks
-    from training.run import train_and_record
-
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig(**TINY, choice="bucket_ddp_async", output_dir=folder), ranks, ddp.load)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def real(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
-    """The traces of a real run of two ranks."""
-    folder = tmp_path_factory.mktemp("real")
-    ranks.run(2, trained, str(folder))
-    (window,) = find_windows(folder / "profile")
-    return {rank: gzip.decompress(path.read_bytes()) for rank, path in window.files.items()}
-
-
-nonsense = st.sampled_from([None, -1e18, 1e300, -5, 0, "x", "12", [], {}, True, 10**400, "ProfilerStep#6", HOSTILE[0]])
-
-
-def mutated(data: st.DataObject, content: bytes) -> bytes:
-    """Bytes lost or changed; or events lost, doubled, moved in time, or with a field replaced by nonsense."""
-    how = data.draw(st.sampled_from(["cut", "flip", "fields", "lose", "shift", "double"]))
-    if how == "cut":
-        return content[: data.draw(st.integers(0, len(content)))]
-    if how == "flip":
-        places = data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=20))
-        changed = bytearray(content)
-        for place, value in places:
-            changed[place] = value
-        return bytes(changed)
-    trace = json.loads(content)
-    events = trace["traceEvents"]
-    chosen = data.draw(st.lists(st.integers(0, len(events) - 1), min_size=1, max_size=60))
-    if how == "fields":
-        marks = [i for i, e in enumerate(events) if str(e.get("name")).startswith(("ProfilerStep", "gloo:", "c10d"))]
-        for index in [*chosen, *data.draw(st.lists(st.sampled_from(marks), max_size=4))]:
-            field = data.draw(st.sampled_from(["ts", "dur", "name", "cat", "args", "ph", "tid", "pid"]))
-            events[index] = {**events[index], field: data.draw(nonsense)}
-    if how == "lose":
-        first = min(chosen)
-        del events[first : first + data.draw(st.integers(1, len(events)))]
-    if how == "double":
-        events += [events[index] for index in chosen]
-    if how == "shift":
-        by = data.draw(st.sampled_from([-1e12, -5e5, 1e3, 1e12]))
-        for index in chosen:
-            if "ts" in events[index]:
-                events[index] = {**events[index], "ts": events[index]["ts"] + by}
-    return json.dumps(trace).encode()
-
-
-@settings(
-    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
-)
-@given(data=st.data())
-def test_mutated_real_traces(data: st.DataObject, real: dict[int, bytes], tmp_path_factory: Any) -> None:
-    """Figures that can be, or a message of one line that names a file."""
-    folder = tmp_path_factory.mktemp("mutated")
-    for rank, content in real.items():
-        path = folder / f"rank_{rank}" / NAME
-        path.parent.mkdir()
-        path.write_bytes(mutated(data, content) if rank else content)
-    try:
-        analysis = analyse_window(find_windows(folder)[0])
-    except TraceError as error:
-        assert str(folder) in str(error) and "\n" not in str(error)
-        return
-    assert all(str(folder) in problem and "\n" not in problem for problem in analysis.problems)
-    steps = analysis.exposure.steps
-    parts = steps[["compute_ms", "exposed_ms", "exposed_copy_ms", "idle_ms"]]
-    assert (parts >= -1e-6).to_numpy().all()
-    assert parts.sum(axis="columns").tolist() == pytest.approx(steps["step_ms"].tolist(), rel=5e-3)
-    shares = analysis.summary[["compute_pct", "non_compute_pct", "idle_pct", "overlap_pct"]].to_numpy(float)
-    assert ((shares >= -0.01) & (shares <= 100.01) | np.isnan(shares)).all()

@@ -233,10 +233,7 @@ def test_one_run_alone_and_runs_of_two_choices(tmp_path: Path) -> None:
     folder = tmp_path / "profile" / "zero3"
     run_in(folder, OLD, timed("zero3", 0.1))
     answer = compare_runs(str(folder), "--baseline", OLD)
-    assert (
-        answer.returncode == 1
-        and "no run in it but the baseline that ended well; train again, or give --run" in answer.stderr
-    )
+    assert answer.returncode == 1 and "has no completed run besides the baseline; train again, or" in answer.stderr
     run_in(folder, NEW, timed("zero2", 0.1))
     answer = compare_runs(str(folder), "--baseline", OLD)
     assert answer.returncode == 1 and "is of zero3, but" in answer.stderr and answer.stderr.count("\n") == 1

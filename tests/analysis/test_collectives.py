@@ -98,43 +98,39 @@ def coalesced_and_lists(rank: int, size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_scatters(ranks: RankPool, size: int) -> None:
+SIZE = 3
+
+
+def test_scatters(ranks: RankPool) -> None:
     """The payload is the whole tensor that is scattered, also on ranks that only receive from it."""
     shares = [(5000, 4), (3, 4), (3, 8), (7, 2)]
-    expected = [("scatter", size * share * item) for share, item in shares for _ in range(size)]
-    for rows in ranks.run(size, profiled, scatters):
-        assert rows == expected
+    expected = [("scatter", SIZE * share * item) for share, item in shares for _ in range(SIZE)]
+    assert ranks.run(SIZE, profiled, scatters) == [expected] * SIZE
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_reductions_and_broadcasts(ranks: RankPool, size: int) -> None:
+def test_reductions_and_broadcasts(ranks: RankPool) -> None:
     expected = [("reduce", 4 * n) for n in (1000, 4, 4, 9, 1000)] + [("broadcast", 4 * n) for n in (8, 2000, 8)]
-    for rows in ranks.run(size, profiled, reductions_and_broadcasts):
-        assert rows == expected
+    assert ranks.run(SIZE, profiled, reductions_and_broadcasts) == [expected] * SIZE
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages(ranks: RankPool, size: int) -> None:
-    for rank, rows in enumerate(ranks.run(size, profiled, messages)):
-        last = [("send_recv", 24)] if rank < 2 else []
-        assert rows == [("send_recv", 4 * elements) for elements in (77, 77, 5, 5)] + last
+def test_messages(ranks: RankPool) -> None:
+    in_flight = [("send_recv", 4 * elements) for elements in (77, 77, 5, 5)]
+    assert ranks.run(SIZE, profiled, messages) == [[*in_flight, ("send_recv", 24)]] * 2 + [in_flight]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_coalesced_and_lists(ranks: RankPool, size: int) -> None:
-    for rows in ranks.run(size, profiled, coalesced_and_lists):
-        assert rows == [
-            ("all_gather", 4 * 12 * size),
-            ("reduce_scatter", 4 * 12 * size),
-            ("all_reduce", 4 * 11),
-            ("reduce_scatter", 4 * 5 * size),
-            ("all_gather", 4 * 4 * size),
-            ("gather", 4 * 3 * size),
-            ("reduce_scatter", 4 * 2 * size),
-            ("all_to_all", 4 * 2 * size),
-            ("barrier", 0),
-        ]
+def test_coalesced_and_lists(ranks: RankPool) -> None:
+    expected = [
+        ("all_gather", 4 * 12 * SIZE),
+        ("reduce_scatter", 4 * 12 * SIZE),
+        ("all_reduce", 4 * 11),
+        ("reduce_scatter", 4 * 5 * SIZE),
+        ("all_gather", 4 * 4 * SIZE),
+        ("gather", 4 * 3 * SIZE),
+        ("reduce_scatter", 4 * 2 * SIZE),
+        ("all_to_all", 4 * 2 * SIZE),
+        ("barrier", 0),
+    ]
+    assert ranks.run(SIZE, profiled, coalesced_and_lists) == [expected] * SIZE
 
 
 def test_a_span_from_before_the_window_goes_to_no_later_call() -> None:

@@ -1,14 +1,14 @@
-"""Exposed communication: traces worked out by hand, and an independent computation on a grid of microseconds."""
+"""Exposed communication, in traces worked out by hand.
 
-import dataclasses
+Against an independent reading of raw traces: `test_against_hta.py` and `test_real_runs.py`.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from analysis.metrics.exposure import bus_factor, exposure
 from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
@@ -167,46 +167,3 @@ def test_a_rank_that_communicates_nothing() -> None:
 def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
     assert bus_factor(kind, 4) == factor
     assert np.isnan(bus_factor("all_reduce", float("nan")))
-
-
-spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda s: (s[0], s[0] + s[1])), max_size=6)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(spans, spans, spans), min_size=2, max_size=3), st.integers(1, 60))
-def test_parts_against_a_grid(ranks: list[Any], cut: int) -> None:
-    """Each microsecond of two steps is given to one part by the definition, one by one."""
-    fewest = min(len(calls) for _, calls, _ in ranks)
-    steps = [(0, cut), (cut, 90)]
-    made = []
-    for rank, (compute, calls, copies) in enumerate(ranks):
-        calls = sorted(calls)[:fewest]
-        made.append(timeline(rank, [(0, 90)], compute, [("broadcast", 8, *span) for span in calls], copies, len(ranks)))
-    made = [
-        dataclasses.replace(
-            t, steps=pd.DataFrame([(n, *span) for n, span in enumerate(steps)], columns=["number", "start", "end"])
-        )
-        for t in made
-    ]
-    found = exposure(made)
-    assert found.steps[PARTS].sum(axis="columns").tolist() == pytest.approx(found.steps["step_ms"].tolist())
-    waits = {(row.rank, row.step, row.sequence): row.wait_ms for row in found.collectives.itertuples()}
-    for rank, t in enumerate(made):
-        busy, copied = covered(t.intervals("compute")), covered(t.intervals("memory"))
-        waiting, moving = set(), set()
-        for step, (begin, end) in enumerate(steps):
-            inside = t.collectives[t.collectives["issued"].between(begin, end - 1)]
-            for place, call in enumerate(inside.sort_values("issued", kind="stable").itertuples()):
-                wait = waits[(rank, step, place)]
-                arrived = call.start + (0 if np.isnan(wait) else round(1000 * wait))
-                waiting |= covered([(call.start, arrived)]) - moving - busy
-                moving |= covered([(arrived, call.end)]) - waiting - busy
-        for step, (begin, end) in enumerate(steps):
-            cells = covered([(begin, end)])
-            parts = [busy, waiting, moving, copied - busy - waiting - moving]
-            row = found.steps[(found.steps["rank"] == rank) & (found.steps["step"] == step)].iloc[0]
-            assert [row[part] for part in PARTS[:4]] == pytest.approx([len(part & cells) / 1000 for part in parts])
-
-
-def covered(pairs: Any) -> set[int]:
-    return {cell for start, end in pairs for cell in range(int(start), int(end))}

@@ -1,11 +1,11 @@
-"""Pages in a browser: what a reader sees, by mouse and by keyboard, in both themes, and that nothing foreign runs."""
+"""Pages: what a reader sees in a browser, by mouse and by keyboard, in both themes; and pages of large runs."""
 
-import csv
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,14 +14,16 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from analysis.columns import Column
 from analysis.comparison.compare import keep
-from analysis.metrics.holistic import HolisticFigures
-from analysis.report.compare_page import Compared, write_comparison
-from analysis.report.many_ranks import representatives
+from analysis.report.figures.lanes_figure import lanes_figure
+from analysis.report.figures.ranks import ranks_figure
 from analysis.report.page import Section, drawing, readable, render, table
-from analysis.report.summary_page import lanes_section, write_summary
+from analysis.report.pages.compare import Compared, write_comparison
+from analysis.report.pages.ranks import representatives
+from analysis.report.pages.summary import lanes_section, write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import Window, find_windows
 from analysis.traces.timeline import RankTimeline
+from tests.analysis.test_analysis import Cells
 from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -283,21 +285,6 @@ def test_lanes_zoom_to_a_kernel(folder: Path, open_page: Opener) -> None:
 
 
 @needs_browser
-def test_figures_on_the_page_are_those_of_the_csv(folder: Path, open_page: Opener) -> None:
-    for name, tables in (("summary", ["time", "collectives", "memory"]), ("compare", ["speed"])):
-        page = open_page(folder / f"{name}.html", color_scheme="light")
-        with (folder / f"{name}.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        compared = 0
-        for of_table in tables:
-            for column in rows[0]:
-                if shown := order(page, of_table, column):
-                    assert shown == [row[column] for row in rows], column
-                    compared += 1
-        assert compared > 5
-
-
-@needs_browser
 def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opener) -> None:
     """`open_page` fails on any dialog, error or request."""
     for page in (open_page(folder / "summary.html", color_scheme="light"), open_page(small_page)):
@@ -322,63 +309,40 @@ def test_the_slowest_is_not_who_waits() -> None:
 RANKS = 64
 
 
-def without_hta(timelines: list[RankTimeline], *_: Any) -> HolisticFigures:
-    """Any figures: what HTA says of 64 ranks is of no concern here, and takes long."""
-    ranks = [timeline.rank for timeline in timelines]
-    parts = {"compute_us": 1000.0, "non_compute_us": 400.0, "idle_us": 600.0, "total_us": 2000.0}
-    kernels = {"kernel_type": "COMPUTATION", "name": "aten::mm", "total_us": 1.0, "mean_us": 1.0, "max_us": 1.0}
-    overlap = pd.DataFrame({"rank": ranks, "overlap_pct": [float(rank) for rank in ranks]})
-    return HolisticFigures(pd.DataFrame({"rank": ranks} | parts), overlap, pd.DataFrame([{"rank": 0} | kernels]))
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_many_ranks_are_three_ranks_and_their_spread(tmp_path: Path) -> None:
     """64 ranks: the later a rank, the longer its second operator and the later it arrives; rank 63 is the slowest."""
-    folder = tmp_path_factory.mktemp("many")
-
-    def make(rank: int) -> dict[str, Any]:
+    files = {}
+    for rank in range(RANKS):
         trace = cpu_trace(rank, RANKS)
         for each in trace["traceEvents"]:
             if each["name"] == "aten::add_":
                 each["dur"] = 100 + rank
             if each["name"] == "gloo:all_reduce":
                 each["ts"], each["dur"] = each["ts"] + rank, each["dur"] - rank
-        return trace
-
-    files = {}
-    for rank in range(RANKS):
-        files[rank] = write(folder / f"rank_{rank}" / f"{RUN_ID}.step7.pt.trace.json.gz", make(rank))
-    content = record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID}
-    content["memory"] = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
-    write(folder / f"{RUN_ID}.run.json", content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("analysis.summary.holistic_figures", without_hta)
-        write_summary(analyse_window(Window(RUN_ID, 7, files)), "x", folder / "reports")
-    return folder / "reports"
-
-
-@needs_browser
-def test_many_ranks_are_three_ranks_and_their_spread(many: Path, open_page: Opener) -> None:
-    page = open_page(many / "summary.html")
-    assert (many / "summary.html").stat().st_size < LARGEST_PAGE and len(pd.read_csv(many / "summary.csv")) == RANKS
-    expect(page.locator("section").first).to_contain_text("rank 0 (fastest), rank 32 (median), rank 63 (slowest)")
-    heat = page.locator(".plot").first.evaluate("plot => plot.data.map(map => [map.z.length, map.z[0].length])")
-    assert heat == [[RANKS, 2], [RANKS, 2]]
-    waits = page.locator(".plot").first.evaluate("plot => plot.data[1].z.map(row => row[0])")
-    assert waits == pytest.approx([(63 - rank) / 1000 for rank in range(RANKS)])
-    for of_table, rows in (("time", 3), ("exposure", 3), ("late", 3), ("memory", 3 * 7), ("collectives", 3)):
-        assert page.locator(f"#{of_table} tbody tr").count() == rows, of_table
-        assert page.locator(f"#{of_table} tfoot tr").count() == rows, of_table
-    states = page.locator("#memory tfoot tr", has_text="all states")
-    shown = [row.locator("td").nth(2).get_attribute("data-value") for row in states.all()]
-    held = pd.read_csv(many / "summary.csv")["model_states_bytes"]
-    assert [float(value or "nan") for value in shown] == [held.min(), held.median(), held.max()]
-    lanes = page.locator(".plot").nth(1).evaluate("plot => [...new Set(plot.data.flatMap(trace => trace.y))]")
-    assert {lane.split()[1] for lane in lanes} == {"0", "32", "63"}
+        files[rank] = write(tmp_path / f"rank_{rank}" / f"{RUN_ID}.step7.pt.trace.json.gz", trace)
+    memory = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
+    write(tmp_path / f"{RUN_ID}.run.json", record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID, "memory": memory})
+    parts = dict.fromkeys(("compute_us", "non_compute_us", "idle_us", "total_us", "overlap_pct"), 1.0)
+    with mock.patch("analysis.summary.holistic_figures", return_value=pd.DataFrame({"rank": list(files)} | parts)):
+        analysis = analyse_window(Window(RUN_ID, 7, files))  # HTA takes long for 64 ranks
+    page = write_summary(analysis, "x", tmp_path / "reports")
+    text = page.read_text()
+    assert len(text) < LARGEST_PAGE and len(pd.read_csv(page.with_suffix(".csv"))) == RANKS
+    assert "rank 0 (fastest), rank 32 (median), rank 63 (slowest)" in text
+    parser = Cells()
+    parser.feed(text)
+    for name in ("time", "exposure", "late"):
+        ranks = [value for column, value in parser.tables[name] if column == "rank"]
+        assert ranks == ["0", "32", "63", "least", "median", "most"], name
+    states = [float(value) for column, value in parser.tables["memory"] if column == "model_states_bytes"]
+    held = pd.read_csv(page.with_suffix(".csv"))["model_states_bytes"]
+    assert states == [*held[[0, 32, 63]], held.min(), held.median(), held.max()]
+    heat = ranks_figure(analysis.exposure.steps, {"step_ms": "step time", "exposed_wait_ms": "exposed waiting"})
+    assert [len(panel.z) for panel in heat.data] == [RANKS, RANKS]
+    assert [row[0] for row in heat.data[1].z] == pytest.approx([(63 - rank) / 1000 for rank in range(RANKS)])
 
 
-@needs_browser
-def test_many_kernels_stay_light(tmp_path: Path, open_page: Opener) -> None:
+def test_many_kernels_stay_light(tmp_path: Path) -> None:
     """20,000 kernels a step, with gaps that must be bridged in steps, and 5,000 collectives, each on its own stream."""
 
     def timeline(rank: int) -> RankTimeline:
@@ -392,12 +356,10 @@ def test_many_kernels_stay_light(tmp_path: Path, open_page: Opener) -> None:
             timeline_of({"traceEvents": events}, rank, True), path=tmp_path / f"rank_{rank}" / "t.json"
         )
 
-    path = tmp_path / "page.html"
-    path.write_text(render("many kernels", [], [lanes_section([timeline(0), timeline(1)], 5)]))
-    assert path.stat().st_size < LARGEST_PAGE - 500_000, "room for the other sections"
-    page = open_page(path)
-    bars = page.locator(".plot").evaluate("plot => plot.data.reduce((sum, trace) => sum + trace.y.length, 0)")
-    assert 1200 < bars <= 4000 + 2400
-    lanes = page.locator(".plot").evaluate("plot => plot.layout.yaxis.categoryarray")
-    assert len(lanes) == 2 * (1 + 1 + 4), "compute, its kernels, and four of the streams"
-    expect(page.locator("main")).to_contain_text("of 40,000 kernels of the step")
+    timelines = [timeline(0), timeline(1)]
+    section = lanes_section(timelines, 5)
+    assert len(render("many kernels", [], [section])) < LARGEST_PAGE - 500_000, "room for the other sections"
+    assert "of 40,000 kernels of the step" in section.text
+    figure = lanes_figure(timelines, 5)
+    assert 1200 < sum(len(bars.y) for bars in figure.data) <= 4000 + 2400
+    assert len(figure.layout.yaxis.categoryarray) == 2 * (1 + 1 + 4), "compute, its kernels, and four of the streams"

@@ -44,7 +44,7 @@ def test_equal_values_are_no_difference() -> None:
     assert paired(np.zeros(30))[:4] == (0.0, 0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("count", range(6, 13))
+@pytest.mark.parametrize("count", [6, 9, 12])
 def test_the_interval_misses_in_at_most_5_percent_of_all_signs(count: int) -> None:
     """By brute force: signs of 1 .. count at random, the sum of the positive ones."""
     sums = np.array([np.dot(signs, range(1, count + 1)) for signs in product((0, 1), repeat=count)])
@@ -52,7 +52,7 @@ def test_the_interval_misses_in_at_most_5_percent_of_all_signs(count: int) -> No
     assert (sums <= outside).mean() <= 0.025 < (sums <= outside + 1).mean()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.lists(st.floats(-5, 5), min_size=6, max_size=12, unique=True), st.floats(-5, 5))
 def test_interval_and_p_value_say_the_same(means: list[float], shift: float) -> None:
     """The interval holds the shifts that the test does not reject."""

@@ -21,7 +21,7 @@ import torch
 
 from analysis.benchmark_columns import RESULT_COLUMNS
 from analysis.errors import TraceError
-from analysis.report.collectives_page import pairs_figure, sizes_figure
+from analysis.report.pages.collectives import pairs_figure, sizes_figure
 from benchmarks import collectives
 from benchmarks.collective import operations
 from benchmarks.collective.loop import Bench

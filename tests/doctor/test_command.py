@@ -50,14 +50,6 @@ def test_unknown_says_what_was_looked_at() -> None:
     )
 
 
-def test_other_findings_after_the_verdict() -> None:
-    answer = doctor(str(DATA / "gpu-off-the-bus" / "no_xid_and_timeout.log"))
-    first, rest = answer.stdout.split("Found as well")
-    assert (
-        "rule gpu-off-the-bus" in first and "rule watchdog-timeout" in rest and "docs/hangs.md#watchdog-timeout" in rest
-    )
-
-
 def test_topology_from_standard_input_is_drawn() -> None:
     topology = (DATA / "socket-despite-infiniband" / "with_topology" / "topology.txt").read_bytes()
     answer = doctor("-", stdin=topology)
@@ -124,11 +116,10 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
         ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
         ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
         ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
-        ("log.gz", gzip.compress(b"NCCL INFO"), ": compressed; unpack it first"),
+        ("log.gz", gzip.compress(b"NCCL INFO", mtime=0), ": compressed; unpack it first"),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
         ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),
-        ("topo.txt", b"\tGPU0\tGPU1\nGPU0\t X \tSYS\n", ":1: the header names GPU1, but no row of it follows"),
     ],
 )
 def test_hostile_files_are_one_line(name: str, content: bytes, expected: str, tmp_path: Path) -> None:
@@ -154,14 +145,12 @@ def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
 
 
-@pytest.mark.parametrize("arguments", [["--rules"], ["--json", "x"]])
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_reader_that_goes_away_is_no_error() -> None:
     """As `| head` does."""
-    (tmp_path / "x").write_bytes((DATA / "memlock" / "2_19.log").read_bytes())
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
-    answer = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--rules"]
+    answer = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
     assert answer.returncode == 1 and answer.stderr == ""
 
@@ -183,7 +172,7 @@ def test_a_record_of_another_editor_is_read(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
-    """As a run leaves it: what is of no use is passed over, and said nothing about."""
+    """As a run leaves it. Useless files are skipped without a word."""
     folder = tmp_path / "profile" / "zero3"
     (folder / "rank_0").mkdir(parents=True)
     (folder / "rank_0" / "20261121-093000-1f2e.step8.pt.trace.json.gz").write_bytes(gzip.compress(b"{}"))
@@ -195,7 +184,7 @@ def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
     assert answer.returncode == 3 and answer.stderr == "" and "rank 1 never issued it" in answer.stdout
     (tmp_path / "nothing").mkdir()
     answer = doctor(str(tmp_path / "nothing"))
-    assert answer.returncode == 1 and "no log, topology, run record or flight-recorder dump in it" in answer.stderr
+    assert answer.returncode == 1 and "has no log, topology, run record or flight-recorder dump" in answer.stderr
 
 
 def test_found_and_a_file_that_is_missing() -> None:

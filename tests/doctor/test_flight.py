@@ -1,4 +1,4 @@
-"""Flight records compared: where ranks part, who is behind, in which call; and what is refused."""
+"""Flight records compared: where ranks diverge, who is behind, in which call; and what is refused."""
 
 import json
 import pickle
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doctor.comparison import compare
-from doctor.flight_recorder import DumpError, is_dump, read_dump
-from doctor.inputs import read_inputs
+from doctor.reading.flight_recorder import is_dump, read_dump
+from doctor.reading.inputs import read_inputs
+from doctor.reading.texts import InputError
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 
@@ -33,22 +34,38 @@ def own(rank: int, calls: list[tuple[str, int]], world: int = 2, first: int = 1,
     return {"version": 1, "rank": rank, "world_size": world, "step": 3, "entries": entries}
 
 
-def partings(*contents: Any) -> list[Any]:
+def divergences(*contents: Any) -> list[Any]:
     return compare([read_dump(f"rank_{content['rank']}.flight.json", content) for content in contents])
 
 
 CALLS = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
 
 
-def test_agreeing_ranks() -> None:
-    assert partings(own(0, CALLS), own(1, CALLS)) == []
+AHEAD = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
+AHEAD["entries"][2]["state"] = "issued"
 
 
-def test_a_rank_that_is_behind() -> None:
-    (parting,) = partings(own(0, CALLS, last_state="issued"), own(1, CALLS[:1]))
-    assert (parting.what, parting.seq, parting.ranks) == ("behind", 2, [1])
-    assert parting.sentences[0].startswith("Rank 0 waits in collective 2 of group ranks 0,1, broadcast of 4 x float32")
-    assert parting.sentences[1] == "The last that rank 1 issued is collective 1, all_reduce of 8 x float32."
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ([own(0, CALLS), own(1, CALLS)], None),
+        ([own(0, CALLS), own(1, CALLS[1:], first=2)], None),  # compared is only what every dump still has
+        ([own(0, [("all_to_all", 3)]), own(1, [("all_to_all", 5)])], None),  # sizes that may differ
+        ([own(0, CALLS, last_state="issued"), own(1, CALLS[:1])], ("behind", 2, [1])),
+        ([own(rank, CALLS, last_state="issued") for rank in (0, 1)], ("stuck", 3, [0, 1])),
+        ([AHEAD, own(1, CALLS, last_state="issued")], ("stuck", 3, [0, 1])),  # a call queued behind it says nothing
+        ([own(rank, CALLS, 3, last_state="issued") for rank in (0, 2)], ("missing", 3, [1])),
+        ([own(0, CALLS), own(1, [*CALLS[:2], ("all_reduce", 17)])], ("differ", 3, [0])),
+    ],
+)
+def test_where_ranks_diverge(contents: list[Any], expected: Any) -> None:
+    assert [(found.what, found.seq, found.ranks) for found in divergences(*contents)] == [expected] * bool(expected)
+
+
+def test_a_rank_that_is_behind_in_words() -> None:
+    (found,) = divergences(own(0, CALLS, last_state="issued"), own(1, CALLS[:1]))
+    assert found.sentences[0].startswith("Rank 0 waits in collective 2 of group ranks 0,1, broadcast of 4 x float32")
+    assert found.sentences[1] == "The last that rank 1 issued is collective 1, all_reduce of 8 x float32."
 
 
 @pytest.mark.parametrize(
@@ -68,71 +85,39 @@ def test_who_is_in_a_group(group: str, members: set[int]) -> None:
         mine = content["rank"] in (members or {0, 1, 2})
         content["entries"] = [entry | {"group": group} for entry in content["entries"] if mine]
     assert read_dump("rank_0.flight.json", contents[0]).members == {group: members}
-    assert [parting.what for parting in partings(*contents)] == ["stuck"]
+    assert [found.what for found in divergences(*contents)] == ["stuck"]
 
 
 def test_numbers_that_no_job_has() -> None:
     """Neither time nor memory grows with a number that somebody has written down."""
     far = [own(rank, CALLS) for rank in (0, 1)]
     far[1]["entries"][-1]["seq"] = 10**15
-    assert [parting.what for parting in partings(*far)] == ["behind"]
+    assert [found.what for found in divergences(*far)] == ["behind"]
     for name, value in (("world_size", 10**12), ("world_size", 0), ("rank", -1)):
-        with pytest.raises(DumpError, match="not a flight-recorder dump of a layout that is known"):
+        with pytest.raises(InputError, match="not a flight-recorder dump of a layout that is known"):
             read_dump("rank_0.flight.json", own(0, CALLS) | {name: value})
 
 
-@pytest.mark.parametrize("other", [("broadcast", 16), ("all_reduce", 17)])
-def test_different_calls_under_one_number(other: tuple[str, int]) -> None:
-    calls = [
-        own(rank, [*CALLS[:2], call], 3, last_state="issued") for rank, call in enumerate([CALLS[2]] * 2 + [other])
-    ]
-    (parting,) = partings(*calls)
-    assert (parting.what, parting.seq, parting.ranks) == ("differ", 3, [2])
-
-
-def test_sizes_may_differ_where_they_rightly_do() -> None:
-    assert partings(own(0, [("all_to_all", 3)]), own(1, [("all_to_all", 5)])) == []
-
-
-def test_all_in_one_call() -> None:
-    (parting,) = partings(*(own(rank, CALLS, last_state="issued") for rank in (0, 1)))
-    assert (parting.what, parting.seq, parting.ranks) == ("stuck", 3, [0, 1])
-
-
-def test_one_queued_more_behind_a_call_that_nobody_finishes() -> None:
-    """A rank that runs ahead of its GPU issues more calls; the first that does not end is the one that counts."""
-    ahead = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
-    ahead["entries"][2]["state"] = "issued"
-    (parting,) = partings(ahead, own(1, CALLS, last_state="issued"))
-    assert (parting.what, parting.seq) == ("stuck", 3)
-
-
-def test_a_rank_without_a_record() -> None:
-    (parting,) = partings(own(0, CALLS, 3, last_state="issued"), own(2, CALLS, 3, last_state="issued"))
-    assert (parting.what, parting.ranks) == ("missing", [1])
-
-
-def test_rings_that_begin_at_different_calls() -> None:
-    """Only what every ring still holds is compared."""
-    assert partings(own(0, CALLS), own(1, CALLS[1:], first=2)) == []
-
-
 @given(st.lists(st.tuples(st.sampled_from(["all_reduce", "broadcast"]), st.integers(1, 9)), min_size=2), st.data())
-def test_the_first_parting_is_found(calls: list[tuple[str, int]], data: st.DataObject) -> None:
+def test_the_first_divergence_is_found(calls: list[tuple[str, int]], data: st.DataObject) -> None:
     """Three ranks issue the same calls, but for one call of one rank: that is where they part."""
     at, rank = data.draw(st.integers(0, len(calls) - 1)), data.draw(st.integers(0, 2))
     wrong = [*calls[:at], ("reduce", 1), *calls[at + 1 :]]
     contents = [own(index, wrong if index == rank else calls, 3) for index in range(3)]
-    (parting,) = partings(*contents)
-    assert (parting.what, parting.seq, parting.ranks) == ("differ", at + 1, [rank])
+    (found,) = divergences(*contents)
+    assert (found.what, found.seq, found.ranks) == ("differ", at + 1, [rank])
 
 
 def test_dumps_of_torch_2_15_on_gloo() -> None:
     """Real ones: rank 1 slept while the others reduced; its Gloo dump says nothing true of the groups' members."""
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
-    (parting,) = facts.partings
-    assert (parting.what, parting.seq, parting.ranks) == ("behind", 4, [1]) and "default_pg" in parting.group
+    (found,) = facts.divergences
+    assert (found.what, found.seq, found.ranks) == (
+        "behind",
+        4,
+        [1],
+    ) and "default_pg" in found.group
 
 
 def test_torch_still_dumps_this_layout(tmp_path: Path) -> None:
@@ -153,11 +138,11 @@ def test_torch_still_dumps_this_layout(tmp_path: Path) -> None:
         ({"version": 1, "rank": 0, "world_size": 1, "step": 1, "entries": [{}]}, "missing required field `seq`"),
         ({"version": 2, "rank": 0, "world_size": 1, "step": 1, "entries": []}, "version 2 of the flight recorder's"),
         ({"version": "2.10", "pg_config": {}, "entries": "no"}, "Expected `array`, got `str`"),
-        ({"version": "2.10", "pg_config": {}, "entries": []}, "put it into the file's name, such as rank_0.json"),
+        ({"version": "2.10", "pg_config": {}, "entries": []}, "put it into the file's name: rank_0.json"),
     ],
 )
 def test_what_is_no_dump_is_one_line(content: Any, expected: str) -> None:
-    with pytest.raises(DumpError) as error:
+    with pytest.raises(InputError) as error:
         read_dump("some.json", content)
     assert expected in str(error.value) and "\n" not in str(error.value)
 
@@ -188,5 +173,5 @@ def test_of_a_folder_the_latest_run(tmp_path: Path) -> None:
             content = json.dumps(own(rank, own_calls))
             (tmp_path / f"{run}.rank_{rank}.flight.json").write_text(content)
     inputs = read_inputs([str(tmp_path)])
-    assert len(inputs.facts.dumps) == 2 and inputs.facts.partings == [] and inputs.problems == []
-    assert "of run 20261121-080000-aaaa, the latest, and not of 1 others" in inputs.looked_at[0]
+    assert len(inputs.facts.dumps) == 2 and inputs.facts.divergences == [] and inputs.problems == []
+    assert "run 20261121-080000-aaaa, the latest, and not 1 older runs" in inputs.looked_at[0]

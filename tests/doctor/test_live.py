@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from doctor.diagnosis import diagnose
 from doctor.facts import Facts
-from doctor.live import Live, Pair, describe, flag_slow_pairs, take_up
-from doctor.machine import examine
-from doctor.pairs import MeasureError, _collect, _measure
-from tests.ranks import RankPool
+from doctor.live.machine import examine
+from doctor.live.measure import MeasureError, _collect
+from doctor.live.results import Pair, flag_slow_pairs
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,11 +38,8 @@ def test_nine_times_is_not_slow_and_hosts_are_not_compared_with_one_another() ->
 
 
 def test_slow_and_failed_pairs_are_findings() -> None:
-    live = Live({}, pairs=pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): None}))
-    facts = Facts()
-    take_up(facts, examine(), live)
-    facts.machine = None
-    (finding,) = diagnose(facts)
+    measured = pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): None})
+    (finding,) = diagnose(Facts(slow_pairs=flag_slow_pairs(measured)))
     assert finding.rule.name == "slow-pair" and finding.details == ["Ranks 1 and 2: no answer."]
 
 
@@ -73,7 +68,7 @@ def test_a_pair_that_falls_silent_is_named() -> None:
 
 def test_ranks_that_do_not_come_up() -> None:
     (zero, theirs) = answers(("here", None, 0), ("failed", None, "no address"))
-    with pytest.raises(MeasureError, match="the 2 processes did not come up: no address; rank 1 never answered"):
+    with pytest.raises(MeasureError, match="the 2 processes did not start: no address; rank 1 never answered"):
         _collect([zero], 2, timeout_s=0.1)
     theirs.close()
 
@@ -82,21 +77,10 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("MASTER_PORT", "abc")
     machine = examine()
-    said = describe(machine)
-    assert "lo" in machine.interfaces and said["port"].startswith("MASTER_PORT=abc is no port")
+    said = machine.describe()
+    assert "lo" in machine.interfaces and said["port"].startswith("MASTER_PORT=abc is not a port")
     assert "NCCL_SOCKET_IFNAME=eth7" in said["variables"] and "torch 2" in said["versions"]
     assert "interface-not-found" in [finding.rule.name for finding in diagnose(Facts(machine=machine))]
-
-
-def measure_as_a_rank(ranks: int) -> list[Any]:
-    rank = dist.get_rank()
-    return list(_measure(rank, ranks, "cpu", 100_000, 60, None))
-
-
-def test_every_pair_is_measured_by_its_lower_rank(ranks: RankPool) -> None:
-    answers = ranks.run(3, measure_as_a_rank, 3)
-    assert [[pair for pair, _ in of_rank] for of_rank in answers] == [[(0, 1), (0, 2)], [(1, 2)], []]
-    assert all(seconds > 0 for of_rank in answers for _, seconds in of_rank)
 
 
 @pytest.mark.slow

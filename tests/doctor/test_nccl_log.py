@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from doctor.inputs import read_inputs
-from doctor.nccl_log import Process, differences, read_processes
-from doctor.texts import to_text
+from doctor.reading.inputs import read_inputs
+from doctor.reading.nccl_log import Process, differences, read_processes
+from doctor.reading.texts import to_text
 
 CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 
@@ -21,7 +21,7 @@ def parse(*lines: str) -> list[Process]:
 
 def test_2_4() -> None:
     zero, one = read("nccl_2_4.log")
-    assert (zero.rank, zero.world_size, zero.version, zero.interface, zero.is_ready) == (0, 2, "2.4.8", "eth0", True)
+    assert (zero.rank, zero.world_size, zero.version, zero.interface) == (0, 2, "2.4.8", "eth0")
     assert dict(zero.transports[0, 1]) == {"SHM": 1} and dict(one.transports[1, 0]) == {"P2P/IPC": 1}
     assert len(zero.warnings) == 1 and one.rank == 1
 

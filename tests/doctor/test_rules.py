@@ -8,11 +8,13 @@ import pytest
 
 from doctor.diagnosis import Finding, diagnose
 from doctor.facts import Facts
-from doctor.inputs import read_inputs
-from doctor.machine import Machine
+from doctor.live.machine import Machine
 from doctor.predicates import PREDICATES
-from doctor.rulebook import all_rules
-from doctor.texts import LONGEST_LINE, to_text
+from doctor.reading.inputs import read_inputs
+from doctor.reading.texts import LONGEST_LINE, to_text
+from doctor.rulebook import all_rules, rules_as_markdown
+from scripts import doctor as script
+from tests.in_process import run_in_process
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,17 +69,13 @@ def test_rules_are_complete() -> None:
         assert rule.advice.steps and rule.confirm and rule.why
 
 
-def test_the_guide_follows_the_rules() -> None:
-    from doctor.guide import rules_as_markdown
-
+def test_the_guide_lists_the_rules() -> None:
     page = (DOCS / "hangs.md").read_text()
-    guide, rules = page.split("## Rules\n")
-    assert rules.split("prints.\n\n")[1].strip() == rules_as_markdown(), (
-        "docs/hangs.md ends with what python scripts/doctor.py --rules prints; put it there again"
-    )
-    for name in re.findall(r"\(rule ([a-z0-9-]+)\)", rules):
-        assert f"### {name}\n" in rules
-    assert "--live" in guide and "NCCL_DEBUG=INFO" in guide
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (\w+) \| (\w+) \|$", page, re.MULTILINE)
+    assert rows == [(rule.name, rule.verdict, rule.kind, rule.confidence) for rule in all_rules()]
+    printed = rules_as_markdown()
+    for name in re.findall(r"\(rule ([a-z0-9-]+)\)", printed):
+        assert f"### {name}\n" in printed
 
 
 def test_advice_differs_in_virtual_machines() -> None:
@@ -103,8 +101,11 @@ def test_p2p_across_numa_never_from_topology_alone(with_topology: bool) -> None:
 
 
 def test_a_rule_before_the_symptoms_that_follow_from_it() -> None:
-    together = findings(DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed")
-    assert [finding.rule.name for finding in together] == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
+    paths = [DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed"]
+    assert [found.rule.name for found in findings(*paths)] == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
+    first, rest = run_in_process(script, *map(str, paths)).stdout.split("Found as well")
+    assert "rule gpu-off-the-bus" in first and "rule watchdog-timeout" in rest
+    assert "more: python scripts/doctor.py --rules, under watchdog-timeout" in rest
 
 
 def test_cumem_on_some_ranks_of_a_host() -> None:

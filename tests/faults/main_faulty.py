@@ -1,8 +1,8 @@
 """main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
 
-The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`, where `at` is `forward`, `backward`,
-`optimizer`, `trace`, or `collective` (the first one after forward). Kinds: see
-`FAULTS`. Only this script knows of it; nothing that a user runs imports it.
+The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`. `kind` is one of `FAULTS`. `at` is
+`forward`, `backward`, `optimizer`, `trace`, or `collective` (the first one after forward). Ranks that torchrun has
+restarted have no fault.
 """
 
 import os
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import ddp
 import sharding
-from training.cli import train_from_command_line
+from training.flags import train_from_command_line
 from training.registry import Registry
 
 HOOK_ID = 4_711
@@ -33,11 +33,8 @@ class Plan:
         self.at = values.get("at", "forward")
 
     def is_due(self, strategy: Any, at: str) -> bool:
-        return at == self.at and strategy.optimizer_steps == self.step and int(os.environ["RANK"]) == self.rank
-
-
-def kill(strategy: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+        is_here = int(os.environ["RANK"]) == self.rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        return is_here and at == self.at and strategy.optimizer_steps == self.step
 
 
 def crash(strategy: Any) -> None:
@@ -50,17 +47,9 @@ def fail(strategy: Any) -> None:
     raise ValueError("planted")
 
 
-def stop(strategy: Any) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def loop(strategy: Any) -> None:
     while True:
         pass
-
-
-def exit_quietly(strategy: Any) -> None:
-    os._exit(0)
 
 
 def eat_memory(strategy: Any) -> None:
@@ -82,7 +71,7 @@ def extra_collective(strategy: Any) -> None:
 
 
 def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
-    """A fault of the next collective of gradients or parameters: it is replaced by others, of what `change` gives."""
+    """A fault of the next collective of gradients or parameters: others, of what `change` returns, come before it."""
 
     def plant(strategy: Any) -> None:
         import torch.distributed as dist
@@ -125,17 +114,8 @@ def swap_gradients(strategy: Any) -> None:
     dist.all_reduce = all_reduce
 
 
-def slow(strategy: Any) -> None:
-    time.sleep(1.0)
-
-
-def poison(strategy: Any) -> None:
-    """The loss of this micro-batch becomes NaN; see `forward`."""
-    strategy.is_poisoned = True
-
-
 def overflow(strategy: Any) -> None:
-    """The first gradient becomes infinite, also when the step is done again to find out where."""
+    """The first gradient becomes infinite, also when the step is repeated to find out where."""
     next(iter(strategy.gradient_leaves())).register_hook(lambda gradient: gradient + float("inf"))
 
 
@@ -160,19 +140,19 @@ def fill_disk(strategy: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {
-    "kill": kill,
+    "kill": lambda strategy: os.kill(os.getpid(), signal.SIGKILL),
     "crash": crash,
     "raise": fail,
-    "stop": stop,
+    "stop": lambda strategy: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
-    "exit": exit_quietly,
+    "exit": lambda strategy: os._exit(0),
     "memory": eat_memory,
     "extra": extra_collective,
     "shape": spoiled_collective(lambda tensor: [tensor.new_zeros(tensor.numel() + 3)]),
     "dtype": spoiled_collective(lambda tensor: [tensor.double()]),
     "order": swap_gradients,
-    "slow": slow,
-    "nan": poison,
+    "slow": lambda strategy: time.sleep(1.0),
+    "nan": lambda strategy: setattr(strategy, "is_poisoned", True),  # see `Faulty.forward`
     "inf": overflow,
     "vanish": vanish("profile"),
     "vanish_checkpoints": vanish("checkpoints"),
@@ -236,9 +216,8 @@ def with_fault(real: type, plan: Plan) -> type:
 
 def main() -> int:
     plan = Plan(os.environ["FAULT"])
-    asked = sys.argv[sys.argv.index("--ddp-choice") + 1]
-    family = ddp if asked in ddp.CHOICES else sharding
-    registry = family.REGISTRY
+    choice = sys.argv[sys.argv.index("--ddp-choice") + 1]
+    registry = (ddp if choice in ddp.CHOICES else sharding).REGISTRY
 
     class FaultyRegistry(Registry):
         def load(self, name: str) -> Any:
@@ -246,7 +225,7 @@ def main() -> int:
 
     faulty = FaultyRegistry.__new__(FaultyRegistry)
     faulty.__dict__.update(registry.__dict__)
-    return train_from_command_line("With a planted fault.", faulty, ("--ddp-choice",))
+    return train_from_command_line("With a planted fault.", faulty)
 
 
 if __name__ == "__main__":

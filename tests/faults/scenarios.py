@@ -20,13 +20,13 @@ FAULT_STEP = 5
 WINDOW = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "1", "--profile-repeat", "2"]
 """The first ends after step 2, the second with step `FAULT_STEP`."""
 IN_ORDER = ("simple_ddp", "simple_ddp_ga")
-"""Choices that all-reduce gradients one after the other in Python."""
+"""Choices that all-reduce gradients one by one in Python."""
 BY_HAND = (*IN_ORDER, "flat_ddp", "simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async", "zero1", "zero2", "zero3")
-"""Choices whose collectives can be exchanged in Python."""
+"""Choices whose collectives can be replaced in Python."""
 SAVING = ("--checkpoint-every", "2", "--no-profile")
 HANG_TIMEOUT_S = 6.0
 MARK = "DDP_LAB_FAULT_RUN"
-"""A variable that every process of a run inherits, so that what is left of it can be found."""
+"""A variable that every process of a run inherits, so that processes that are left can be found."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Scenario:
     """A fault on rank `rank` in step `FAULT_STEP`, after the first profile window.
 
     Attributes:
-        fault: What `main_faulty` is told.
+        fault: The variable `FAULT` of `main_faulty`, without rank and step.
         how: `ended.how` of the record.
         says: Must be in the message.
         names_place: Whether the message must name rank and step (`rank 1`, `step 5`).
-        hangs: Whether it ends by the timeout of collectives.
+        hangs: Whether the run ends by the timeout of collectives.
         only: The choices in which it can be planted; empty for all.
-        flags: Of the run, beside the usual ones.
+        flags: Of the run, in addition to the usual ones.
     """
 
     name: str
@@ -70,7 +70,7 @@ SCENARIOS = (
     Scenario("killed in the optimizer", "kill:at=optimizer", "killed", "was killed"),
     Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
     Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
-    Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without a word"),
+    Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without an error"),
     Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
     Scenario("exception in backward", "raise:at=backward", "failed", "ValueError: planted"),
     Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
@@ -78,13 +78,7 @@ SCENARIOS = (
     Scenario("another collective", "extra:at=forward", "mismatched", "differs between ranks"),
     Scenario("another shape", "shape:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
     Scenario("another dtype", "dtype:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
-    Scenario(
-        "another order",
-        "order:at=collective",
-        "mismatched",
-        "differs between ranks",
-        only=("simple_ddp", "simple_ddp_ga"),
-    ),
+    Scenario("another order", "order:at=collective", "mismatched", "differs between ranks", only=IN_ORDER),
     Scenario("NaN on one rank", "nan:at=forward", "failed", "is not finite"),
     Scenario("infinity in a gradient", "inf:at=forward", "failed", "is not finite"),
     Scenario("out of memory", "memory:at=forward", "failed", "out of memory"),
@@ -92,12 +86,7 @@ SCENARIOS = (
     Scenario("folder deleted", "vanish:at=optimizer", "failed", "cannot write", names_place=False),
     Scenario("disk full, checkpoint", "disk:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING),
     Scenario(
-        "checkpoints deleted",
-        "vanish_checkpoints:at=forward",
-        "failed",
-        "checkpoint",
-        names_place=False,
-        flags=SAVING,
+        "checkpoints deleted", "vanish_checkpoints:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING
     ),
     Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
 )
@@ -112,8 +101,8 @@ class Outcome:
         errors: Lines on standard error that begin with `error: `.
         record: The run record; None if there is none.
         traces: Finished traces.
-        rubbish: Temporary files that are left.
-        left: Processes that are left.
+        rubbish: Temporary files that are left behind.
+        left: Processes that are left behind.
         output: Standard error.
     """
 
@@ -127,7 +116,7 @@ class Outcome:
     output: str
 
     def problems(self, scenario: Scenario, most_s: float = 15.0) -> list[str]:
-        """What is not as it must be; empty if all is."""
+        """What is not as it should be; empty if everything is."""
         found = []
         fails = scenario.how != "completed"
         ended = (self.record or {}).get("ended", {})
@@ -143,6 +132,8 @@ class Outcome:
         if scenario.names_place and self.errors:
             words = [f"step {FAULT_STEP}"] + [f"rank {scenario.rank}"] * (scenario.how != "mismatched")
             found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
+        if fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
+            found.append("torchrun's root cause is not the message")
         if ended.get("how") != scenario.how:
             found.append(f"recorded as {ended.get('how')}")
         if fails and len((self.record or {}).get("train_loss", [])) < FAULT_STEP:
@@ -164,8 +155,8 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
     flags += ["--bucket-cap-mb", "25"] * (choice == "bucket_ddp_async")  # fitted ones would move the windows
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment), MARK: mark, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment)}
+    environment |= {MARK: mark, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT, *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -200,5 +191,5 @@ def processes_of(mark: str) -> list[int]:
             if f"{MARK}={mark}".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended, or belongs to another user
     return found

@@ -16,6 +16,8 @@ from tests.training.test_run import record_of
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
 SAMPLED = ["stopped (SIGSTOP)", "another order", "out of memory"]
 QUICK = [("rank 0 killed in forward", "pytorch_ddp")]
+FLAT_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
+FLAT_DDP += ["--ddp-choice", "flat_ddp", *TINY]
 
 
 def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
@@ -27,7 +29,7 @@ def require_ends_well(scenario: Scenario, choice: str, folder: Path) -> None:
 def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: str) -> None:
     require_ends_well(NAMED[name], choice, tmp_path)
     flights = sorted(path.name.split(".", 1)[1] for path in tmp_path.glob(f"profile/{choice}/*.flight.json"))
-    assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # of the rank that died, too
+    assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # also of the rank that was killed
 
 
 @pytest.mark.slow
@@ -51,16 +53,13 @@ def test_every_fault(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
-    """To torchrun or to a rank: one line, a record, and nothing that goes on without torchrun."""
+    """To torchrun or to a rank: one line, a record, and no process that continues without torchrun."""
     mark = f"signal-{os.getpid()}-{tmp_path.name}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
-    command += ["--ddp-choice", "flat_ddp", *TINY, "--epochs", "100000", "--no-profile"]
+    command = [*FLAT_DDP, "--epochs", "100000", "--no-profile", "--output-dir", str(tmp_path)]
     output_path = tmp_path / "output"
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
     with output_path.open("w") as output, (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [*command, "--output-dir", str(tmp_path)], cwd=ROOT, env=environment, stdout=output, stderr=errors
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors)
         wait_for(lambda: "step 1/" in output_path.read_text())
         os.kill(process.pid if to == "torchrun" else rank_processes(mark)[1], sent)
         assert process.wait(timeout=15) != 0
@@ -94,10 +93,8 @@ def wait_for(holds: Any, limit_s: float = 90.0) -> None:
 
 @pytest.mark.slow
 def test_two_runs_at_once_in_one_directory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
-    command += ["--ddp-choice", "flat_ddp", *TINY, "--output-dir", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    command = [*FLAT_DDP, "--output-dir", str(tmp_path)]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [run.wait(timeout=120) for run in runs] == [0, 0]
     assert len(list(tmp_path.glob("profile/flat_ddp/*.run.json"))) == 2
     assert len(list(tmp_path.glob("profile/flat_ddp/rank_*/*.json.gz"))) == 4

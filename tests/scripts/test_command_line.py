@@ -17,6 +17,7 @@ import sharding
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
 from training.data.workloads import WORKLOADS
+from training.flags import parse_config
 from training.process.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
 
 ROOT = Path(__file__).parents[2]
@@ -40,67 +41,30 @@ def command(*arguments: str, under: list[str] | None = None) -> subprocess.Compl
 
 
 @pytest.mark.parametrize(("name", "family"), [("main_ddp.py", ddp), ("main_shard.py", sharding)])
-def test_help_lists_everything_and_loads_no_torch(name: str, family: Any) -> None:
-    script = f"import runpy, sys; sys.argv = ['{name}', '--help']\n"
-    script += f"try: runpy.run_path('{name}', run_name='__main__')\n"
-    script += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
-    answer = command("-c", script)
-    assert answer.stdout.endswith("False False\n")
+def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
+    def answer_to(flag: str) -> str:
+        script = f"import runpy, sys; sys.argv = ['{name}', '{flag}']\n"
+        script += f"try: runpy.run_path('{name}', run_name='__main__')\n"
+        script += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+        return command("-c", script).stdout
+
+    text = answer_to("--help")
+    assert text.endswith("False False\n")
     for listed, sentence in {**family.REGISTRY.sentences, **WORKLOADS}.items():
-        assert listed in answer.stdout and sentence in answer.stdout
+        assert listed in text and sentence in text
+    assert re.fullmatch(r"ddp-lab [\d.]+, torch [\d.]+\S*\nFalse False\n", answer_to("--version"))
 
 
-def test_every_flag_is_documented() -> None:
+def test_every_flag_of_reports_is_documented() -> None:
+    """Those of the entrypoints: `tests/training/test_flags.py`."""
     from analysis.command import build_parser
     from scripts import compare_runs
-    from training.config import RunConfig, flag_name
 
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
-    documented = re.findall(r"^\| `(--[^`]+)` \|", text, re.MULTILINE)
-    flags = [flag_name(field.name) for field in dataclasses.fields(RunConfig)]
+    documented = re.findall(r"^\| `(--[^`]+)` \|", text.split("## `scripts/compare_runs.py`")[1], re.MULTILINE)
     parsers = (compare_runs.build_parser(), build_parser(""))
     reports = [action.option_strings[-1] for parser in parsers for action in parser._actions if action.option_strings]
-    assert documented == ["--ddp-choice", *flags[1:], *(flag for flag in reports if flag != "--help")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--ddp-choice", "bucket_dpp"], "unknown strategy 'bucket_dpp'; did you mean bucket_ddp_async"),
-        (["--ddp-choice", "flat_ddp", "--workload", "sampel"], "unknown workload 'sampel'; did you mean sample"),
-        (["--ddp-choice", "flat_ddp", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
-        (["--ddp-choice", "flat_ddp", "--max-steps", "many"], "invalid int value: 'many'"),
-        (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
-        (["--ddp-choice", "flat_ddp"], "not started by torchrun; run: torchrun --standalone --nproc_per_node=2"),
-        ([], "--ddp-choice"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
-    answer = command("main_ddp.py", *arguments)
-    assert answer.returncode != 0 and answer.stdout == ""
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
-def test_the_other_flag_of_main_shard() -> None:
-    answer = command("main_shard.py", "--shard-choice", "baselin")
-    assert answer.returncode == 2 and "unknown strategy 'baselin'; did you mean baseline" in answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["sharding", "2", "--shard-choice", "zero1"], "for one, use torchrun main_shard.py"),
-        (["ddp", "2", "--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
-        (["sharding", "0"], "RANKS 0: must be at least 1"),
-        (["sharding", "3", "--global-batch-size", "8"], "nearest that does: 6 or 12"),
-        (["sharding", "2", "--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
-        (["shading", "2"], "invalid choice: 'shading'"),
-    ],
-)
-def test_mistakes_in_a_sweep_are_one_line(arguments: list[str], expected: str) -> None:
-    answer = command("scripts/sweep.py", *arguments)
-    assert answer.returncode == 2 and answer.stdout == ""
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+    assert documented == [flag for flag in reports if flag != "--help"]
 
 
 def trained(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
@@ -155,22 +119,25 @@ def test_a_choice_without_traces_keeps_its_times(tmp_path: Path) -> None:
     assert table.step_time_ms_median.tolist() == [100.0, 100.0]
 
 
-def test_one_rank_says_it_once_under_torchrun(tmp_path: Path) -> None:
-    """torchrun itself says more about a rank that failed; this project says one line."""
-    answer = command(
-        "--nproc_per_node=2",
-        "main_ddp.py",
-        "--ddp-choice",
-        "flat_ddp",
-        *TINY,
-        "--global-batch-size",
-        "6",
-        "--output-dir",
-        str(tmp_path),
-        under=TORCHRUN,
-    )
-    assert answer.returncode != 0
-    assert answer.stderr.count("error: flat_ddp: --global-batch-size 6 does not divide") == 1
+@pytest.mark.parametrize(
+    ("flags", "code", "expected"),
+    [
+        (["--lr", "-1"], 2, "error: --lr -1.0: must be a number above 0"),
+        ([*TINY, "--global-batch-size", "6"], 1, "error: flat_ddp: --global-batch-size 6 does not divide"),
+    ],
+    ids=["by each rank", "by all ranks together"],
+)
+def test_a_mistake_is_the_first_and_the_last_line_under_torchrun(
+    tmp_path: Path, flags: list[str], code: int, expected: str
+) -> None:
+    """Printed once, and `torchrun` names it as the root cause."""
+    arguments = ["main_ddp.py", "--ddp-choice", "flat_ddp", *flags, "--output-dir", str(tmp_path)]
+    answer = command("--nproc_per_node=2", *arguments, under=TORCHRUN)
+    assert answer.returncode == 1 and answer.stdout == ""
+    lines = answer.stderr.splitlines()
+    assert lines[0].startswith(expected) and sum(line.startswith("error: ") for line in lines) == 1
+    assert lines[-1].startswith("====") and lines[-2] == f"  traceback : {lines[0]}"
+    assert f"exitcode  : {code} " in answer.stderr.rpartition("Root Cause")[2]
 
 
 def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
@@ -191,6 +158,8 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     assert record["allocator"] == (None if any(map(os.path.exists, OF_GPUS)) or not has_glibc() else TUNABLES)
     assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
     assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
+    repeated = parse_config("", ddp.REGISTRY, arguments=["--config", str(path).replace(".run.json", ".config.toml")])
+    assert dataclasses.asdict(repeated) == record["config"]
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
     reported = command(
         "scripts/analyze_traces_ddp.py",

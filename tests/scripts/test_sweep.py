@@ -1,11 +1,13 @@
-"""An interrupted sweep goes on, also within a choice; what is passed on to its runs. No run is really made."""
+"""An interrupted sweep continues, also within a choice; which flags its runs get; how its ranks fail."""
 
 import contextlib
 import io
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +17,9 @@ import ddp
 from analysis.errors import TraceError
 from scripts import sweep as script
 from training.checkpoint.manifest import folder_name
+from training.flags import parse_config
 
+ROOT = Path(__file__).parents[2]
 CHOICES = list(ddp.CHOICES)
 Train = Callable[[str, list[str]], bool]
 
@@ -36,7 +40,7 @@ class Sweep:
     def run(self, *arguments: str, train: Train = lambda *_: True) -> subprocess.CompletedProcess[str]:
         self.asked = {}
 
-        def started(choice: str, ranks: int, arguments: list[str], output_dir: Path) -> bool:
+        def started(choice: str, ranks: int, arguments: list[str]) -> bool:
             self.asked[choice] = arguments
             return train(choice, arguments)
 
@@ -88,7 +92,7 @@ def test_a_sweep_goes_on_wherever_it_was_stopped(sweep: Sweep, last: int) -> Non
     """In its first choice, too; and from nothing that a sweep before it has finished."""
     sweep.run(train=stopped_in(CHOICES[3]))
     answer = sweep.run(train=stopped_in(CHOICES[last]))
-    assert answer.returncode == 130 and "the same command with --resume goes on" in answer.stderr
+    assert answer.returncode == 130 and "the same command with --resume continues" in answer.stderr
     assert sweep.ignored == [signal.SIGINT, signal.SIGTERM], "a second Ctrl-C shows no traceback"
     answer = sweep.run("--resume")
     assert answer.returncode == 0 and list(sweep.asked) == CHOICES[last:]
@@ -145,16 +149,95 @@ def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--resume", "latest"], "--resume latest: a sweep goes on with its own choices, so give --resume alone"),
+        (["--resume", "latest"], "--resume latest: a sweep continues with its own choices, so give --resume alone"),
         (["--resume=runs/step_00000002"], "--ddp-choice NAME --resume runs/step_00000002"),
         (["--checkpoint-dir", "saved"], "must be with --checkpoint-every or --resume"),
+        (["--shard-choice", "zero1"], "for one, use torchrun main_ddp.py"),
+        (["--ddp-choice=flat_ddp"], "for one, use torchrun main_ddp.py"),
+        (["--grad-accum-steps", "3"], "the nearest that does: 6 or 12"),
+        (["--sed", "1"], "unknown argument '--sed'; did you mean --seed"),
+        (["--max-steps", "4"], "the profile windows end after 8 optimizer steps"),
+        (["--config", "/nowhere.toml"], "cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str) -> None:
+    """None is found by each run anew."""
     answer = sweep.run(*arguments)
     assert answer.returncode == 2 and answer.stdout == "" and not sweep.asked
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sharding", "0"], "RANKS 0: must be at least 1 (see run_experiment_shard.sh --help)"),
+        (["shading", "2"], "invalid choice: 'shading'"),
+    ],
+)
+def test_mistakes_in_what_stands_first(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    with pytest.raises(SystemExit):
+        script.parse(arguments)
+    assert expected in capsys.readouterr().err
+
+
+def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> None:
+    """But for the choice; flags on the command line win, also those that the sweep would set itself."""
+    path = sweep.folder / "run.toml"
+    path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
+    assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
+    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[1:]), choice="") for run in sweep.asked.values()}
+    assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
+    assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
+
+
 def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:
     assert script.given_to_resume(["ddp", "--resume", "2", "--lr", "0.1"]) == ""
+
+
+# Ranks under torchrun ------------------------------------------------------------------------------------------------
+
+RANK = """
+import os, signal, socket, sys
+sys.path.insert(0, os.getcwd())
+if sys.argv[1] == "is killed" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "exits":
+    sys.exit(3)
+if sys.argv[1] == "says why":
+    from training.cli import exit_with_error
+    exit_with_error("a mistake")
+if sys.argv[1] == "can be reached from elsewhere":
+    port = int(os.environ["MASTER_PORT"])
+    socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=5)
+    try:
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    except ConnectionRefusedError:
+        sys.exit(0)
+    sys.exit("reached")
+"""
+SWEEP = """
+import sys
+from torch import distributed
+from scripts.runs import train
+for how in sys.argv[2:]:
+    print(how, train("flat_ddp", 2, [sys.argv[1], how]), file=sys.stderr, flush=True)
+assert distributed.TCPStore.__name__ == "TCPStore"
+"""
+
+
+def test_each_failure_is_one_line_and_nobody_else_can_join(tmp_path: Path) -> None:
+    """What `torchrun` prints of a failure is not shown, but all that ranks print is."""
+    (tmp_path / "rank.py").write_text(RANK)
+    kinds = ["exits", "says why", "is killed", "can be reached from elsewhere"]
+    command = [sys.executable, "-c", SWEEP, str(tmp_path / "rank.py"), *kinds]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0 and answer.stdout == ""
+    assert re.sub(r"PID \d+|rank \d", "...", answer.stderr).splitlines() == [
+        "error: flat_ddp: ... failed: exit code 3",
+        "exits False",
+        "error: a mistake",
+        "says why False",
+        "error: flat_ddp: ... failed: Signal 9 (SIGKILL) received by ...",
+        "is killed False",
+        "can be reached from elsewhere True",
+    ]

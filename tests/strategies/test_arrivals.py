@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sharding.arrivals import Arrivals
-from sharding.units import find_blocks
+from sharding.blocks import find_blocks
 
 
 class Model(nn.Module):
@@ -32,15 +32,10 @@ class Model(nn.Module):
 
 
 class Flat:
-    def __init__(self, name: str, parameters: list[nn.Parameter]) -> None:
-        self.name, self.parameters = name, parameters
+    """In the place of a flat parameter, and of its parts on their way."""
 
-
-class Arriving:
-    """In the place of `Pending`."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+    def __init__(self, name: str, parameter: nn.Parameter, log: list[str]) -> None:
+        self.name, self.parameters, self.log = name, [parameter], log
 
     def wait(self) -> None:
         self.log.append(f"wait for {self.name}")
@@ -48,12 +43,12 @@ class Arriving:
 
 def started(model: Model, cut: bool = True) -> Any:
     """What lets `model` wait, after a first forward pass, with all parameters on their way."""
-    flats: list[Any] = [Flat(name, [p]) for name, p in model.named_parameters() if "bias" not in name]
+    flats: list[Any] = [Flat(name, p, model.log) for name, p in model.named_parameters() if "bias" not in name]
     arrivals = Arrivals(model, find_blocks(model) if cut else [], flats)
     model(torch.ones(1, 2))
     model.log.clear()
     for flat in flats:
-        arrivals.start(flat, Arriving(model.log, flat.name))  # type: ignore[arg-type]
+        arrivals.start(flat, flat)
     return arrivals
 
 

@@ -58,44 +58,45 @@ def test_nothing_is_better_than_the_plan(timeline: Timeline) -> None:
     assert finish_time(timeline, ends) == pytest.approx(best, abs=1e-9)
 
 
-def test_by_hand() -> None:
-    """Ready at 0, 1 and 2 s; 4 bytes each at 0.25 s a byte.
+BY_HAND = {
+    "a link without latency: one bucket each": (
+        Timeline([0, 1, 2], [4, 4, 4], "aaa", line(0, 0.25)),
+        {(3,): 2 + 3, (1, 2, 3): 3},
+        [1, 2, 3],
+    ),
+    "a latency of 2 s: of equal ones, the fewest buckets": (
+        Timeline([0, 1, 2], [4, 4, 4], "aaa", line(2, 0.25)),
+        {(3,): 2 + 5, (1, 3): 3 + 4, (2, 3): 5 + 3, (1, 2, 3): 9},
+        [3],
+    ),
+    "a small last bucket, where nothing hides that the link rests behind it": (
+        Timeline([0, 0, 0], [4, 2, 2], "aaa", line(0, 1), tail=line(0, 0.5)),
+        {(2, 3): 6 + 2 + 1, (3,): 8 + 4},
+        [2, 3],
+    ),
+    "the first half is updated while the second is reduced": (
+        Timeline([2, 2], [2, 2], "aa", line(0, 1), update=line(0, 1)),
+        {(2,): 2 + 4 + 4, (1, 2): 2 + 2 + 2 + 2},
+        [1, 2],
+    ),
+    "a bucket must pay off: reduced 1 s sooner is not worth 2 s": (
+        Timeline([0, 1], [1, 1], "aa", line(0, 1), overhead=2),
+        {(1, 2): 2 + 4, (2,): 3 + 2},
+        [2],
+    ),
+    "updates wait for the end of backward, which reads the parameters": (
+        Timeline([0, 5], [1, 1], "aa", line(0, 1), update=line(0, 1)),
+        {(1, 2): 5 + 1 + 1},
+        [1, 2],
+    ),
+}
 
-    One bucket: 2 + 3. One each: busy from 0 on, 3. With a latency of 2 s: one bucket 2 + 5 = 7; one each 9; the first
-    alone, then both others: 0 + 3, then 3 + 4 = 7; the first two, then the last: 1 + 4, then 5 + 3 = 8.
-    """
-    free = Timeline([0, 1, 2], [4, 4, 4], "aaa", line(0, 0.25))
-    assert plan(free) == [1, 2, 3] and finish_time(free, [1, 2, 3]) == 3 and finish_time(free, [3]) == 5
-    late = Timeline([0, 1, 2], [4, 4, 4], "aaa", line(2, 0.25))
-    assert finish_time(late, [3]) == 7 and finish_time(late, [1, 2, 3]) == 9
-    assert finish_time(late, [1, 3]) == 7 and finish_time(late, [2, 3]) == 8
-    assert plan(late) == [3], "of equal ones, the fewest buckets"
 
-
-def test_the_last_bucket_is_small_where_nothing_hides_its_tail() -> None:
-    """All is ready at once and takes 8 s in any case; behind the last bucket the link rests half as long again."""
-    timeline = Timeline([0, 0, 0], [4, 2, 2], "aaa", line(0, 1), tail=line(0, 0.5))
-    assert plan(timeline) == [2, 3] and finish_time(timeline, [2, 3]) == 9 and finish_time(timeline, [3]) == 12
-
-
-def test_updates_follow_bucket_by_bucket() -> None:
-    """All is ready at 2 s, a byte takes 1 s to reduce and as long to update: 4 bytes at once are done at 2 + 4 + 4, two
-    halves at 2 + 2 + 2 + 2, since the first is updated while the second is reduced.
-    """
-    timeline = Timeline([2, 2], [2, 2], "aa", line(0, 1), update=line(0, 1))
-    assert finish_time(timeline, [2]) == 10 and finish_time(timeline, [1, 2]) == 8 and plan(timeline) == [1, 2]
-
-
-def test_a_bucket_must_pay_off() -> None:
-    """Two buckets are reduced 1 s sooner than one; that is not worth 2 s."""
-    timeline = Timeline([0, 1], [1, 1], "aa", line(0, 1), overhead=2)
-    assert finish_time(timeline, [1, 2]) == 2 + 4 and finish_time(timeline, [2]) == 3 + 2 and plan(timeline) == [2]
-
-
-def test_updates_wait_for_the_end_of_backward() -> None:
-    """The first bucket is reduced at 1 s, but backward, which reads its parameters, goes on until 5 s."""
-    timeline = Timeline([0, 5], [1, 1], "aa", line(0, 1), update=line(0, 1))
-    assert finish_time(timeline, [1, 2]) == 7
+@pytest.mark.parametrize(("timeline", "finishes", "best"), BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(timeline: Timeline, finishes: dict[tuple[int, ...], float], best: list[int]) -> None:
+    """When gradients are ready, their bytes, and what bytes cost; when each bucketing is done, and the plan."""
+    assert {ends: finish_time(timeline, ends) for ends in finishes} == finishes
+    assert plan(timeline) == best
 
 
 def test_many_gradients_are_planned_in_pieces() -> None:

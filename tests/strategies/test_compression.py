@@ -1,5 +1,7 @@
 """Compressed gradients: what travels, how far training strays, and that PowerSGD is what its paper says."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from tests.models import build
 from tests.parity import oracle, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication.compression import WHOLE_ROUNDS, OwnGradients, PowerSGD
+from training.communication.compression import WHOLE_ROUNDS, PowerSGD
 from training.profiling.memory import storage_bytes
 
 STEPS = [[[2, 2], [2, 2]]] * 6
@@ -20,13 +22,13 @@ STEPS = [[[2, 2], [2, 2]]] * 6
 def test_training_and_traffic(ranks: RankPool, name: str, kind: str) -> None:
     """Losses stay near the oracle's but are not its own; ranks stay equal; fewer bytes travel, as announced."""
     choice = ("ddp", name)
-    first, second = ranks.run(2, train_on_rank, choice, "llama", STEPS, "sgd", None, False, {"compress": kind})
+    first, second = ranks.run(2, partial(train_on_rank, options={"compress": kind}), choice, "llama", STEPS)
     assert first["loss"] == second["loss"]
-    wanted = oracle("llama", STEPS, "sgd")
+    wanted = oracle("llama", STEPS)
     assert first["loss"] == pytest.approx(wanted["loss"], rel=0.05 if kind == "powersgd" else 1e-3)
     assert any(not torch.equal(first["state"][key], value) for key, value in wanted["state"].items())
-    gradient_bytes = storage_bytes(build("llama").parameters()) * (2 if name == "simple_ddp" else 1)
-    for announced, seen, _ in ranks.run(2, profiled_step, choice, "llama", 2, {"compress": kind}):
+    gradient_bytes = storage_bytes(build("plain").parameters()) * (2 if name == "simple_ddp" else 1)
+    for announced, seen, _ in ranks.run(2, profiled_step, choice, "plain", 2, {"compress": kind}):
         assert announced == seen
         assert seen["all_reduce"][1] <= gradient_bytes / 2
 
@@ -41,7 +43,7 @@ def powersgd_rounds(planted: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     powersgd = PowerSGD(dist.group.WORLD)
     for _ in range(WHOLE_ROUNDS + 3):
         flat = torch.cat([(full * (1 + 2 * rank)).view(-1), torch.full((5,), float(rank))])
-        powersgd.average(OwnGradients(0, flat, [flat[:1200].view(30, 40), flat[1200:]]))
+        powersgd.average(0, flat, [flat[:1200].view(30, 40), flat[1200:]])
         averages.append(flat)
     return averages, 2 * full
 

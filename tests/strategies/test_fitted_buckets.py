@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ddp
 from ddp.bucket_ddp_async import BucketDDP
+from ddp.early_updates import only
 from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
-from ddp.partial_step import only
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, TOLERANCE, assert_parity, load, oracle, train_on_rank
+from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
 from training.communication.agreement import NonFiniteError
@@ -29,12 +28,11 @@ STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)
 
 @pytest.mark.parametrize("model", ["plain", "tied", "frozen", "odd"])
 def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
-    results = ranks.run(2, train_on_rank, BUCKETS, model, STEPS, "sgd", None, False, {"bucket_cap_mb": "auto"})
-    assert_parity(results, oracle(model, STEPS, "sgd"), len(STEPS) / 3 * TOLERANCE["sgd"])
+    check_parity(ranks, BUCKETS, model, STEPS, options={"bucket_cap_mb": "auto"})
 
 
 def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
-    """Names of the parameters in each bucket after the fit, the strategy's remarks, and the steps' clock readings.
+    """Names of the parameters in each bucket after the fit, the strategy's notes, and the steps' clock readings.
 
     Rank 0's clock goes evenly, the others' ever faster, so that each rank by itself would plan for another timeline.
     """
@@ -50,17 +48,17 @@ def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
         strategy.forward_backward([make_batch(model, 2, 10 * step + rank)])
         strategy.step()
         strategy.zero_grad()
-    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.remarks, next(readings)
+    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.notes, next(readings)
 
 
 @pytest.mark.parametrize("model", ["llama", "branching"])
 def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool, model: str) -> None:
     """In `branching`, ranks use different parameters, and one is used by none."""
-    (buckets, remarks, read), *others = ranks.run(3, fitted, model, 0.001)
+    (buckets, notes, read), *others = ranks.run(3, fitted, model, 0.001)
     assert read > 0 and all(other[0] == buckets for other in others)
     held = sorted(itertools.chain.from_iterable(buckets))
     assert held == sorted(name for name, p in build(model).named_parameters() if p.requires_grad)
-    assert len(remarks) == 1 and "this link: all are predicted" in remarks[0]
+    assert len(notes) == 1 and "this link: all are predicted" in notes[0]
 
 
 def predicted() -> list[float]:
@@ -84,9 +82,9 @@ def test_a_pretended_clock_decides(ranks: RankPool) -> None:
 
     Gradients become ready in reversed order, a reading after each other.
     """
-    ((buckets, remarks, _), _) = ranks.run(2, fitted, "plain", 1.0)
+    ((buckets, notes, _), _) = ranks.run(2, fitted, "plain", 1.0)
     assert len(buckets) == 1 and len(buckets[0]) == len(list(build("plain").parameters()))
-    assert "1 bucket of" in remarks[0]
+    assert "1 bucket of" in notes[0]
 
 
 def test_what_runs_after_the_fit_is_what_is_announced(ranks: RankPool) -> None:
@@ -104,43 +102,42 @@ def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: s
         assert torch.equal(early[0]["state"][name], tensor), name
 
 
-def nonfinite_gradient() -> tuple[str, bool]:
+def nonfinite_gradient() -> str:
     """Rank 1's gradient of the first layer, the last to be reduced, is NaN; does the last layer's update survive?"""
     module = build("plain")
     strategy = BucketDDP(module, OPTIMIZERS["sgd"], StrategyOptions(bucket_cap_mb=0.00001, overlap_optimizer=True))
     if dist.get_rank() == 1:
         module.net[0].weight.register_hook(lambda gradient: gradient * math.nan)
     first, last = module.net[0].weight.clone(), module.net[-1].weight.clone()
-    with pytest.raises(NonFiniteError) as caught:
-        strategy.forward_backward([make_batch("plain", 2, 0)])
+    message = message_of(NonFiniteError, strategy.forward_backward, [make_batch("plain", 2, 0)])
     assert torch.equal(module.net[0].weight, first) and not torch.equal(module.net[-1].weight, last)
-    return str(caught.value), True
+    return message
 
 
 def test_a_bad_gradient_stops_early_updates(ranks: RankPool) -> None:
-    for message, _ in ranks.run(2, nonfinite_gradient):
+    for message in ranks.run(2, nonfinite_gradient):
         assert "on rank 1" in message and "parameters of earlier buckets are updated already" in message
 
 
-def refusal(name: str, options: dict[str, Any], then: str = "") -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        choice = ("ddp" if name in ddp.CHOICES else "sharding", name)
-        strategy = load(choice)(build("plain"), OPTIMIZERS["sgd"], StrategyOptions(**options))
-        strategy.forward_backward([make_batch("plain", 2, 0)])
-        getattr(strategy, then)(1.0)
-    return str(caught.value)
+def clip_early_updates() -> str:
+    strategy = build_and_step(BUCKETS, "plain", StrategyOptions(overlap_optimizer=True))
+    return message_of(UnsupportedError, strategy.clip_grad_norm_, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "then", "wanted"),
+    ("choice", "options", "wanted"),
     [
-        ("flat_ddp", {"overlap_optimizer": True}, "", "--overlap-optimizer"),
-        ("bucket_ddp_async", {"overlap_optimizer": True}, "clip_grad_norm_", "cannot be clipped"),
-        ("zero1", {"compress": "bf16"}, "", "replicated strategies alone"),
+        (("ddp", "flat_ddp"), StrategyOptions(overlap_optimizer=True), "--overlap-optimizer"),
+        (("sharding", "zero1"), StrategyOptions(compress="bf16"), "replicated strategies alone"),
     ],
 )
-def test_refusals(ranks: RankPool, name: str, options: dict[str, Any], then: str, wanted: str) -> None:
-    assert all(wanted in message for message in ranks.run(2, refusal, name, options, then))
+def test_refusals(ranks: RankPool, choice: tuple[str, str], options: StrategyOptions, wanted: str) -> None:
+    said = ranks.run(2, message_of, UnsupportedError, build_and_step, choice, "plain", options)
+    assert all(wanted in message for message in said)
+
+
+def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
+    assert all("cannot be clipped" in message for message in ranks.run(2, clip_early_updates))
 
 
 @pytest.mark.parametrize(

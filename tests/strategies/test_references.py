@@ -1,6 +1,5 @@
-"""What the originals of sharding hold, and how they answer to what they cannot do."""
+"""What the originals of sharding hold, what they say to what they cannot do, and where they are not installed."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,41 +8,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sharding
-from tests.models import FEATURES, answer, batch
-from tests.parity import OPTIMIZERS
+from tests.models import batch, build
+from tests.parity import OPTIMIZERS, check_messages, message_of
 from tests.ranks import RankPool
 from training.config import StrategyOptions
-from training.errors import OneRankError, UnsupportedError
+from training.errors import OneRankError, UnsupportedError, UserError
+from training.flags import build_parser, parse_config
+from training.registry import Registry
 
 FSDP2 = ["pytorch_zero2", "pytorch_zero3"]
 
 
-class Stack(nn.Module):
-    """Blocks, of which those in `skipped` do not run, and what else `extra` is."""
-
-    def __init__(self, extra: Tensor | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 1)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.extra = nn.Parameter(torch.ones(FEATURES) if extra is None else extra)
-        self.skipped: list[int] = []
-
-    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
-        hidden = self.first(x * self.extra.float())
-        for index, block in enumerate(self.blocks):
-            if index not in self.skipped:
-                hidden = torch.tanh(block(hidden))
-        return answer(self.last(hidden), y)
-
-
-def make(name: str, module: nn.Module) -> Any:
-    return sharding.load(name)(module, OPTIMIZERS["adam"], StrategyOptions())
+def make(name: str, module: nn.Module, optimizer: Any = OPTIMIZERS["adam"]) -> Any:
+    return sharding.load(name)(module, optimizer, StrategyOptions())
 
 
 def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
     """After a step, and after an evaluation that follows it."""
-    module = Stack()
+    module = build("deep")
     strategy = make(name, module)
     strategy.forward_backward([batch(2, 0)] * 2)
     strategy.step()
@@ -57,7 +39,7 @@ def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_rests_at_one_part_of_everything(ranks: RankPool, name: str, world_size: int) -> None:
     """Rows are cut in N equal parts, padded: 4 bytes an element for parameters and gradients each, 8 for Adam."""
-    shapes = [p.shape for p in Stack().parameters()]
+    shapes = [p.shape for p in build("deep").parameters()]
     padded = sum(-(-shape[0] // world_size) * shape[1:].numel() for shape in shapes)
     for rank, (after_step, after_evaluation) in enumerate(ranks.run(world_size, resting_bytes, name)):
         assert after_step == after_evaluation
@@ -72,21 +54,19 @@ def test_fsdp2_rests_at_one_part_of_everything(ranks: RankPool, name: str, world
 
 def run_other_units(name: str) -> tuple[str, str, bool]:
     """Ranks skip different blocks in the first pass; later both skip one that they ran before; and then train on."""
-    module = Stack()
+    module = build("deep")
     strategy = make(name, module)
     module.skipped = [dist.get_rank()]
-    with pytest.raises(UnsupportedError) as at_first:
-        strategy.forward_backward([batch(2, 0)])
+    at_first = message_of(UnsupportedError, strategy.forward_backward, [batch(2, 0)])
     module.skipped = []
     strategy.forward_backward([batch(2, 0)])
     strategy.step()
     module.skipped = [1]
-    with pytest.raises(OneRankError) as later:
-        strategy.forward_backward([batch(2, 0)])
+    later = message_of(OneRankError, strategy.forward_backward, [batch(2, 0)])
     module.skipped = []
     loss = strategy.forward_backward([batch(2, 0)])
     strategy.step()
-    return str(at_first.value), str(later.value), bool(loss.isfinite())
+    return at_first, later, bool(loss.isfinite())
 
 
 @pytest.mark.parametrize("name", FSDP2)
@@ -96,31 +76,50 @@ def test_fsdp2_ranks_that_run_different_blocks_do_not_hang(ranks: RankPool, name
         assert f"rank {rank} runs blocks.2 where it first ran blocks.1" in later
 
 
-def refuse(name: str, extra: Tensor) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        make(name, Stack(extra))
-    return str(caught.value)
+def with_extra(values: Tensor) -> nn.Module:
+    module = build("deep")
+    module.extra = nn.Parameter(values)
+    return module
+
+
+def refusals(name: str) -> dict[str, str]:
+    """What this rank says, by what it must say in it."""
+    extras = {
+        "uniform original parameter dtype": torch.ones(6, dtype=torch.float64),
+        "scalar parameters": torch.tensor(1.0),
+        "extra, which has no elements": torch.ones(0, 3),
+        "non-contiguous parameters": torch.ones(4, 6).t(),
+    }
+    said = {wanted: message_of(UnsupportedError, make, name, with_extra(extra)) for wanted, extra in extras.items()}
+    # Without our check, an error about placements in the first step. `pytorch_zero1` can do it.
+    adafactor = message_of(UnsupportedError, make, name, build("deep"), torch.optim.Adafactor)
+    return said | {"does not work on each element": adafactor}
 
 
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
-    cases = {
-        "uniform original parameter dtype": torch.ones(FEATURES, dtype=torch.float64),
-        "scalar parameters": torch.tensor(1.0),
-        "extra, which has no elements": torch.ones(0, 3),
-        "non-contiguous parameters": torch.ones(4, FEATURES).t(),
-    }
-    for wanted, extra in cases.items():
-        assert all(wanted in message for message in ranks.run(2, refuse, name, extra))
+    check_messages(ranks, 2, refusals, name)
 
 
-def refuse_adafactor(name: str) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        sharding.load(name)(Stack(), torch.optim.Adafactor, StrategyOptions())
-    return str(caught.value)
+# Originals that are not installed ------------------------------------------------------------------------------------
+
+ENTRIES = {"near": ("ddp.simple_ddp:SimpleDDP", "is here"), "far": ("elsewhere.far:Far", "is not")}
+REGISTRY = Registry(ENTRIES, extras={"far": "no_such_package"})
+COMMAND = "uv sync --extra no_such_package"
 
 
-@pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_refuses_an_optimizer_that_needs_whole_parameters(ranks: RankPool, name: str) -> None:
-    """Its own answer would be an error about placements, in the first step. `pytorch_zero1` can do it."""
-    assert all("does not work on each element" in message for message in ranks.run(2, refuse_adafactor, name))
+def test_what_is_not_installed_is_listed_but_not_swept() -> None:
+    assert REGISTRY.names == ("near",)
+    listing = build_parser("", REGISTRY.sentences).format_help()
+    assert "near  is here\n" in listing and f"far   is not (not installed: {COMMAND})" in listing
+    assert Registry(ENTRIES, extras={"far": "pytest"}).names == ("near", "far")
+
+
+def test_choosing_what_is_not_installed_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_config("", REGISTRY, arguments=["--ddp-choice", "far"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: strategy 'far' is not installed; run: {COMMAND}\n"
+    with pytest.raises(UserError, match=COMMAND):
+        REGISTRY.load("far")
+    assert REGISTRY.load("near").__name__ == "SimpleDDP"

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from analysis.traces.collectives import gloo_collectives
 from analysis.traces.reading import read_trace
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, is_refused, load, options_of
+from tests.parity import OPTIMIZERS, build_and_step, for_each_choice, is_refused, load, options_of
 from tests.ranks import RankPool
 from training.profiling.memory import storage_bytes
 
@@ -49,7 +49,7 @@ def profiled_step(
     return announced, {kind: (len(group), int(group.sum())) for kind, group in grouped}, sizes
 
 
-@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+@for_each_choice
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str], world_size: int) -> None:
     cases = [
@@ -69,23 +69,21 @@ def test_expected_traffic_is_what_runs(ranks: RankPool, choice: tuple[str, str],
             assert sizes == {world_size}
 
 
-def resting_memory(choice: tuple[str, str]) -> tuple[dict[str, int], int]:
-    module = build("plain")
-    strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
-    strategy.forward_backward([make_batch("plain", 2, 0)])
-    strategy.step()
-    return strategy.memory_breakdown(), storage_bytes(module.parameters())
+def resting_memory(choice: tuple[str, str]) -> dict[str, int]:
+    return build_and_step(choice, optimizer="adam").memory_breakdown()
 
 
 @pytest.mark.parametrize("name", ["simple_ddp", "flat_ddp", "bucket_ddp_async", "pytorch_ddp"])
 def test_replicated_memory_is_what_the_formula_says(ranks: RankPool, name: str) -> None:
-    """4 bytes a parameter each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
+    """4 bytes an element each for parameters and gradients, 8 for Adam, and Adam's 4-byte step counter a tensor."""
     elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
-    memory, parameter_bytes = ranks.run(2, resting_memory, ("ddp", name))[0]
-    assert memory["parameters"] == parameter_bytes == 4 * elements
-    assert memory["gradients"] == 4 * elements * (2 if name == "pytorch_ddp" else 1)  # DDP's buckets are copies
-    assert memory["optimizer_state"] == 8 * elements + 4 * tensors
-    assert memory["buffers"] == 0
+    for memory in ranks.run(2, resting_memory, ("ddp", name)):
+        assert memory == {
+            "parameters": 4 * elements,
+            "gradients": 4 * elements * (2 if name == "pytorch_ddp" else 1),  # DDP's buckets are copies
+            "optimizer_state": 8 * elements + 4 * tensors,
+            "buffers": 0,
+        }
 
 
 def test_storage_is_counted_once() -> None:

@@ -1,4 +1,4 @@
-"""What a user can get wrong with checkpoints: each is one line, on every rank."""
+"""What can go wrong with checkpoints. Each mistake is answered with one line, the same on every rank."""
 
 import resource
 import shutil
@@ -30,19 +30,19 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """Checkpoints that a test may spoil."""
+    """Checkpoints that a test may damage."""
     shutil.copytree(saved, tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes: Any) -> str:
-    """The one line of a run up to step `last`, which all ranks agree on."""
+    """The line that a run up to step `last` ends with, the same on all ranks; empty if it ends well."""
     (message,) = set(ranks.run(2, error_of, CHOICE, last, folder, changes))
     assert "\n" not in message
     return message
 
 
-def test_nothing_to_go_on_from(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_nothing_to_resume_from(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     empty = said(ranks, tmp_path / "empty", resume="latest")
     assert f"no complete checkpoint in {tmp_path / 'empty'}; leave --resume out" in empty
@@ -56,7 +56,7 @@ def test_nothing_to_go_on_from(ranks: RankPool, folder: Path, tmp_path: Path) ->
 
 
 def test_damaged(ranks: RankPool, folder: Path) -> None:
-    """One that is asked for is refused; where the latest is, the one before is used, and the damaged one replaced."""
+    """A named one is refused. If the latest is damaged, the one before is used, and the damaged one is replaced."""
     path = folder / "step_00000004" / "rank_1.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -90,14 +90,14 @@ def test_the_end_of_the_run(ranks: RankPool, saved: Path) -> None:
 
 def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     fresh = said(ranks, folder)
-    assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; go on from it with --resume" in fresh
+    assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; resume from it with --resume" in fresh
     older = said(ranks, folder, resume=str(folder / "step_00000002"))
-    assert "holds a checkpoint of step 4 that this run does not go on from; remove it, or" in older
+    assert "holds a checkpoint of step 4 that this run does not resume from; remove it, or" in older
     assert said(ranks, tmp_path / "new", resume=str(folder / "step_00000002")) == ""
     assert said(ranks, folder, resume=str(folder)) == ""
 
 
-def test_nowhere_to_save(ranks: RankPool, tmp_path: Path) -> None:
+def testnan_placeholder_to_save(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "cannot write checkpoints into" in said(ranks, tmp_path / "file" / "below")
     ranks.run(1, lock_twice, tmp_path / "locked")
@@ -132,7 +132,7 @@ def lose_folder(folder: Path, in_background: bool) -> None:
 
 
 def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
-    """Save after steps 2 and 4; from then on rank 1 can write nothing."""
+    """Save after steps 2 and 4. From then on rank 1 can write nothing, until a second try."""
     train_to(CHOICE, 4, folder, checkpoint_async=in_background)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -148,7 +148,7 @@ def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_full_disk(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
-    """The save fails loudly, what was saved before stays, and later there is room again."""
+    """The save fails with an error, earlier checkpoints stay, and the run resumes once there is room again."""
     for message, later in ranks.run(2, full_disk, tmp_path, in_background):
         wanted = f"rank 1: step 6: cannot save a checkpoint in {tmp_path}: File too large; earlier ones are kept"
         assert message == wanted and later == ""

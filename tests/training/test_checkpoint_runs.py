@@ -1,4 +1,4 @@
-"""Whole runs that go on: the record, the end of a run, profiles, and ranks that are killed under `torchrun`."""
+"""Whole runs that resume: the record, the end of a run, profiles, and ranks that are killed under `torchrun`."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.faults.scenarios import SCRIPT
 from tests.ranks import RankPool
 from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN
 from tests.training.test_checkpoint_files import manifest
@@ -21,13 +22,13 @@ TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_s
 
 
 def records(folder: Path, choice: str) -> list[dict[str, Any]]:
-    """Of all runs of a choice that were completed, in the order in which they ended."""
+    """Of all completed runs of a choice, in the order in which they ended."""
     paths = sorted((folder / "profile" / choice).glob("*.run.json"), key=lambda path: path.stat().st_mtime_ns)
     return [record for path in paths if (record := json.loads(path.read_text()))["ended"]["how"] == "completed"]
 
 
 def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
-    """Stopped after step 3 of 6, which ends the first epoch, and once more after the last."""
+    """A run that stopped after step 3 of 6, where the first epoch ends, and once more after the last step."""
     steps = {**TINY, "train_samples": 20, "epochs": 2, "profile_wait": 0, "profile_warmup": 1, "profile_active": 1}
     straight = {**steps, "output_dir": str(tmp_path / "straight"), "no_profile": True}
     assert ranks.run(2, run_here, straight) == [None, None]
@@ -76,35 +77,32 @@ def test_every_field_of_the_manifest_is_documented() -> None:
 # Killed ranks --------------------------------------------------------------------------------------------------------
 
 
-def killed(choice: tuple[str, str], folder: Path, kill_rank: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    script = "main_ddp.py" if choice[0] == "ddp" else "main_shard.py"
-    arguments = ["--ddp-choice", choice[1], "--workload", "mlp", "--depth", "3", "--width", "16", "--no-profile"]
-    arguments += ["--train-samples", "64", "--eval-samples", "4", "--output-dir", str(folder), *flags]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+def killed(choice: str, folder: Path, rank: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A run of 8 steps in which a rank is killed in step 5, and torchrun restarts the ranks."""
+    arguments = ["--ddp-choice", choice, "--workload", "mlp", "--depth", "3", "--width", "16", "--no-profile", *flags]
+    arguments += ["--train-samples", "64", "--eval-samples", "4", "--output-dir", str(folder)]
     return subprocess.run(
-        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=1", "tests/kill_once.py", script, *arguments],
+        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=1", SCRIPT, *arguments],
         cwd=ROOT,
-        env=environment | {"KILL_RANK": str(kill_rank), "KILL_STEP": "5"},
+        env=os.environ | {"FAULT": f"kill:rank={rank}:step=5:at=forward"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
 
 
-def assert_nothing_is_lost(choice: tuple[str, str], folder: Path, kill_rank: int, *flags: str) -> None:
-    """Killed in step 6 of 8, the run goes on after step 4, and ends as if nothing had been."""
-    answer = killed(choice, folder, kill_rank, "--checkpoint-every", "2", *flags)
+def assert_nothing_is_lost(choice: str, folder: Path, rank: int) -> None:
+    """The run resumes after step 4, and ends as if nothing had happened."""
+    answer = killed(choice, folder, rank, "--checkpoint-every", "2")
     assert answer.returncode == 0, answer.stderr
-    assert f"{choice[1]}: goes on after step 4 from" in answer.stdout
-    (record,) = records(folder, choice[1])
+    assert f"{choice}: resumes after step 4 from" in answer.stdout
+    (record,) = records(folder, choice)
     assert len(record["train_loss"]) == 8 and record["resumed_from"]["step"] == 4
 
 
 @pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    assert_nothing_is_lost(("sharding", "zero2"), tmp_path, 1)
+    assert_nothing_is_lost("zero2", tmp_path, 1)
     straight = {**TINY, "choice": "bucket_ddp_async", "train_samples": 64, "eval_samples": 4, "no_profile": True}
     ranks.run(2, run_here, {**straight, "output_dir": str(tmp_path)})
     (expected,) = records(tmp_path, "bucket_ddp_async")
@@ -114,22 +112,22 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", choices(), ids="-".join)
 def test_a_killed_rank_of_any_choice(tmp_path: Path, choice: tuple[str, str]) -> None:
-    assert_nothing_is_lost(choice, tmp_path, 0 if choice[1].startswith("pytorch") else 1)
+    assert_nothing_is_lost(choice[1], tmp_path, 0 if choice[1].startswith("pytorch") else 1)
 
 
 @pytest.mark.exhaustive
 def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
-    answer = killed(("ddp", "flat_ddp"), tmp_path, 1, "--checkpoint-every", "7")
-    assert answer.returncode == 0 and "goes on" not in answer.stdout
+    answer = killed("flat_ddp", tmp_path, 1, "--checkpoint-every", "7")
+    assert answer.returncode == 0 and "resumes" not in answer.stdout
     (record,) = records(tmp_path, "flat_ddp")
     assert len(record["train_loss"]) == 8 and record["resumed_from"] is None
 
 
 @pytest.mark.exhaustive
-def test_a_restart_does_not_go_on_from_another_job(tmp_path: Path) -> None:
-    """Refused at first, a run must not go on from somebody else's checkpoint when torchrun starts it again."""
+def test_a_restart_does_not_resume_from_another_job(tmp_path: Path) -> None:
+    """A run that was refused must not resume from another job's checkpoint when torchrun restarts it."""
     flags = ("--checkpoint-every", "2")
-    assert killed(("ddp", "flat_ddp"), tmp_path, 1, *flags).returncode == 0
-    answer = killed(("ddp", "flat_ddp"), tmp_path, 1, *flags)
-    assert answer.returncode == 1 and "goes on" not in answer.stdout
+    assert killed("flat_ddp", tmp_path, 1, *flags).returncode == 0
+    answer = killed("flat_ddp", tmp_path, 1, *flags)
+    assert answer.returncode == 1 and "resumes" not in answer.stdout
     assert answer.stderr.count("holds checkpoints of an earlier run, the newest of step 8") == 2

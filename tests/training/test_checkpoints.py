@@ -1,4 +1,4 @@
-"""A run that stops and goes on equals one that does not; so it does, within rounding, with another choice or ranks."""
+"""A run that stops and resumes equals one that does not; with another choice or other ranks, within rounding."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: tuple[s
 
 
 def test_buckets_that_were_fitted_to_the_link_are_kept(ranks: RankPool, tmp_path: Path) -> None:
-    """Measured anew they might be others, and sums of three ranks be rounded in another order."""
+    """If they were fitted again, they might differ, and sums over three ranks would be rounded in another order."""
     for straight, stopped in ranks.run(3, fitted_and_stopped, tmp_path):
         assert stopped == straight
 
 
-def test_other_choices_and_other_numbers_of_ranks_go_on(ranks: RankPool, tmp_path: Path) -> None:
-    """A relay: each leg reads what the one before has saved."""
+def test_other_choices_and_other_numbers_of_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
+    """A relay: each leg resumes from what the one before has saved."""
     expected = ranks.run(2, losses, ("ddp", "simple_ddp"), 16, tmp_path / "straight")[0]
     legs = [
         (2, ("sharding", "zero3")),
@@ -45,7 +45,7 @@ def test_other_choices_and_other_numbers_of_ranks_go_on(ranks: RankPool, tmp_pat
 
 
 def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path) -> None:
-    """0-d, without elements, and of mixed dtypes: what is one number for a parameter, and what one for each element."""
+    """Parameters that are 0-d, without elements, and of mixed dtypes."""
     expected = ranks.run(2, losses, ("ddp", "simple_ddp"), 8, None, None, "odd")[0]
     legs = [
         (2, ("ddp", "simple_ddp")),
@@ -59,7 +59,7 @@ def test_odd_parameters_go_from_choice_to_choice(ranks: RankPool, tmp_path: Path
 def relay(
     ranks: RankPool, folder: Path, legs: list[tuple[int, tuple[str, str]]], model: str | None = None
 ) -> list[float]:
-    """The losses of all steps, of which each leg makes two, from what the one before has saved."""
+    """The losses of all steps. Each leg makes two of them, from what the one before has saved."""
     before: str | None = None
     for leg, (size, choice) in enumerate(legs):
         found = ranks.run(size, losses, choice, 2 * leg + 2, folder / str(leg), before, model)

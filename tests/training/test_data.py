@@ -1,4 +1,4 @@
-"""Which rank sees which sample: every one exactly once, however the numbers divide (TRAPS 4, 6, 17)."""
+"""Which rank gets which sample: each sample exactly once, however the numbers divide (TRAPS 4, 6, 17)."""
 
 from hypothesis import given
 from hypothesis import strategies as st

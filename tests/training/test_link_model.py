@@ -1,4 +1,4 @@
-"""Planted costs come back, and what the model promises of its answers holds for any of them."""
+"""The fit finds planted costs, and its predictions have the properties that the model states."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ SECONDS_PER_BYTE = st.floats(1e-11, 1e-7)
 
 @st.composite
 def models(draw: st.DrawFn) -> LinkModel:
-    """Any that may exist, those among them whose later pieces begin lower than the one before ends."""
+    """Any valid model, also with pieces that start below the end of the one before."""
     starts = sorted(draw(st.lists(st.floats(1, 2e9), max_size=3, unique=True)))
     cost = st.tuples(st.floats(0, 1), st.floats(0, 1e-6))
     return LinkModel(tuple(Piece(start, *draw(cost)) for start in [0.0, *starts]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(LATENCY, SECONDS_PER_BYTE)
 def test_one_line_comes_back_as_one_piece(latency: float, per_byte: float) -> None:
     (piece,) = LinkModel.fit(SIZES, latency + per_byte * SIZES).pieces
@@ -29,10 +29,10 @@ def test_one_line_comes_back_as_one_piece(latency: float, per_byte: float) -> No
     assert piece.seconds_per_byte == pytest.approx(per_byte, rel=1e-4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(LATENCY, SECONDS_PER_BYTE, st.floats(1.5, 20), st.integers(3, 17))
 def test_a_break_comes_back_where_it_was_planted(latency: float, per_byte: float, times: float, place: int) -> None:
-    """An algorithm that is dearer by a factor in all it costs, from one of the sizes on."""
+    """From one of the sizes on, all costs are larger by a factor."""
     planted = LinkModel((Piece(0, latency, per_byte), Piece(SIZES[place], times * latency, times * per_byte)))
     fitted = LinkModel.fit(SIZES, planted.seconds(SIZES))
     assert fitted.seconds(SIZES) == pytest.approx(planted.seconds(SIZES), rel=0.1)
@@ -40,35 +40,29 @@ def test_a_break_comes_back_where_it_was_planted(latency: float, per_byte: float
         assert any(SIZES[place - 1] < piece.from_bytes <= SIZES[place] for piece in fitted.pieces[1:])
 
 
-@settings(max_examples=25)
-@given(LATENCY, SECONDS_PER_BYTE, st.integers(0, 2**32 - 1))
-def test_noise_is_not_taken_for_pieces_nor_for_speed(latency: float, per_byte: float, seed: int) -> None:
-    noise = np.random.default_rng(seed).lognormal(0, 0.05, len(SIZES))
-    true = latency + per_byte * SIZES
-    fitted = LinkModel.fit(SIZES, true * noise)
-    assert np.mean(np.abs(fitted.seconds(SIZES) / true - 1)) < 0.06
-    assert held_out_error(SIZES, true * noise) < 0.15
-
-
-def test_noise_seldom_makes_a_second_piece() -> None:
-    counts = []
-    for seed in range(100):
-        noise = np.random.default_rng(seed).lognormal(0, 0.05, len(SIZES))
-        counts.append(len(LinkModel.fit(SIZES, (1e-4 + 1e-9 * SIZES) * noise).pieces))
-    assert counts.count(1) >= 80
+def test_noise_makes_neither_pieces_nor_speed() -> None:
+    """Noise of 5 %: most fits have one piece, and are near the true times, also at sizes that they have not seen."""
+    true, counts = 1e-4 + 1e-9 * SIZES, []
+    for seed in range(30):
+        times = true * np.random.default_rng(seed).lognormal(0, 0.05, len(SIZES))
+        fitted = LinkModel.fit(SIZES, times)
+        counts.append(len(fitted.pieces))
+        assert np.mean(np.abs(fitted.seconds(SIZES) / true - 1)) < 0.06
+        assert held_out_error(SIZES, times) < 0.15
+    assert counts.count(1) >= 20
 
 
 def test_noise_pulls_neither_up_nor_down() -> None:
-    """Errors relative to what was measured would pull down: with noise of 30 %, by more than 10 % in the mean."""
+    """Errors relative to the measured times would pull the fit down: by more than 10 % with noise of 30 %."""
     true, ratios = 1e-4 + 1e-9 * SIZES, []
-    for seed in range(60):
+    for seed in range(30):
         noise = np.random.default_rng(seed).lognormal(0, 0.3, len(SIZES))
         ratios.append(np.log(LinkModel.fit(SIZES, true * noise, most_pieces=1).seconds(SIZES) / true))
     assert abs(np.mean(ratios)) < 0.04
 
 
-def test_what_a_shaper_lets_through_at_once_hides_no_rate() -> None:
-    """An all-reduce as measured on a link of 250 Mbit/s, 31.25 MB/s before headers, whose shaper has an allowance."""
+def test_the_burst_of_a_shaper_hides_no_rate() -> None:
+    """An all-reduce as measured on a link of 250 Mbit/s, 31.25 MB/s before headers, whose shaper allows a burst."""
     sizes = 2.0 ** np.array([12, 14, 16, 18, 20, 21, 22, 23, 24])
     times = 1e-3 * np.array([0.503, 0.531, 2.102, 8.418, 33.77, 67.65, 135.30, 270.69, 541.44])
     fitted, one = LinkModel.fit(sizes, times), LinkModel.fit(sizes, times, most_pieces=1)

@@ -1,4 +1,4 @@
-"""A window ends only when nothing is in flight: what ends later would write into memory that the profiler has freed."""
+"""A window ends only when no collective is in flight: its end would write into memory that the profiler has freed."""
 
 import tempfile
 import time
@@ -21,22 +21,23 @@ from training.loop import train
 from training.profiling.profiler import WindowProfiler, require_window_fits
 
 LATE_S = 0.2
+WINDOW_ENDS = (3, 6)
 HOOK_ID = 4_242
 
 
 def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
-    """Collectives under way when each window ends, while the last rank is late with what goes beyond a step."""
+    """How many collectives are in flight when each window ends, if the last rank is late with the next step's."""
     strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
     announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
 
     def announce_late(*args: Any) -> None:
-        time.sleep(LATE_S * is_late)
+        time.sleep(LATE_S if is_late and strategy.optimizer_steps + 1 in WINDOW_ENDS else 0)
         announce(*args)
 
     works: list[dist.Work] = []
 
     def keep(call: Any) -> None:
-        if call.name.name != "REDUCE_SCATTER_BASE":  # Gloo's own handle of it never says that it is completed
+        if call.name.name != "REDUCE_SCATTER_BASE":  # Gloo's handle of it never says that it is completed
             works.append(call.work)
 
     unfinished: list[int] = []
@@ -90,7 +91,7 @@ def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
 def test_steps_in_which_a_strategy_settles_are_not_profiled(
     tmp_path: Path, wait: int, settling: int, expected: list[int]
 ) -> None:
-    """Windows of a step each after `wait` and one of warm-up: the first begins no sooner than after those steps."""
+    """Windows of one step each, after `wait` steps and one of warm-up; none before the strategy has settled."""
     config = RunConfig(
         choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
     )

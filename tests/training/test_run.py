@@ -379,6 +379,20 @@ def test_what_is_wrong_with_one_node_is_said_there(
     assert capfd.readouterr().err.count("error: flat_ddp: --device cuda: torch sees no CUDA device") == lines
 
 
+def test_a_run_without_torchrun_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on_machine(monkeypatch, gpus=0, local_ranks=1)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.argv", ["main_ddp.py", "--lr", "1"])
+    monkeypatch.setattr("training.run.silence_libraries", lambda: None)
+    assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("error: flat_ddp: RANK, LOCAL_RANK not set, so this was not started by torchrun; run: ")
+    assert said.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and said.count("\n") == 1
+
+
 def test_a_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Whichever it is: the others may wait for it without a word."""
 

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,31 +134,11 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(
 
 
 def test_a_store_on_loopback_is_not_reached_from_elsewhere() -> None:
-    """127.0.0.2 is this machine, too, but not the interface's own address: as any other it finds nobody."""
+    """127.0.0.2 is this machine, too, but another address: a connection to it is refused. A whole sweep is tested in
+    `tests/scripts/test_sweep.py`."""
     store = LoopbackStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     other = LoopbackStore(LOOPBACK, store.port)
     other.set("said", "so")
     assert store.get("said") == b"so"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
-
-
-@pytest.mark.slow
-def test_a_sweep_meets_on_loopback(tmp_path: Path) -> None:
-    """A rank of its own kind finds each port on which torchrun listens closed from elsewhere."""
-    rank = tmp_path / "rank.py"
-    rank.write_text(
-        "import os, socket, sys\n"
-        "port = int(os.environ['MASTER_PORT'])\n"
-        "socket.create_connection((os.environ['MASTER_ADDR'], port), timeout=5)\n"
-        "try: socket.create_connection(('127.0.0.2', port), timeout=5)\n"
-        "except ConnectionRefusedError: sys.exit(0)\n"
-        "sys.exit('error: reached')\n"
-    )
-    program = (
-        "import sys; from pathlib import Path; from scripts.sweep_runs import train; from torch import distributed\n"
-    )
-    program += f"ended_well = train('x', 2, [{str(rank)!r}], Path({str(tmp_path)!r}))\n"
-    program += "sys.exit(not ended_well or distributed.TCPStore.__name__ != 'TCPStore')"
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr

@@ -1,1 +1,1 @@
-"""Saving a run and going on from it: every rank writes its share of the state as element ranges of named tensors."""
+"""Saves a run and resumes it. Every rank writes its part of the state, as ranges of elements of named tensors."""

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: written so that they survive a crash, and read so that nothing in them is trusted.
+"""The files of a checkpoint. They are written so that they survive a crash, and nothing that is read is trusted.
 
-Tensors are in the safetensors format, read by its own library: a JSON header and bytes, never a pickle. It is written
-here, because saving must not hold Python's lock while the training thread needs it, and a checksum of what is written
-is to be had without reading it again.
+Tensors are in the safetensors format: a JSON header and bytes, never a pickle. The safetensors library reads them. They
+are written here instead, for two reasons: saving must not hold Python's lock while the training thread needs it, and
+the checksum of a file is computed without reading the file again.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from training.checkpoint.direct import DirectFile
 from training.checkpoint.ranges import IncompleteError, cover
 from training.errors import UserError
 
@@ -34,20 +33,20 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors calls them, largest elements first: in this order all data is aligned."""
+"""The names of safetensors. Large elements come first, so that all data is aligned in this order."""
 READ_BYTES = 1 << 22
-"""So much at a time is read for a checksum."""
+"""A file is read in parts of this size for its checksum."""
 
 
 class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says of a file: size in bytes, and the CRC-32 (zlib's) of all of them."""
+    """What the manifest says of a file: its size in bytes, and the CRC-32 (zlib's) of all of them."""
 
     bytes: int
     crc32: int
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, so that it is still there after a power failure.
+    """Write a file whole or not at all. It survives a power failure once this returns.
 
     Raises:
         OSError: it cannot be written.
@@ -67,10 +66,10 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names that were made or changed in a folder survive a power failure.
+    """Make new and changed names in a folder survive a power failure.
 
     Raises:
-        OSError: the file system failed to.
+        OSError: the file system failed to do so.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -80,35 +79,37 @@ def sync_folder(path: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileInfo:
-    """Write dense tensors (of any device, one at a time brought to the CPU) as safetensors, and wait for the disk.
+    """Write dense tensors as safetensors, and wait for the disk. Tensors on a GPU are copied to the CPU one by one.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: they cannot be written.
     """
     order = sorted(tensors, key=lambda key: list(DTYPES).index(tensors[key].dtype))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key in order:
         start, end = end, end + tensors[key].nbytes
-        header[key] = {
-            "dtype": DTYPES[tensors[key].dtype],
-            "shape": list(tensors[key].shape),
-            "data_offsets": [start, end],
-        }
+        shape = list(tensors[key].shape)
+        header[key] = {"dtype": DTYPES[tensors[key].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with DirectFile(path) as file:
-        file.write(memoryview(len(text).to_bytes(8, "little") + text))
+    content = len(text).to_bytes(8, "little") + text
+    checksum = zlib.crc32(content)
+    with path.open("wb") as file:
+        file.write(content)
         for key in order:
             flat = tensors[key].detach().cpu().contiguous().view(-1)
             if flat.numel():
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
-        file.finish()
-        return FileInfo(file.size, file.crc32)
+                data = memoryview(flat.view(torch.uint8).numpy())
+                file.write(data)
+                checksum = zlib.crc32(data, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileInfo(len(content) + end, checksum)
 
 
 def problem_of(path: Path, info: FileInfo) -> str | None:
-    """What is wrong with a file of which the manifest says `info`, if anything is."""
+    """What is wrong with a file that the manifest describes by `info`; None if nothing is."""
     try:
         if path.is_symlink() or not path.is_file():
             return f"{path.name} is {'a symbolic link' if path.is_symlink() else 'missing'}"
@@ -124,27 +125,28 @@ def problem_of(path: Path, info: FileInfo) -> str | None:
 
 
 class TensorFiles:
-    """The tensors of several safetensors files, which store ranges of flat tensors under `<key>/<first element>`.
+    """The tensors of several safetensors files. Each file stores ranges of flat tensors as `<key>/<first element>`.
 
     Raises:
-        UserError: a file is none, though its checksum was right.
+        UserError: a file is not in this format, although its checksum was right.
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._ranges: dict[str, list[tuple[int, int]]] = {}
-        self._places: dict[str, list[tuple[Any, str]]] = {}
         self._files: dict[str, Any] = {}
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
+        self._slices: dict[str, list[Any]] = {}  # of each range, what reads its elements
         for path in paths:
             try:
                 file = self._files[path.name] = safe_open(str(path), "pt")
                 for stored in file.keys():  # noqa: SIM118 - it is no dict
                     key, _, start = stored.rpartition("/")
                     if start.isdecimal():
-                        shape = file.get_slice(stored).get_shape()
+                        elements = file.get_slice(stored)
+                        shape = elements.get_shape()
                         if len(shape) != 1:
                             raise UserError(f"{path}: {stored} has {len(shape)} dimensions instead of one")
                         self._ranges.setdefault(key, []).append((int(start), int(start) + shape[0]))
-                        self._places.setdefault(key, []).append((file, stored))
+                        self._slices.setdefault(key, []).append(elements)
             except (SafetensorError, OSError, ValueError) as error:
                 raise UserError(f"{path} is no safetensors file: {error}") from error
 
@@ -154,28 +156,23 @@ class TensorFiles:
         return list(self._ranges)
 
     def read(self, key: str, start: int, end: int) -> Tensor:
-        """Elements `start` to `end` of a tensor, (end - start,) on CPU; only they are read.
+        """Elements `start` to `end` of a tensor, (end - start,) on CPU. Only these are read from the files.
 
         Raises:
             UserError: some of them are not stored.
         """
+        if key not in self._ranges:
+            raise UserError(f"{key}: not stored")
         try:
-            parts = cover(self._ranges.get(key, []), start, end)
+            parts = cover(self._ranges[key], start, end)
         except IncompleteError as error:
             raise UserError(f"{key}: {error}") from error
-        found = []
-        for index, first, last in parts:
-            file, stored = self._places[key][index]
-            found.append(file.get_slice(stored)[first:last])
-        if not found:  # no element is asked for, but the dtype
-            if key not in self._places:
-                raise UserError(f"{key}: not stored")
-            file, stored = self._places[key][0]
-            return file.get_slice(stored)[0:0]
+        slices = self._slices[key]
+        found = [slices[index][first:last] for index, first, last in parts] or [slices[0][0:0]]
         return torch.cat(found) if len(found) > 1 else found[0]
 
     def of_file(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Whole tensors that one file holds beside ranges, and its metadata; nothing of a file that is not here."""
+        """The whole tensors that one file stores beside ranges, and its metadata. Both are empty if it is not there."""
         file = self._files.get(name)
         if file is None:
             return {}, {}

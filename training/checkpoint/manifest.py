@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, `manifest.json`, and the folders that checkpoints are in (`docs/checkpoints.md`).
+"""The manifest of a checkpoint, `manifest.json`, and the folders of checkpoints (`docs/checkpoints.md`).
 
-The manifest is written last, and holds the size and checksum of every other file and of itself. So a folder under its
-final name whose manifest is whole and whose files agree with it is a complete checkpoint, and nothing else is.
+The manifest is written last. It holds the size and checksum of every other file, and its own checksum. A checkpoint is
+complete if its folder has its final name, its manifest is whole, and its files agree with the manifest.
 """
 
 import json
@@ -21,13 +21,13 @@ from training.records.record import to_json
 FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
-"""Bytes; a longer one is not read."""
+"""In bytes. A longer one is not read."""
 FOLDER = re.compile(r"step_(\d{8,15})")
 RANK_FILE = re.compile(r"rank_\d{1,6}\.safetensors")
 
 
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole tensor of the model: its shape, its dtype as torch calls it, and whether it trains."""
+    """A whole tensor of the model: its shape, torch's name of its dtype, and whether it is trainable."""
 
     shape: list[int]
     dtype: str
@@ -35,7 +35,7 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a checkpoint, and of which run it is; `docs/checkpoints.md` explains each field."""
+    """What a checkpoint holds, and which run saved it. `docs/checkpoints.md` explains each field."""
 
     format: int
     step: int
@@ -65,7 +65,7 @@ def file_name(rank: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest` and its own checksum whole or not at all.
+    """Write `manifest` with its own checksum, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`.
 
     Raises:
-        UserError: there is none, or it is incomplete, damaged, or of another version.
+        UserError: there is none, or it is damaged or of another version.
     """
     path = folder / MANIFEST
     if path.is_symlink():
@@ -111,10 +111,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
-    """Compare a checkpoint's files with its manifest; ranks share the reading.
+    """Compare a checkpoint's files with its manifest. Each rank reads some of the files.
 
     Raises:
-        UserError: one that fell to `rank` is missing or damaged.
+        UserError: one of those that `rank` reads is missing or damaged.
     """
     for name in sorted(manifest.files)[rank::size]:
         problem = problem_of(folder / name, manifest.files[name])
@@ -123,10 +123,10 @@ def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything in `folder` that is called a checkpoint, newest first. Links are left out.
+    """(step, folder) of everything in `folder` that has the name of a checkpoint, newest first, without links.
 
     Raises:
-        UserError: `folder` cannot be read; nothing, if there is none.
+        UserError: `folder` exists and cannot be read.
     """
     try:
         found = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
@@ -137,19 +137,19 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the `keep` newest of the checkpoints in `folder` up to that of `step`.
+    """Remove all but the `keep` newest of the checkpoints in `folder`. Those of steps after `step` do not count.
 
     Raises:
         OSError: one cannot be removed.
     """
     for _, path in [entry for entry in checkpoints_in(folder) if entry[0] <= step][keep:]:
-        leaving = path.with_name(f".{path.name}.removed")
-        path.rename(leaving)  # or a kill would leave half of it under its name
-        shutil.rmtree(leaving)
+        removed = path.with_name(f".{path.name}.removed")
+        path.rename(removed)  # without this, a kill could leave a half of it under its name
+        shutil.rmtree(removed)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs were about to write or to remove in `folder`.
+    """Remove what killed runs have left in `folder`, half written or half removed.
 
     Raises:
         OSError: it cannot be removed.
@@ -164,6 +164,6 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def several(items: Sequence[str], most: int = 3) -> str:
-    """A list for a message, not longer than a person reads."""
+    """A short list for a message."""
     left = len(items) - most
     return "; ".join(items[:most]) + (f"; and {left} more" if left > 0 else "")

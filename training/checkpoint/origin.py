@@ -1,7 +1,8 @@
-"""Where a run goes on from: which checkpoint, whether it is whole, and whether this run may follow it."""
+"""The checkpoint that a run resumes from: which one, whether it is complete, and whether this run may continue it."""
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ MUST_EQUAL = (
     "depth",
     "width",
 )
-"""Settings that decide which steps follow. With another one a run would be neither the old nor a new one."""
+"""Settings that decide the results of the next steps. They must be the same in the run that resumes."""
 MAY_DIFFER = (
     "choice",
     "grad_accum_steps",
@@ -45,15 +46,15 @@ MAY_DIFFER = (
     "device",
     "backend",
 )
-"""Settings that decide how steps are computed, or how many. What has changed stands in the run record."""
+"""Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
 DECIDE_BUCKETS = {"choice", "world_size", "device", "backend", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"}
-"""Of these settings: where one has changed, buckets are fitted anew."""
+"""If one of these settings has changed, buckets are fitted again."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A whole checkpoint that a run goes on from. `skipped`: newer ones beside it, with what is wrong with each."""
+    """A complete checkpoint that a run resumes from. `skipped`: newer ones, with what is wrong with each."""
 
     path: Path
     manifest: Manifest
@@ -65,55 +66,51 @@ class Origin:
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
-    """The folder of a run's checkpoints: what is asked for, or `checkpoints/<choice>` beside `profile/`."""
+    """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""
     return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.choice)
 
 
 def current_job() -> str | None:
-    """What stays the same when `torchrun` starts the ranks of a job again, and differs between jobs."""
+    """A name that stays the same when `torchrun` restarts the ranks of a job, and differs between jobs."""
     job = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"{job}/{os.getppid()}" if job == "none" else job  # the name of all jobs that were given none
+    return f"{job}/{os.getppid()}" if job == "none" else job  # the id of every job without one of its own
 
 
 def find_origin(config: RunConfig, ranks: Ranks) -> Origin | None:
-    """The checkpoint that this run goes on from, if any; checked by all ranks, each a part of its files. Collective.
+    """The checkpoint that this run resumes from, if any. Each rank checks a part of its files. Collective.
 
-    A run that `torchrun` has started again goes on from its own latest checkpoint, whatever it went on from at first.
+    A run that `torchrun` has restarted resumes from its own newest checkpoint, wherever it started from at first.
 
     Raises:
-        UserError: on every rank: there is none where one is asked for, it is damaged, or the folder for this run's own
-            checkpoints holds others, which it would mix up with its own.
+        UserError: on every rank: there is no checkpoint to resume from, it is damaged, or the folder for this run's own
+            checkpoints holds those of another run.
     """
     folder = checkpoint_folder(config)
     if config.checkpoint_every and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        own = newest_whole(folder, ranks)
-        if isinstance(own, Origin) and own.manifest.job == from_rank0(current_job):
-            return own
+        with suppress(UserError):  # there is none yet
+            own = newest_complete(folder, ranks)
+            if own.manifest.job == from_rank0(current_job):
+                return own
     origin = None
-    if config.resume == LATEST:
-        origin = require_found(newest_whole(folder, ranks), folder)
-    elif config.resume is not None:
-        origin = named(Path(config.resume), ranks)
+    if config.resume is not None:
+        path = folder if config.resume == LATEST else Path(config.resume)
+        is_folder = config.resume == LATEST or from_rank0(lambda: holds_checkpoints(path))
+        origin = newest_complete(path, ranks) if is_folder else complete(path, ranks)
     if config.checkpoint_every:
         from_rank0(lambda: require_no_others(folder, origin))
     return origin
 
 
-def named(path: Path, ranks: Ranks) -> Origin:
-    """The checkpoint in `path`, or the newest whole one of the checkpoints in it. Collective.
+def holds_checkpoints(path: Path) -> bool:
+    """Whether a folder holds checkpoints, and is none itself."""
+    return path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path))
+
+
+def complete(path: Path, ranks: Ranks) -> Origin:
+    """The checkpoint in `path`. Collective.
 
     Raises:
-        UserError: on every rank, where there is none.
-    """
-    holds_others = from_rank0(lambda: path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path)))
-    return require_found(newest_whole(path, ranks), path) if holds_others else checked(path, ranks)
-
-
-def checked(path: Path, ranks: Ranks) -> Origin:
-    """The checkpoint in `path`, of which nothing is missing or damaged. Collective.
-
-    Raises:
-        UserError: on every rank, where something is.
+        UserError: on every rank, if a part of it is missing or damaged.
     """
 
     def check() -> Manifest:
@@ -124,28 +121,26 @@ def checked(path: Path, ranks: Ranks) -> Origin:
     return Origin(path, on_every_rank(check))
 
 
-def newest_whole(folder: Path, ranks: Ranks) -> Origin | dict[Path, str]:
-    """The newest checkpoint in `folder` of which nothing is missing or damaged, or what is wrong with each."""
+def newest_complete(folder: Path, ranks: Ranks) -> Origin:
+    """The newest complete checkpoint in `folder`. Collective.
+
+    Raises:
+        UserError: on every rank, if there is none; says what is wrong with each checkpoint.
+    """
     problems: dict[Path, str] = {}
     for _, path in from_rank0(lambda: checkpoints_in(folder)):
         try:
-            return replace(checked(path, ranks), skipped=problems)
+            return replace(complete(path, ranks), skipped=problems)
         except UserError as error:
             problems[path] = str(error)
-    return problems
-
-
-def require_found(found: Origin | dict[Path, str], folder: Path) -> Origin:
-    if isinstance(found, Origin):
-        return found
-    reason = f" ({several(list(found.values()))})" if found else ""
+    reason = f" ({several(list(problems.values()))})" if problems else ""
     raise UserError(
         f"--resume: no complete checkpoint in {folder}{reason}; leave --resume out to start from the beginning"
     )
 
 
 def require_no_others(folder: Path, origin: Origin | None) -> None:
-    """Refuse a folder with checkpoints that this run does not go on from.
+    """Check that the folder for this run's checkpoints holds none, or that this run resumes from the newest of them.
 
     Raises:
         UserError: names the newest.
@@ -157,18 +152,18 @@ def require_no_others(folder: Path, origin: Origin | None) -> None:
     step, newest = others[0]
     if origin is None:
         raise UserError(
-            f"{folder} holds checkpoints of an earlier run, the newest of step {step}; go on from it with "
+            f"{folder} holds checkpoints of an earlier run, the newest of step {step}; resume from it with "
             "--resume latest, or give another --checkpoint-dir"
         )
     if not newest.samefile(origin.path):
         raise UserError(
-            f"{folder} holds a checkpoint of step {step} that this run does not go on from; remove it, or give another "
-            "--checkpoint-dir"
+            f"{folder} holds a checkpoint of step {step} that this run does not resume from; remove it, or give "
+            "another --checkpoint-dir"
         )
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a folder has a whole manifest; without one it is worth nothing to anybody."""
+    """Whether a folder has a whole manifest. Without one, nobody can use what is in it."""
     try:
         read_manifest(path)
     except UserError:
@@ -177,7 +172,7 @@ def has_manifest(path: Path) -> bool:
 
 
 def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings.
+    """Check that the settings in `MUST_EQUAL` are those of the checkpoint.
 
     Raises:
         UserError: names each that differs, with both values.
@@ -192,7 +187,7 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
 
 
 def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: int) -> dict[str, list[Any]]:
-    """What of `MAY_DIFFER`, and of the number of ranks, has changed: [then, now]."""
+    """Which settings in `MAY_DIFFER` have changed, and whether the number of ranks has: [then, now]."""
     then, now = manifest.config | {"world_size": manifest.world_size}, {**config, "world_size": world_size}
     return {n: [then.get(n), now[n]] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now[n]}
 
@@ -200,7 +195,7 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: 
 def require_same_model(
     manifest: Manifest, parameters: Mapping[str, TensorInfo], buffers: Mapping[str, TensorInfo], optimizer: str
 ) -> None:
-    """Refuse a checkpoint of another model or optimizer.
+    """Check that model and optimizer are those of the checkpoint.
 
     Raises:
         UserError: names parameters that are missing, unknown or of another shape or dtype.
@@ -213,7 +208,7 @@ def require_same_model(
 
 
 def differences(stored: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]) -> list[str]:
-    """Sentences on what has to be the same and is not."""
+    """Clauses on what should be the same and is not."""
 
     def describe(info: TensorInfo) -> str:
         return f"{tuple(info.shape)} {info.dtype}{' that trains' if info.trains else ''}"

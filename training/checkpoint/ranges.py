@@ -1,7 +1,7 @@
-"""Ranges of elements: who saves which, and from where a range is put together again. Pure functions of numbers.
+"""Ranges of elements: which rank saves which, and how a range is assembled from others. Pure functions of numbers.
 
-A tensor's elements are counted in row-major order. However ranks cut a parameter, what they hold of it are ranges of
-these, so ranges are what a checkpoint stores: any choice and any number of ranks can read the ones that they need.
+The elements of a tensor are counted in row-major order. However ranks shard a parameter, each holds ranges of these
+elements. So a checkpoint stores ranges, and any choice with any number of ranks can read those that it needs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ class Piece(NamedTuple):
     """Consecutive elements of a parameter that a rank holds.
 
     Attributes:
-        name: The parameter's own name in the plain module.
+        name: The parameter's name in the plain module.
         start: Number of the first element.
-        tensor: What holds them, in any shape. Of what this rank updates: the tensor that its optimizer knows.
+        tensor: Holds the elements, in any shape. If this rank updates them, it is the tensor that its optimizer has.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements `start` to `end` of tensor, or range, number `which`."""
+    """Elements `start` to `end` of the tensor or range with number `which`."""
 
     which: int
     start: int
@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 
 def share(lengths: Iterable[int], rank: int, size: int) -> list[Part]:
-    """Which elements of tensors of these lengths, laid end to end, fall to `rank` if `size` ranks share them evenly.
+    """The elements that `rank` gets if `size` ranks evenly divide tensors of these lengths, laid end to end.
 
-    Over all ranks each element falls to exactly one; a rank gets at most one element more than another.
+    Each element goes to exactly one rank. A rank gets at most one element more than another.
     """
     lengths = list(lengths)
     total = sum(lengths)
@@ -49,18 +49,17 @@ def share(lengths: Iterable[int], rank: int, size: int) -> list[Part]:
 
 
 class IncompleteError(ValueError):
-    """Some elements are in no range."""
+    """Some elements are in none of the ranges."""
 
 
 def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]:
-    """Put elements `start` to `end` together from `ranges`, each (first, end) and in any order.
+    """Assemble elements `start` to `end` from `ranges`, which are (first, end) in any order.
 
     Returns:
-        Parts in order, without gap or overlap: `which` is the number of a range, `start` and `end` count from where
-        that begins.
+        Parts in order, without gap or overlap. `which` is the number of a range, from whose start the others count.
 
     Raises:
-        IncompleteError: elements are missing; says which.
+        IncompleteError: names the first missing element.
     """
     parts, position = [], start
     for index, (first, last) in sorted(enumerate(ranges), key=lambda item: item[1]):

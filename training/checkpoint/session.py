@@ -1,11 +1,11 @@
-"""The checkpoints of one run: what it goes on from, and what it saves as it goes."""
+"""The checkpoints of one run: the one that it resumes from, and those that it saves."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from training.checkpoint.files import TensorFiles
-from training.checkpoint.manifest import FORMAT, Manifest, file_name
+from training.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name
 from training.checkpoint.origin import (
     DECIDE_BUCKETS,
     Origin,
@@ -19,10 +19,10 @@ from training.checkpoint.origin import (
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import (
     derive_random_states,
-    describe_buffers,
+    describe,
     describe_groups,
-    describe_parameters,
     fill,
+    persistent_buffers,
     random_states,
     restore_random_states,
     tensors_to_save,
@@ -36,14 +36,14 @@ from training.watch.phases import between_steps
 
 
 class Checkpoints:
-    """Finds what to go on from when it is made; everything it does is collective, but for `close`.
+    """Finds the checkpoint to resume from when it is created. All its methods but `close` are collective.
 
     Attributes:
-        origin: The checkpoint that the run goes on from, if any.
-        done: Optimizer steps that were made before.
+        origin: The checkpoint that the run resumes from, if any.
+        done: Optimizer steps that were done before.
 
     Raises:
-        UserError: on every rank: no checkpoint to go on from, or no place to save one.
+        UserError: on every rank: there is no checkpoint to resume from, or no folder to save in.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
@@ -59,7 +59,7 @@ class Checkpoints:
                 print(f"{config.choice}: skipped: {problem}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
-        """Refuse to go on behind the end of the run. At the end itself there is still the evaluation.
+        """Check that the checkpoint is not behind the end of the run. If it is at the end, only the evaluation is left.
 
         Raises:
             UserError: names both numbers.
@@ -78,10 +78,10 @@ class Checkpoints:
         steps: int,
         first_step: Callable[[], Sequence[MicroBatch]],
     ) -> TrainingResult:
-        """Give `strategy` what the checkpoint holds, or nothing if there is none.
+        """Restore `strategy` from the checkpoint, if there is one.
 
         Args:
-            config: With everything resolved.
+            config: With `auto` and the learning rate resolved.
             steps: Optimizer steps of the whole run.
             first_step: Makes this rank's micro-batches of the first one.
 
@@ -94,31 +94,29 @@ class Checkpoints:
         self._strategy, self._last_step = strategy, steps
         self._settings = config.as_dict() | {"train_samples": train_samples}
         if self.origin or self._saver:
-            strategy.parameter_pieces()  # whether this choice can be saved at all, it says before training begins
+            strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
         if not self.origin:
             return TrainingResult()
         manifest, world_size = self.origin.manifest, self._ranks.world_size
         require_same_settings(manifest, self._settings)
-        optimizer = type(strategy.updating_optimizer).__name__
-        parameters, buffers = describe_parameters(strategy.module), describe_buffers(strategy.module)
-        require_same_model(manifest, parameters, buffers, optimizer)
+        require_same_model(manifest, *self._model())
         changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
         strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         if self._ranks.is_main:
-            print(f"{config.choice}: goes on after step {self.done} from {self.origin.path}", flush=True)
+            print(f"{config.choice}: resumes after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
-            strategy.remarks.append(
-                f"went on after step {self.done} with {world_size} ranks instead of {manifest.world_size}: samples and "
-                "their order are the same, the random numbers of dropout are new"
+            strategy.notes.append(
+                f"resumed after step {self.done} with {world_size} ranks instead of {manifest.world_size}: the samples "
+                "and their order are the same, the random numbers of dropout are new"
             )
         if config.compress == "powersgd":
-            strategy.remarks.append(
-                f"went on after step {self.done} without what PowerSGD still had to make up for, so later steps differ "
-                "from those of a run that was not stopped"
+            strategy.notes.append(
+                f"resumed after step {self.done} without PowerSGD's error feedback, which is not saved: later steps "
+                "differ from those of a run that was not stopped"
             )
-        # Times are another process's, perhaps another choice's: they stay in its record and in the manifest.
+        # Step times are those of another process, so they stay in its record and in the manifest.
         return TrainingResult(list(manifest.train_loss), [None] * self.done, list(manifest.step_samples))
 
     def _load(self, path: Path, manifest: Manifest) -> None:
@@ -130,10 +128,10 @@ class Checkpoints:
             derive_random_states(self._settings["seed"], manifest.step, self._ranks.rank)
 
     def after_step(self, result: TrainingResult) -> None:
-        """Save if it is time to: every so many steps, and after the last.
+        """Save a checkpoint if one is due: every `--checkpoint-every` steps, and after the last step.
 
         Raises:
-            UserError: on every rank, where that failed.
+            UserError: on every rank, if that failed.
         """
         step = len(result.loss)
         if self._saver and self._every and (step % self._every == 0 or step == self._last_step):
@@ -146,18 +144,18 @@ class Checkpoints:
         """Wait until the last save is complete.
 
         Raises:
-            UserError: on every rank, where it failed.
+            UserError: on every rank, if it failed.
         """
         if self._saver:
             self._saver.settle()
 
     def close(self) -> None:
-        """The run ends here, well or not."""
+        """The run ends, well or not."""
         if self._saver:
             self._saver.close()
 
     def as_record(self) -> dict[str, Any] | None:
-        """What the run record says of where the run went on from."""
+        """`resumed_from` of the run record."""
         if not self.origin:
             return None
         manifest = self.origin.manifest
@@ -168,8 +166,15 @@ class Checkpoints:
             "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
         }
 
+    def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
+        """Parameters, buffers, and the class of the optimizer."""
+        module = self._strategy.module
+        parameters, buffers = describe(module.named_parameters()), describe(persistent_buffers(module).items())
+        return parameters, buffers, type(self._strategy.updating_optimizer).__name__
+
     def _manifest(self, result: TrainingResult) -> Manifest:
         strategy = self._strategy
+        parameters, buffers, optimizer = self._model()
         return Manifest(
             format=FORMAT,
             step=len(result.loss),
@@ -179,11 +184,11 @@ class Checkpoints:
             job=current_job(),
             config=self._settings,
             versions=self._versions,
-            optimizer=type(strategy.updating_optimizer).__name__,
+            optimizer=optimizer,
             parameter_groups=describe_groups(strategy.optimizer),
             learned=strategy.learned(),
-            parameters=describe_parameters(strategy.module),
-            buffers=describe_buffers(strategy.module),
+            parameters=parameters,
+            buffers=buffers,
             train_loss=list(result.loss),
             step_samples=list(result.samples),
             step_time_s=list(result.step_time_s),

@@ -1,9 +1,9 @@
-"""What of a strategy is saved, and how it is filled again: parameters, optimizer states, buffers, random numbers.
+"""What a checkpoint saves of a strategy, and how it is restored: parameters, optimizer states, buffers, random numbers.
 
-Keys of what a rank stores, each tensor flat, of which elements from `start` on:
+A rank stores flat tensors under these keys. `<start>` is the number of the first element:
     parameter/<name>/<start>                      values
-    optimizer/<state>/<name>/<start>              an optimizer state that has a value for each element
-    optimizer_count/<state>/<name>/0              one that has a single value for the whole parameter, such as `step`
+    optimizer/<state>/<name>/<start>              an optimizer state with a value for each element
+    optimizer_count/<state>/<name>/0              an optimizer state with one value for the parameter, such as `step`
     buffer/<name>/0                               rank 0's persistent buffers
     random/torch, random/cuda                     states of this rank's generators
 """
@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,20 +26,12 @@ from training.errors import UnsupportedError, UserError
 from training.strategy import Strategy
 
 COUNT = "step"
-"""What torch's optimizers call the state that is one number, also where the parameter is one."""
+"""The state that torch's optimizers keep as one number for a parameter, even if the parameter is one number too."""
 
 
-def describe_parameters(module: nn.Module) -> dict[str, TensorInfo]:
-    """Shapes are those of the whole model, also where it is sharded."""
-    return {n: TensorInfo(list(p.shape), dtype_name(p), p.requires_grad) for n, p in module.named_parameters()}
-
-
-def describe_buffers(module: nn.Module) -> dict[str, TensorInfo]:
-    return {n: TensorInfo(list(b.shape), dtype_name(b), False) for n, b in persistent_buffers(module).items()}
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def describe(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorInfo]:
+    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole."""
+    return {n: TensorInfo(list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for n, t in tensors}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -48,7 +40,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The numbers that each parameter group is set to, such as its learning rate."""
+    """The settings of each parameter group that are numbers, such as its learning rate."""
     return [{name: value for name, value in group.items() if is_setting(value)} for group in optimizer.param_groups]
 
 
@@ -62,10 +54,10 @@ def is_setting(value: object) -> bool:
 
 
 def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
-    """What this rank stores, by key: views where that is possible, so that they must be copied before the next step.
+    """What this rank stores, by key. Most are views, so they must be copied before the next step changes them.
 
     Raises:
-        UnsupportedError: the optimizer keeps something that is neither a value for each element nor one for all.
+        UnsupportedError: an optimizer state is neither a value for each element nor one for all.
     """
     strategy.finish_parameter_synchronization()
     tensors: dict[str, Tensor] = {}
@@ -75,7 +67,7 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
         for name, value in strategy.updating_optimizer.state.get(piece.tensor, {}).items():
             if is_elementwise(name, value, piece.tensor):
                 tensors[f"optimizer/{name}/{piece.name}/{piece.start + start}"] = flat(strategy, value)[start:end]
-            elif piece.start + start == 0:  # every rank that has a part of the parameter has the same
+            elif piece.start + start == 0:  # the same on every rank that holds a part of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
     if strategy.data_parallel_rank == 0:
         buffers = persistent_buffers(strategy.module)
@@ -87,7 +79,7 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def own_share(strategy: Strategy, pieces: Sequence[Piece], component: str) -> list[tuple[Piece, int, int]]:
-    """Which elements of which pieces this rank saves: all that only it has; of what all have, its part."""
+    """Which elements of which pieces this rank saves: all that only it holds, and its part of what all ranks hold."""
     lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
     if component in strategy.shards:
         return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
@@ -103,7 +95,7 @@ def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
     """Whether an optimizer state has a value for each element of a parameter, rather than one for all.
 
     Raises:
-        UnsupportedError: neither.
+        UnsupportedError: it is neither.
     """
     if isinstance(value, Tensor):
         if name != COUNT and value.shape == parameter.shape:
@@ -115,15 +107,15 @@ def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
     )
 
 
-# Filling -------------------------------------------------------------------------------------------------------------
+# Restoring -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give this rank's parameters, buffers and optimizer the stored values. Reads only what this rank holds.
+    """Set this rank's parameters, buffers and optimizer to the stored values. Reads only what this rank holds.
 
     Raises:
-        UserError: some are not stored, or the optimizer is another.
+        UserError: some values are not stored, or the optimizer is another one.
     """
     strategy.finish_parameter_synchronization()
     for piece in strategy.parameter_pieces():
@@ -144,7 +136,7 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
             put(strategy.on_this_rank(state[name]), values)
         for name, key in counts[piece.name].items():
             group = group_of[piece.tensor]
-            on_device = group.get("fused") or group.get("capturable")  # where torch's optimizers keep it then
+            on_device = group.get("fused") or group.get("capturable")  # as torch's optimizers do
             state[name] = files.read(key, 0, 1)[0].clone().to(piece.tensor.device if on_device else "cpu")
         if state:
             optimizer.state[piece.tensor] = state
@@ -152,17 +144,17 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give the parameter groups of `optimizer` the stored settings.
+    """Set the parameter groups of `optimizer` to the stored settings.
 
     Raises:
-        UserError: it has others, as it may in another version of torch.
+        UserError: the optimizer has other groups or settings, as it may in another version of torch.
     """
     own = optimizer.param_groups
     if len(groups) != len(own) or any(not one.keys() >= other.keys() for one, other in zip(own, groups, strict=True)):
         raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")
     for group, settings in zip(own, groups, strict=True):
         for name, value in settings.items():
-            kind = type(group[name])  # JSON knows neither tuples nor, here, whole numbers
+            kind = type(group[name])  # JSON has no tuples, and the manifest stores every number as a float
             group[name] = value if kind is int and value % 1 else kind(value)
 
 
@@ -171,7 +163,7 @@ def put(target: Tensor, values: Tensor) -> None:
 
 
 def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]]:
-    """For each parameter the names of its stored states, with their keys."""
+    """For each parameter, the keys of its stored states, by the name of the state."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for key in files.keys:
         if key.startswith(f"{kind}/"):
@@ -184,7 +176,7 @@ def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]
 
 
 def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """States of this rank's generators: torch's as tensors, Python's and NumPy's as JSON."""
+    """States of this rank's random generators: torch's as tensors, Python's and NumPy's as JSON."""
     tensors = {"random/torch": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(device)
@@ -194,7 +186,7 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> bool:
-    """Go on from where the generators of a rank were; False if nothing is stored for this device.
+    """Restore the states of this rank's generators. Returns False if nothing is stored for this device.
 
     Raises:
         UserError: what is stored is no state of a generator.
@@ -210,11 +202,11 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
         kind, keys, *rest = json.loads(texts["numpy_random"])
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise UserError(f"cannot go on from the stored random numbers: {error}") from error
+        raise UserError(f"cannot restore the stored random numbers: {error}") from error
     return True
 
 
 def derive_random_states(seed: int, step: int, rank: int) -> None:
-    """Start torch's generators anew, differently for each rank and each step that a run goes on from."""
+    """Seed torch's generators, differently for each rank and each step that a run resumes from."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""The two small exchanges of every optimizer step, the same for every strategy: what ranks hold, and how it went."""
+"""The two small exchanges of every optimizer step: what each rank holds, and how forward and backward went."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from training.watch import sequence
 COUNTS_ROW_BYTES = 3 * 8
 RESULTS_ROW_BYTES = 4 * 8
 RECEIVED_BYTES = 8
-"""What a rank sends, in fp64: three counts; three results, a digest, and a flag for each trainable parameter."""
+"""Bytes that a rank sends, in fp64: three counts; three results, a digest, and a flag for each trainable parameter."""
 
 PendingCounts = tuple[Tensor, dist.Work]
-"""The exchange of what ranks hold, under way."""
+"""The exchange of what ranks hold, in flight."""
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What all ranks together hold in a step: samples, and the most micro-batches that any of them has."""
+    """A step's samples on all ranks together, and its rounds: the most micro-batches that any rank has."""
 
     samples: int
     rounds: int
@@ -34,8 +34,8 @@ class StepResult:
     Attributes:
         loss: The mean over the global batch.
         used: For each trainable parameter, whether any rank made a gradient for it.
-        nonfinite: `the loss` or `a gradient` if that is NaN or infinite somewhere.
-        culprits: The ranks where it was so first, as far as they are known.
+        nonfinite: `the loss` or `a gradient`, if it is NaN or infinite on a rank.
+        culprits: The ranks on which it was so first, if they are known.
     """
 
     loss: float
@@ -44,7 +44,7 @@ class StepResult:
     culprits: Sequence[int] = ()
 
     def require_finite(self, step: int, updates_early: bool = False) -> None:
-        """Raise NonFiniteError, on every rank alike, if there is cause to.
+        """Raise NonFiniteError on every rank if the loss or a gradient is not finite on any.
 
         Args:
             updates_early: Whether parameters may have been updated before all gradients were reduced.
@@ -68,8 +68,8 @@ class StepAgreement:
     """All-gathers of a few numbers a rank. Not reductions: MAX can lose a NaN, and SUM does not say whose it is.
 
     Args:
-        module_device: Where the exchanges run if the group cannot carry CPU tensors. It should, since an exchange on a
-            GPU makes the host wait for all that is queued there.
+        module_device: Where the exchanges run if the group cannot carry CPU tensors. The CPU is better: an exchange on
+            a GPU makes the host wait for all that is queued there.
     """
 
     def __init__(self, group: dist.ProcessGroup, module_device: torch.device) -> None:
@@ -77,7 +77,7 @@ class StepAgreement:
         self.device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else module_device
 
     def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> PendingCounts:
-        """Tell the others what this rank holds. `lacks_any`: it has nothing to run if others hold more."""
+        """Tell the others what this rank holds. `lacks_any`: it has no micro-batch to repeat if others hold more."""
         return self._begin([samples, micro_batches, lacks_any])
 
     def counts(self, exchange: PendingCounts, step: int) -> GlobalBatch:

@@ -1,19 +1,19 @@
-"""The cost of a collective by its payload: measured times in, a function of bytes out.
+"""The time of a collective as a function of its payload, fitted to measured times.
 
-The alpha-beta model says that a message takes a latency and then a time for each byte (Hockney, "The communication
-challenge for MPP", 1994). Libraries change algorithm with size, and caches end somewhere, so one pair of numbers holds
-over a range of sizes only: `LinkModel` is one pair for each such range. It knows nothing of processes or of torch, so
-what it predicts can be tested with numbers alone.
+The alpha-beta model says that a message takes a latency plus a time for each byte (Hockney, "The communication
+challenge for MPP", 1994). Libraries change their algorithm with the size, and caches are limited, so one pair of
+numbers holds only for a range of sizes. `LinkModel` has one pair for each such range. It depends neither on processes
+nor on torch, so it can be tested with numbers alone.
 
     model = LinkModel.fit(payload_bytes=[1e3, 1e4, 1e5, 1e6, 1e7], seconds=[5e-5, 6e-5, 1.5e-4, 1e-3, 9e-3])
-    model.seconds(25 * 2**20)                                 # of one payload
-    model.seconds(np.array([1e6, 2e6])).sum()                 # or of many at once
+    model.seconds(25 * 2**20)                                 # for one payload
+    model.seconds(np.array([1e6, 2e6])).sum()                 # for several
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,22 +21,22 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 FEWEST_SIZES = 3
-"""Distinct sizes that a piece must explain, one more than it has numbers to fit."""
+"""A piece must explain so many distinct sizes, one more than it has numbers to fit."""
 EQUAL_ENOUGH = 0.01
-"""A relative error below which a better fit is no reason for one more piece: clocks and machines are no better."""
+"""A relative error. Below it, a better fit is no reason for another piece: measurements are not more exact."""
 FARTHEST = 4.0
-"""A time that is further off than by this factor, such as of a machine that stood still, counts as if it were not."""
+"""A time that is off by a larger factor, for example because the machine paused, counts as if it were off by this."""
 FIT_STEPS = 10
 HUBER = 1.345 * 1.4826
-"""Times the median of absolute errors: beyond that, an error counts less. Of normal ones, the fit is as sure as that of
-95 % as many measurements by least squares (Huber, "Robust Statistics", 1981)."""
+"""An error counts less beyond this multiple of the median absolute error. If errors are normal, the fit is as good as
+least squares with 95 % of the measurements (Huber, "Robust Statistics", 1981)."""
 LARGE_BYTES = 10**6
-"""From here on the bandwidth rather than the latency decides, and the error of a fit is stated."""
+"""From this size on, bandwidth matters more than latency. The error of a fit is stated for these sizes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """From `from_bytes` on, to the next piece, a payload of n bytes takes `latency_s + n * seconds_per_byte`."""
+    """From `from_bytes` up to the next piece, a payload of n bytes takes `latency_s + n * seconds_per_byte` seconds."""
 
     from_bytes: float
     latency_s: float
@@ -50,14 +50,14 @@ class Piece:
 class LinkModel:
     """Seconds that a collective takes, by the bytes of its payload (nccl-tests' definition of size).
 
-    More bytes never take less time: where a piece would begin below the end of the one before, the time stays at that
-    end until the piece has caught up.
+    More bytes never take less time. If a piece would start below the end of the piece before, the time stays at that
+    end until the piece reaches it.
 
     Attributes:
-        pieces: The first begins at 0 bytes, each further one later than the one before.
+        pieces: The first starts at 0 bytes, and each later one at more bytes than the one before.
 
     Raises:
-        ValueError: pieces in another order, or a number in them that is negative or not finite.
+        ValueError: the pieces are in another order, or one of their numbers is negative or not finite.
     """
 
     pieces: tuple[Piece, ...]
@@ -71,10 +71,10 @@ class LinkModel:
             raise ValueError(f"latencies and seconds a byte must be finite and at least 0, not {numbers}")
 
     def seconds(self, payload_bytes: ArrayLike) -> Floats:
-        """Predicted seconds of payloads of any shape, in the same shape.
+        """Predicted seconds for an array of payloads, in the same shape.
 
         Raises:
-            ValueError: a payload below 0 bytes, or none at all (nan).
+            ValueError: a payload is below 0 bytes, or nan.
         """
         payloads = np.asarray(payload_bytes, float)
         if not (payloads >= 0).all():
@@ -87,21 +87,21 @@ class LinkModel:
 
     @classmethod
     def fit(cls, payload_bytes: ArrayLike, seconds: ArrayLike, most_pieces: int = 3) -> "LinkModel":
-        """Lines by Huber's loss of log ratios to the times (`fit_line`), so that small payloads count as much as large
-        ones, and a few that no line explains, such as what a shaper lets through at once, do not pull the others off.
+        """Fit 1 to `most_pieces` pieces to measured times.
 
-        All places of the breaks between them are tried, which takes a fit for each pair of distinct sizes: those of the
-        least absolute log ratios count. Of 1 to `most_pieces` pieces, it is the number with the least Bayesian
-        information criterion (Schwarz, "Estimating the dimension of a model", 1978), by squared log ratios, errors of
-        less than `EQUAL_ENOUGH` counted as that.
+        Each piece is a line by Huber's loss of log ratios (`fit_line`). So small payloads count as much as large ones,
+        and a few outliers, such as the burst that a traffic shaper lets through, hardly change the line. For each
+        number of pieces all breaks are tried, and those with the least sum of absolute log ratios are taken. The number
+        of pieces is the one with the least Bayesian information criterion (Schwarz, "Estimating the dimension of a
+        model", 1978) of squared log ratios, in which errors below `EQUAL_ENOUGH` count as that.
 
         Args:
-            payload_bytes: At least one; a size may be there several times.
-            seconds: What each took, such as the median over its repetitions.
+            payload_bytes: At least one. A size may occur several times.
+            seconds: The time of each, such as the median over repetitions.
             most_pieces: At least 1.
 
         Raises:
-            ValueError: not the same number of both, none at all, sizes below 0 or times of 0 or less.
+            ValueError: the lengths differ or are 0, a size is below 0, or a time is not above 0.
         """
         sizes, times = checked(payload_bytes, seconds)
         distinct, first = np.unique(sizes, return_index=True)
@@ -111,7 +111,7 @@ class LinkModel:
 
     @classmethod
     def _joined(cls, starts: Sequence[int], lines: Sequence[tuple[float, float]], distinct: Floats) -> "LinkModel":
-        """Pieces whose breaks lie where their lines meet, or half-way (by ratio) between two sizes if not there."""
+        """Pieces that break where their lines meet between two sizes, or else half-way (by ratio) between the two."""
         pieces = [Piece(0.0, *lines[0])]
         for start, before, line in zip(starts[1:], lines, lines[1:], strict=False):
             low, high = distinct[start - 1], distinct[start]
@@ -123,12 +123,12 @@ class LinkModel:
 
     def _criterion(self, sizes: Floats, times: Floats) -> float:
         error = float(np.mean(np.log(near(self.seconds(sizes), times) / times) ** 2))
-        free_numbers = 3 * len(self.pieces) - 1  # two of each line, and the breaks
+        free_numbers = 3 * len(self.pieces) - 1  # two for each line, and the breaks
         return len(sizes) * math.log(max(error, EQUAL_ENOUGH**2)) + free_numbers * math.log(len(sizes))
 
 
 def checked(payload_bytes: ArrayLike, seconds: ArrayLike) -> tuple[Floats, Floats]:
-    """Both as arrays in order of size.
+    """Both as arrays, sorted by size.
 
     Raises:
         ValueError: see `LinkModel.fit`.
@@ -145,46 +145,36 @@ def checked(payload_bytes: ArrayLike, seconds: ArrayLike) -> tuple[Floats, Float
 def best_splits(
     sizes: Floats, times: Floats, bounds: NDArray[np.int64], most_pieces: int
 ) -> list[tuple[list[int], list[tuple[float, float]]]]:
-    """For 1 to `most_pieces` pieces: with which distinct size each piece begins, and its line, at least error overall.
+    """For each number of pieces the split with the least error: the number of each piece's first size, and its line.
 
     Args:
-        bounds: Where in `sizes` each distinct size begins, and the length of `sizes`.
+        bounds: Where in `sizes` each distinct size starts, and the length of `sizes`.
     """
     count = len(bounds) - 1
     shortest = min(FEWEST_SIZES, count)
-    error: dict[tuple[int, int], float] = {}
-    line: dict[tuple[int, int], tuple[float, float]] = {}
-    for start in range(count):
-        for end in range(start + shortest, count + 1):
-            part = slice(bounds[start], bounds[end])
-            line[start, end], error[start, end] = fit_line(sizes[part], times[part])
-    best = {end: (error[0, end], [0]) for end in range(shortest, count + 1)}
+    fits = {
+        (start, end): fit_line(sizes[bounds[start] : bounds[end]], times[bounds[start] : bounds[end]])
+        for start in range(count)
+        for end in range(start + shortest, count + 1)
+    }
     answers = []
     for pieces in range(1, most_pieces + 1):
-        if pieces > 1:
-            best = {
-                end: min(
-                    (best[start][0] + error[start, end], [*best[start][1], start])
-                    for start in best
-                    if start + shortest <= end
-                )
-                for end in range(pieces * shortest, count + 1)
-            }
-        if count in best:
-            starts = best[count][1]
-            answers.append((starts, [line[part] for part in pairwise([*starts, count])]))
+        splits = (list(pairwise([0, *breaks, count])) for breaks in combinations(range(1, count), pieces - 1))
+        allowed = [split for split in splits if all(part in fits for part in split)]
+        if allowed:
+            best = min(allowed, key=lambda split: sum(fits[part][1] for part in split))
+            answers.append(([start for start, _ in best], [fits[part][0] for part in best]))
     return answers
 
 
 def fit_line(sizes: Floats, times: Floats) -> tuple[tuple[float, float], float]:
-    """Latency and seconds a byte, both at least 0, by Huber's loss of log ratios; and absolute log ratios, summed.
+    """Latency and seconds per byte, both at least 0, by Huber's loss of log ratios; and the sum of absolute log ratios.
 
-    Gauss and Newton's method with reweighted least squares (Holland and Welsch, "Robust regression using iteratively
-    reweighted least-squares", 1977): each step is a linear fit around what the last one predicted, in which what was
-    off by more than `HUBER` times the median counts by as much less. The first is around the times themselves, which
-    alone would favour the low ones among them.
+    Gauss-Newton steps with reweighted least squares (Holland and Welsch, "Robust regression using iteratively
+    reweighted least-squares", 1977). Each step is a linear fit around the prediction of the step before. In it, errors
+    above `HUBER` times the median get a smaller weight. The first step is around the measured times.
     """
-    from scipy.optimize import nnls  # takes a second, which those who only evaluate a model can do without
+    from scipy.optimize import nnls  # importing it takes a second, which callers that only evaluate a model save
 
     scale = max(float(sizes.max()), 1.0)  # the two columns then have the same magnitude
     predicted, weights = times, np.ones_like(times)
@@ -206,15 +196,15 @@ def near(predicted: Floats, times: Floats) -> Floats:
 def held_out_error(
     payload_bytes: ArrayLike, seconds: ArrayLike, from_bytes: float = LARGE_BYTES, most_pieces: int = 3
 ) -> float:
-    """Mean relative error, as a fraction, at sizes that the model has not seen.
+    """Mean relative error, as a fraction, at sizes that were held out of the fit.
 
-    The model is fitted on every other size, the largest among them, and asked for the rest.
+    The model is fitted to every other size, the largest one included, and predicts the rest.
 
     Args:
-        from_bytes: Only sizes of at least this many bytes are asked for.
+        from_bytes: Only held-out sizes of at least this many bytes count.
 
     Returns:
-        nan if there is no such size to hold out, or too few are left to fit a piece to.
+        nan if there is no such size, or too few are left to fit a piece to.
 
     Raises:
         ValueError: see `LinkModel.fit`.
@@ -222,8 +212,8 @@ def held_out_error(
     sizes, times = checked(payload_bytes, seconds)
     fitted = np.unique(sizes)[::-1][::2]
     seen = np.isin(sizes, fitted)
-    asked = ~seen & (sizes >= from_bytes)
-    if not asked.any() or len(fitted) < FEWEST_SIZES:
+    held_out = ~seen & (sizes >= from_bytes)
+    if not held_out.any() or len(fitted) < FEWEST_SIZES:
         return float("nan")
     model = LinkModel.fit(sizes[seen], times[seen], most_pieces)
-    return float(np.mean(np.abs(model.seconds(sizes[asked]) / times[asked] - 1)))
+    return float(np.mean(np.abs(model.seconds(sizes[held_out]) / times[held_out] - 1)))

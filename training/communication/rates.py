@@ -1,4 +1,4 @@
-"""Rates of links, as people write them: `250mbit`, `1gbit`, `2.5gbit`; or `unshaped`."""
+"""Rates of links as people write them: `250mbit`, `1gbit`, `2.5gbit`, or `unshaped`."""
 
 import re
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ from decimal import Decimal
 from training.errors import UserError
 
 UNITS = {"tbit": 10**12, "gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
-"""Decimal, as `tc` and makers of switches count."""
+"""Decimal units, as in `tc` and for network hardware."""
 UNSHAPED = "unshaped"
 NAMES_OF_UNSHAPED = (UNSHAPED, "none", "loopback")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link carries in each direction, in bits a second; None where nothing limits it."""
+    """What a link carries in each direction, in bits per second; None if nothing limits it."""
 
     bits_per_s: int | None
 
     @classmethod
     def parse(cls, text: str) -> "Rate":
-        """Raises:
-        UserError: it is no rate.
+        """
+        Raises:
+            UserError: the text is no rate.
         """
         if text.lower() in NAMES_OF_UNSHAPED:
             return cls(None)

@@ -1,4 +1,4 @@
-"""What a strategy says it will send: the unit in which communication formulas are written down."""
+"""What a strategy says it sends: the unit of its communication formula."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,10 +10,10 @@ class Collective:
     Attributes:
         kind: `all_reduce`, `broadcast`, `reduce`, `all_gather`, `reduce_scatter`, `scatter` or `all_to_all`.
         count: Number of calls.
-        payload_bytes: Bytes of all `count` calls together, with the definition of size that nccl-tests uses: the
-            tensor for all-reduce, broadcast and reduce, the whole (gathered or scattered) tensor for the others.
+        payload_bytes: Bytes of all `count` calls together. As in nccl-tests, the size of a call is the tensor for
+            all-reduce, broadcast and reduce, and the whole (gathered or scattered) tensor for the others.
         group_size: Ranks in the process group.
-        purpose: What it is for: `gradients`, `parameters`, `buffers` or `bookkeeping`.
+        purpose: `gradients`, `parameters`, `buffers` or `bookkeeping`.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends on average, by the least that each kind needs (nccl-tests, PERFORMANCE.md)."""
+        """Bytes that a rank sends on average: the least that each kind needs (nccl-tests, PERFORMANCE.md)."""
         others, size = self.group_size - 1, self.group_size
         share = {"all_reduce": 2 * others / size, "scatter": others / size**2}.get(self.kind, others / size)
         return self.payload_bytes * share

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from training.data.reviews import STARS
 from training.errors import UserError
 
 MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
@@ -17,7 +18,7 @@ Loaded = TypeVar("Loaded")
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; pads with its end-of-sequence token where it has none to pad with."""
+    """The tokenizer of a model. If it has no padding token, it pads with its end-of-sequence token."""
     from transformers import AutoTokenizer
 
     _require_model_folder(name)
@@ -30,7 +31,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
-    """A pretrained model with a sequence-classification head (a new one where it has none for `labels`), in fp32."""
+    """A pretrained model in fp32 with a sequence-classification head. The head is new if it has none for `labels`."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -45,7 +46,7 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             use_safetensors=True,
-            trust_remote_code=False,  # if nothing is said, transformers asks on the terminal
+            trust_remote_code=False,  # without this, transformers prompts the user on the terminal
         ),
     )
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -56,15 +57,15 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
 def load_reviews(name: str, train_samples: int, eval_samples: int, seed: int) -> tuple[Any, Any]:
     """Training and held-out samples of a data set with columns `text` and `label` (0 to 4).
 
-    Held-out samples come from split `test` or `validation`; a data set without either gives up a part of its own.
+    Held-out samples come from split `test` or `validation`, or from the end of the training data if there is neither.
 
     Raises:
-        UserError: it cannot be loaded, lacks a column or has labels out of range.
+        UserError: the data set cannot be loaded, lacks a column or has labels out of range.
     """
     splits = _load("data set", name, lambda: _read_splits(name))
     train = splits["train"] if "train" in splits else splits[next(iter(splits))]
     held_out = next((splits[split] for split in HELD_OUT_SPLITS if split in splits), None)
-    _require_review_columns(name, train)
+    _require_columns(name, train)
     train = train.shuffle(seed=seed)
     if held_out is None:
         if len(train) < 2:
@@ -72,24 +73,22 @@ def load_reviews(name: str, train_samples: int, eval_samples: int, seed: int) ->
         eval_samples = min(eval_samples, max(1, len(train) // 5))
         held_out = train.select(range(len(train) - eval_samples, len(train)))
         train = train.select(range(len(train) - eval_samples))
-    _require_review_columns(name, held_out)
+    _require_columns(name, held_out)
     train = train.select(range(min(train_samples, len(train))))
     held_out = held_out.select(range(min(eval_samples, len(held_out))))
-    for part, what in ((train, "training"), (held_out, "held-out")):
-        if len(part) == 0:
-            raise UserError(f"--dataset {name}: no {what} samples in it")
-        _require_texts_and_labels(name, part["text"], part["label"])
+    _require_reviews(name, train, "training")
+    _require_reviews(name, held_out, "held-out")
     return train, held_out
 
 
 def tokenize(data: Any, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
-    """Adds `input_ids`, cut at `max_tokens`. `datasets` caches the result, so it is computed once."""
-    columns = [column for column in data.column_names if column != "label"]
-    return data.map(
-        lambda batch: {"input_ids": tokenizer(batch["text"], truncation=True, max_length=max_tokens)["input_ids"]},
-        batched=True,
-        remove_columns=columns,
-    )
+    """Replaces all columns but `label` by `input_ids`, cut at `max_tokens`. `datasets` caches the result."""
+
+    def encode(batch: Any) -> dict[str, Any]:
+        return {"input_ids": tokenizer(batch["text"], truncation=True, max_length=max_tokens)["input_ids"]}
+
+    others = [column for column in data.column_names if column != "label"]
+    return data.map(encode, batched=True, remove_columns=others)
 
 
 def _read_splits(name: str) -> Any:
@@ -110,12 +109,12 @@ def _read_splits(name: str) -> Any:
 
 
 def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
-    """Run a library's loading code; whatever it raises becomes one line that says what to do."""
+    """Run a library's loading code. Whatever it raises becomes one line that says what to do."""
     try:
         return load()
     except UserError:
         raise
-    except Exception as error:  # the libraries raise anything from OSError to pyarrow's own
+    except Exception as error:  # the libraries raise many kinds, from OSError to pyarrow's own
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if Path(name).expanduser().exists():
             raise UserError(f"{what} {name}: cannot be read: {reason}") from error
@@ -137,7 +136,7 @@ def _require_model_folder(name: str) -> None:
         raise UserError(f"--model {name}: no such folder")
 
 
-def _require_review_columns(name: str, data: Any) -> None:
+def _require_columns(name: str, data: Any) -> None:
     missing = [column for column in ("text", "label") if column not in data.column_names]
     if missing:
         raise UserError(
@@ -146,10 +145,10 @@ def _require_review_columns(name: str, data: Any) -> None:
         )
 
 
-def _require_texts_and_labels(name: str, texts: Sequence[Any], labels: Sequence[Any]) -> None:
-    from training.data.reviews import STARS
-
-    for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
+def _require_reviews(name: str, data: Any, what: str) -> None:
+    if len(data) == 0:
+        raise UserError(f"--dataset {name}: no {what} samples in it")
+    for index, (text, label) in enumerate(zip(data["text"], data["label"], strict=True)):
         if not isinstance(text, str):
             raise UserError(f"--dataset {name}: sample {index} has text {text!r}; every text must be a string")
         if not isinstance(label, int) or not 0 <= label < STARS:

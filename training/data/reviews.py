@@ -1,8 +1,9 @@
-"""Built-in five-star reviews in the schema of Yelp/yelp_review_full (`label` 0-4, `text`), from a seeded generator.
+"""Built-in reviews with one to five stars, in the schema of Yelp/yelp_review_full (`label` 0-4, `text`).
 
-A review is a few clauses about aspects of a business. Each clause has a mood drawn around the star rating and words
-that fit the mood; neighbouring ratings share words, negation turns some of them round, and neutral clauses carry no
-mood at all. So a model can do far better than chance, and needs more than one word to tell 3 stars from 4.
+A seeded generator writes them. A review is a few clauses about aspects of a business. The mood of each clause lies
+around the rating, and its words fit the mood. Neighbouring ratings share words, a negation reverses some of them, and
+neutral clauses have no mood. So a model can do far better than chance, and needs more than one word to tell 3 stars
+from 4.
 """
 
 import random
@@ -18,58 +19,16 @@ class Review(TypedDict):
     text: str
 
 
-PLACES = (
-    "diner",
-    "bakery",
-    "hotel",
-    "garage",
-    "salon",
-    "clinic",
-    "bookshop",
-    "taqueria",
-    "brewery",
-    "gym",
-    "florist",
-    "pharmacy",
-    "noodle bar",
-    "steakhouse",
-    "cafe",
-    "pet store",
-    "hardware store",
-    "spa",
-    "cinema",
-    "car wash",
-)
-ASPECTS = (
-    "service",
-    "staff",
-    "owner",
-    "food",
-    "coffee",
-    "room",
-    "parking",
-    "price",
-    "waiting time",
-    "atmosphere",
-    "music",
-    "menu",
-    "location",
-    "manager",
-    "cashier",
-    "dessert",
-    "lunch",
-    "bathroom",
-    "bill",
-    "portion",
-    "patio",
-    "front desk",
-)
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
 MOODS = (
-    ("terrible", "rude", "filthy", "disgusting", "awful", "a disaster", "insulting", "the worst ever", "a rip-off"),
-    ("disappointing", "slow", "bland", "careless", "overpriced", "below par", "sloppy", "tired", "forgettable"),
-    ("okay", "average", "decent enough", "nothing special", "acceptable", "middling", "ordinary", "so-so", "fair"),
-    ("good", "friendly", "tasty", "solid", "pleasant", "reliable", "well made", "quick", "welcoming"),
-    ("amazing", "outstanding", "perfect", "delightful", "superb", "flawless", "the best ever", "wonderful", "stellar"),
+    _words("terrible, rude, filthy, disgusting, awful, a disaster, insulting, the worst ever, a rip-off"),
+    _words("disappointing, slow, bland, careless, overpriced, below par, sloppy, tired, forgettable"),
+    _words("okay, average, decent enough, nothing special, acceptable, middling, ordinary, so-so, fair"),
+    _words("good, friendly, tasty, solid, pleasant, reliable, well made, quick, welcoming"),
+    _words("amazing, outstanding, perfect, delightful, superb, flawless, the best ever, wonderful, stellar"),
 )
 CLOSINGS = (
     ("Never again.", "Stay away.", "I want my money back."),
@@ -109,21 +68,27 @@ NEGATED = (
     "Nobody can say the {aspect} is {mood}.",
 )
 FILLERS = {
-    "place": PLACES,
-    "aspect": ASPECTS,
-    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-    "person": ("wife", "husband", "sister", "boss", "neighbour", "son", "friend", "mother", "colleague"),
-    "month": ("January", "March", "May", "July", "September", "November"),
-    "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    "place": _words(
+        "diner, bakery, hotel, garage, salon, clinic, bookshop, taqueria, brewery, gym, florist, pharmacy, noodle bar, "
+        "steakhouse, cafe, pet store, hardware store, spa, cinema, car wash"
+    ),
+    "aspect": _words(
+        "service, staff, owner, food, coffee, room, parking, price, waiting time, atmosphere, music, menu, location, "
+        "manager, cashier, dessert, lunch, bathroom, bill, portion, patio, front desk"
+    ),
+    "day": _words("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"),
+    "person": _words("wife, husband, sister, boss, neighbour, son, friend, mother, colleague"),
+    "month": _words("January, March, May, July, September, November"),
+    "number": _words("two, three, four, five, six, seven, eight, nine"),
 }
 
 
 def make_reviews(count: int, seed: int) -> list[Review]:
-    """`count` reviews, their ratings in equal shares and random order; the same ones for the same seed."""
-    random_source = random.Random(seed)
+    """`count` reviews in random order, as many of each rating; the same ones for the same seed."""
+    source = random.Random(seed)
     labels = [index % STARS for index in range(count)]
-    random_source.shuffle(labels)
-    return [{"label": label, "text": _write(label, random_source)} for label in labels]
+    source.shuffle(labels)
+    return [{"label": label, "text": _write(label, source)} for label in labels]
 
 
 def _write(label: int, source: random.Random) -> str:
@@ -138,19 +103,18 @@ def _write(label: int, source: random.Random) -> str:
 
 
 def _clause(label: int, source: random.Random) -> str:
-    drift = source.choices((-1, 0, 1), weights=(1, 6, 1))[0]
-    mood = min(max(label + drift, 0), STARS - 1)
-    opposite = STARS - 1 - mood
-    negate = mood in (1, 3) and source.random() < 0.15  # "not amazing" is closer to 2 stars than to 1
-    template = source.choice(NEGATED if negate else CLAUSES)
-    word = source.choice(MOODS[4 if opposite == 3 else 0] if negate else MOODS[mood])
-    text = _fill(template.replace("{mood}", word), source)
+    shift = source.choices((-1, 0, 1), weights=(1, 6, 1))[0]
+    mood = min(max(label + shift, 0), STARS - 1)
+    if mood in (1, 3) and source.random() < 0.15:  # "not amazing" is closer to 2 stars than to 1
+        template, words = source.choice(NEGATED), MOODS[4 if mood == 1 else 0]
+    else:
+        template, words = source.choice(CLAUSES), MOODS[mood]
+    text = _fill(template.replace("{mood}", source.choice(words)), source)
     return text[0].upper() + text[1:]
 
 
 def _fill(template: str, source: random.Random) -> str:
     for name, words in FILLERS.items():
-        template = (
-            template.replace("{" + name + "}", source.choice(words)) if "{" + name + "}" in template else template
-        )
+        if "{" + name + "}" in template:
+            template = template.replace("{" + name + "}", source.choice(words))
     return template

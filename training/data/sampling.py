@@ -1,7 +1,7 @@
-"""Which rank sees which sample, and when: pure functions of index lists.
+"""Which rank gets which sample in which step: pure functions of index lists.
 
-All ranks shuffle alike, cut the epoch into windows of one global batch, and share each window out. So the samples of
-an optimizer step are the same at any world size, and the last window, which may be short, holds each sample once.
+All ranks shuffle in the same way, cut the epoch into windows of one global batch, and divide each window among them. So
+an optimizer step has the same samples for any number of ranks. The last window of an epoch may be short.
 """
 
 import random
@@ -15,28 +15,28 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 def steps_in_epoch(samples: int, global_batch_size: int) -> int:
-    """Optimizer steps in one pass over `samples`, the last of which may be short."""
+    """Optimizer steps in one pass over `samples`. The last step may have fewer samples."""
     return -(-samples // global_batch_size)
 
 
 def epoch_windows(samples: int, global_batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """The sample indices of each optimizer step of an epoch, shuffled alike on every rank."""
+    """The sample indices of each optimizer step of an epoch, the same on every rank."""
     order = list(range(samples))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return [order[start : start + global_batch_size] for start in range(0, samples, global_batch_size)]
 
 
 def rank_micro_batches(window: Sequence[int], rank: int, size: int, micro_batch_size: int) -> list[list[int]]:
-    """The part of `window` that data-parallel rank `rank` of `size` runs, in micro-batches; empty if none is left."""
+    """The part of `window` that data-parallel rank `rank` of `size` runs, in micro-batches. It may be empty."""
     mine = window[rank::size]
     return [list(mine[start : start + micro_batch_size]) for start in range(0, len(mine), micro_batch_size)]
 
 
 def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> Iterator[tuple[list[int], int]]:
-    """Batches of indices over `samples`, and how many of each batch count.
+    """For each batch of this rank, its sample indices, and how many of them count.
 
-    Over all ranks each sample counts exactly once. Every rank gets the same number of batches, so that a strategy
-    whose forward pass communicates can run them; a rank that has run out gets sample 0 with a count of 0.
+    Over all ranks each sample counts exactly once. Every rank gets the same number of batches, because the forward
+    pass of some strategies communicates. A rank without samples left gets sample 0 with a count of 0.
     """
     largest_share = -(-samples // size)
     mine = list(range(rank, samples, size))

@@ -1,6 +1,8 @@
 """Workloads that need no text: regression for an MLP, random tokens for a decoder-only transformer."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +36,21 @@ class MLP(nn.Module):
         return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(inputs), targets))
 
 
-class SyntheticSamples:
-    """Random samples made when they are asked for, the same for the same seed and index."""
+class SyntheticSamples(Sequence[dict[str, Tensor]]):
+    """`count` random samples, made when they are read; the same for the same seed and index.
 
-    def __init__(self, count: int, seed: int, make: "SampleMaker") -> None:
-        self._count, self._seed, self._make = count, seed, make
+    Args:
+        width: Features of a regression sample; None for tokens.
+    """
+
+    def __init__(self, count: int, seed: int, width: int | None) -> None:
+        self._count, self._seed, self._width = count, seed, width
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._make(torch.Generator().manual_seed(self._seed * 1_000_003 + index))
-
-
-class SampleMaker:
-    """Makes a sample of `config.workload` from a random generator."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._width = config.width if config.workload == "mlp" else None
-
-    def __call__(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def __getitem__(self, index: Any) -> Any:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         if self._width is not None:
             inputs = torch.randn(self._width, generator=generator)
             return {"inputs": inputs, "targets": inputs.flip(0)}
@@ -68,11 +65,12 @@ def stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def build(config: RunConfig) -> Workload:
     """Workload `mlp` or one of `transformer-*`."""
-    make = SampleMaker(config)
+    is_mlp = config.workload == "mlp"
+    width = config.width if is_mlp else None
     return Workload(
-        model=MLP(config.depth, config.width) if config.workload == "mlp" else _transformer(config.workload),
-        train=SyntheticSamples(config.train_samples or 512, 2 * config.seed, make),  # type: ignore[arg-type]
-        evaluation=SyntheticSamples(config.eval_samples or 32, 2 * config.seed + 1, make),  # type: ignore[arg-type]
+        model=MLP(config.depth, config.width) if is_mlp else _transformer(config.workload),
+        train=SyntheticSamples(config.train_samples or 512, 2 * config.seed, width),
+        evaluation=SyntheticSamples(config.eval_samples or 32, 2 * config.seed + 1, width),
         collate=stack,
         learning_rate=1e-4,
         classifies=False,

@@ -1,6 +1,5 @@
 """Review classification: built-in reviews or a data set of the same schema, random weights or a pretrained model."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,40 +16,47 @@ from training.errors import UserError
 SAMPLE_VOCABULARY = 2048
 MAX_TOKENS = 512
 TRAIN_SAMPLES, EVAL_SAMPLES = 2400, 256
+LLAMA_SHAPES = {
+    "smollm2-360m": (960, 2560, 32, 15, 5, 49152),
+    "sample": (384, 1024, 8, 6, 2, SAMPLE_VOCABULARY),
+}
+"""Hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary."""
 
 
 def build(config: RunConfig) -> Workload:
     """Workload `sample`, `smollm2-360m` or `yelp`. Collective.
 
     Raises:
-        UserError: model or data set cannot be loaded or do not fit; on every rank.
+        UserError: on every rank: model or data set cannot be loaded, or do not fit.
     """
-    train_samples, eval_samples = config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES
-    if config.workload == "yelp":
+    counts = (config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES)
+    return _from_hub(config, *counts) if config.workload == "yelp" else _built_in(config, *counts)
 
-        def load() -> tuple[nn.Module, Any, tuple[Sequence[Any], Sequence[Any]]]:
-            tokenizer = hub.load_tokenizer(config.model or hub.MODEL)
-            data = hub.load_reviews(config.dataset or hub.DATASET, train_samples, eval_samples, config.seed)
-            tokenized = hub.tokenize(data[0], tokenizer, MAX_TOKENS), hub.tokenize(data[1], tokenizer, MAX_TOKENS)
-            return hub.load_classifier(config.model or hub.MODEL, tokenizer, STARS), tokenizer, tokenized
 
-        model, tokenizer, (train, evaluation) = node_leader_first(load)
-    else:
-        if config.model or config.dataset:
-            raise UserError(f"--model and --dataset go with --workload yelp, not {config.workload}")
-        reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
-        tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
-        train, evaluation = ([_tokenized(review, tokenizer) for review in part] for part in reviews)
-        model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
-    pretrained = config.workload == "yelp"
-    return Workload(
-        model,
-        train,
-        evaluation,
-        padding_collate(tokenizer),
-        learning_rate=5e-5 if pretrained else 3e-4,
-        classifies=True,
+def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
+    name = config.model or hub.MODEL
+
+    def load() -> Workload:
+        tokenizer = hub.load_tokenizer(name)
+        data = hub.load_reviews(config.dataset or hub.DATASET, train_samples, eval_samples, config.seed)
+        train, evaluation = (hub.tokenize(part, tokenizer, MAX_TOKENS) for part in data)
+        model = hub.load_classifier(name, tokenizer, STARS)
+        return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5, classifies=True)
+
+    return node_leader_first(load)
+
+
+def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
+    if config.model or config.dataset:
+        raise UserError(f"--model and --dataset go with --workload yelp, not {config.workload}")
+    reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
+    tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
+    train, evaluation = (
+        [{"label": review["label"], "input_ids": tokenizer(review["text"])["input_ids"]} for review in part]
+        for part in reviews
     )
+    model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
+    return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=3e-4, classifies=True)
 
 
 def train_tokenizer(texts: list[str]) -> str:
@@ -78,40 +84,26 @@ def load_trained_tokenizer(as_json: str) -> Any:
 
 
 def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
-    """SmolLM2's architecture with a head for five stars: whole (362 M parameters), or shrunk to 13 M."""
+    """SmolLM2's architecture with a head for five stars: the whole of it (362 M parameters), or a small one (13 M)."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    if workload == "smollm2-360m":
-        shape = {
-            "hidden_size": 960,
-            "intermediate_size": 2560,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 15,
-            "num_key_value_heads": 5,
-            "vocab_size": 49152,
-        }
-    else:
-        shape = {
-            "hidden_size": 384,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "vocab_size": SAMPLE_VOCABULARY,
-        }
-    config = LlamaConfig.from_dict(
-        {
-            **shape,
-            "num_labels": STARS,
-            "pad_token_id": pad_token_id,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-            "tie_word_embeddings": True,
-            "use_cache": False,
-        }
+    hidden, intermediate, layers, heads, key_value_heads, vocabulary = LLAMA_SHAPES[workload]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocabulary,
+        pad_token_id=pad_token_id,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        use_cache=False,
     )
+    config.num_labels = STARS
     model = LlamaForSequenceClassification(config)
-    nn.init.normal_(model.model.embed_tokens.weight)  # torch's default, not 0.02: it learns within tens of steps
+    nn.init.normal_(model.model.embed_tokens.weight)  # torch's default, not 0.02: so it learns within tens of steps
     return model
 
 
@@ -127,7 +119,3 @@ def padding_collate(tokenizer: Any) -> Collate:
         }
 
     return collate
-
-
-def _tokenized(review: Any, tokenizer: Any) -> dict[str, Any]:
-    return {"label": review["label"], "input_ids": tokenizer(review["text"])["input_ids"]}

@@ -1,4 +1,4 @@
-"""What a workload is: a model with the data to train it on."""
+"""The type of a workload."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Workload:
     """A model with the data to train it on.
 
     Attributes:
-        model: Called as `model(**batch)`; answers with an object that has `.loss`, and `.logits` where it classifies.
+        model: Called as `model(**batch)`. Returns an object that has `.loss`, and `.logits` if it classifies.
         train, evaluation: Samples by index.
-        collate: Makes a batch (keyword arguments of the model, CPU tensors) of a list of samples.
-        learning_rate: What `--lr` is when it is not given.
+        collate: Makes a batch (keyword arguments of the model, CPU tensors) from a list of samples.
+        learning_rate: Used if the user gives no `--lr`.
         classifies: Whether `logits.argmax(-1) == labels` is a meaningful accuracy.
     """
 

@@ -1,4 +1,4 @@
-"""Model and data pairs by name. Importing this module is cheap: libraries are loaded when a workload is built."""
+"""Pairs of model and data, by name. This module loads no library until a workload is built, so it imports fast."""
 
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,14 @@ WORKLOADS = {
     "transformer-xl": "d_model/d_ff/layers/heads 1600/6400/48/25, random tokens",
     "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
 }
-"""Name: sentence for `--help`, in display order."""
+"""By name, a sentence for `--help`, in display order."""
 
 
 def build_workload(config: RunConfig) -> "Workload":
     """The workload that `config.workload` names, the same on every rank. Collective.
 
     Raises:
-        UserError: model or data cannot be found or do not fit.
+        UserError: on every rank: model or data cannot be found, or do not fit.
     """
     if config.workload in ("sample", "smollm2-360m", "yelp"):
         from training.data import text

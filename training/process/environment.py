@@ -1,23 +1,23 @@
-"""What a process that trains sets before torch is imported: what libraries read then, how glibc allocates, and how the
-kernel schedules.
+"""What a training process sets before torch is imported: variables that libraries read then, the allocator of glibc,
+and the scheduling policy of Linux.
 
-On a CPU, torch takes each tensor from glibc and gives it back when it is freed. Two defaults of glibc do not suit that:
+On a CPU, torch allocates each tensor with glibc and frees it there. Two defaults of glibc do not suit that:
 
-- A small piece that is freed goes into a cache of its thread, and stays marked as in use. torch asks for addresses at
-  multiples of 64 bytes, for which such a piece is cut off in front of the tensor. So the place of a freed tensor does
-  not grow together with what lies before it, is too small for the next tensor of that size, and the heap grows: to
-  2.4 GiB of `zero3` for a model of 32 MiB (glibc 2.36). Without the cache it stays at 0.9 GiB.
-- A large tensor has pages of its own, which go back to the system with it, as does the end of the heap when it is free.
-  The next tensor pays for each page anew: `flat_ddp` for a model of 32 MiB a sixth of its step.
+- The allocator puts a small freed chunk into a cache of the thread and keeps it marked as used. torch aligns tensors to
+  64 bytes, and glibc cuts such a small chunk off in front of an aligned tensor. The memory of a freed tensor then does
+  not merge with the chunk before it and is too small for the next tensor of that size, so the heap grows: to 2.4 GiB
+  for `zero3` with a model of 32 MiB (glibc 2.36). Without the cache it stays at 0.9 GiB.
+- A large tensor has its own pages, which return to the system when it is freed, and so does the free end of the heap.
+  The next tensor pays again for each page: a sixth of a step for `flat_ddp` with a model of 32 MiB.
 
-Strategies that give memory back in each step gain most, in memory and in time (docs/findings.md).
+Strategies that free memory in each step gain most, in memory and in time (docs/findings.md).
 
-And a thread of Gloo that wakes takes the core from the one that runs. Where that one holds a connection's lock, Gloo's
-loop asks for it again and again, for milliseconds. Threads of Linux's batch policy wait for their turn instead, and
-steps of many small messages take half as long (docs/findings.md).
+A Gloo thread that wakes up preempts the running thread. If that one holds the lock of a connection, Gloo spins on the
+lock for milliseconds. Under Linux's batch policy a thread that wakes up waits for its turn, and steps with many small
+messages take half as long (docs/findings.md).
 
-Where there is a GPU, nothing of this is changed: tensors come from torch's own allocator there, and what NCCL's threads
-would gain has not been measured.
+With a GPU none of this changes: tensors come from torch's own allocator, and the effect on NCCL's threads is not
+measured.
 """
 
 import os
@@ -33,13 +33,13 @@ ENVIRONMENT = {
 """What libraries read when they are imported."""
 VARIABLE = "GLIBC_TUNABLES"
 TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
-"""No caches of threads; no tensor has pages of its own, however large; keep up to 4 GiB free.
+"""No thread caches; no separate pages for large tensors; keep up to 4 GiB of free memory.
 The GNU C Library Reference Manual, "Memory Allocation Tunables"."""
 OF_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def prepare_process() -> None:
-    """All of it. Starts the process anew if it has to, so call it first."""
+    """Set all of it. Call it first, since it may restart the process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not any(Path(path).exists() for path in OF_GPUS):
@@ -48,15 +48,16 @@ def prepare_process() -> None:
 
 
 def schedule_as_batch() -> None:
-    """Have this process's threads, those to come included, not take cores from each other when they wake: `SCHED_BATCH`
-    of sched(7). A policy that the user has chosen stays, as does one that the system lets nobody change."""
+    """Give this process and its future threads the policy `SCHED_BATCH` of sched(7), under which a thread that wakes up
+    does not preempt another. Another policy than the default stays, and so does one that the system does not let
+    change."""
     if scheduling() == "other":
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def scheduling() -> str | None:
-    """Linux's policy of this process, as chrt(1) calls it; None elsewhere, and where the system does not say."""
+    """Linux's scheduling policy of this process, by its name in chrt(1). None on other systems, or if unknown."""
     if not hasattr(os, "SCHED_BATCH"):
         return None
     try:
@@ -68,9 +69,9 @@ def scheduling() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Start this process anew with `TUNABLES`, which glibc reads only then.
+    """Restart this process with `TUNABLES`, which glibc reads only at the start.
 
-    Returns where the variable is set already, by whomever, and where there is no glibc.
+    Does nothing if the variable is already set, or without glibc.
     """
     if VARIABLE in os.environ or not has_glibc() or not sys.executable:
         return

@@ -1,9 +1,8 @@
-"""Training starts seconds earlier: torch's compiler, which nobody asked for, is imported when somebody does.
+"""Imports torch's compiler only when something uses it, so that training starts seconds earlier.
 
-An optimizer of torch imports `torch._dynamo` when it is made, only to tell it that its methods are not to be compiled,
-and a profiler imports `torch._inductor` when it begins, to look whether that uses CUDA graphs. Both take about five
-seconds of processor time a rank (torch 2.15). Until something else of them is wanted, a stand-in answers what an eager
-program needs.
+A torch optimizer imports `torch._dynamo` when it is created, only to mark its methods as not compiled. A profiler
+imports `torch._inductor` when it starts, to see whether it uses CUDA graphs. Together they take about five seconds of
+CPU time per rank (torch 2.15). A stand-in answers what an eager program needs, until a program needs the compiler.
 """
 
 import importlib
@@ -16,22 +15,22 @@ from typing import Any
 import torch
 
 NAME = "torch._dynamo"
-IMPORTED_UNASKED: set[str] = getattr(torch, "_lazy_modules", set())
-"""Modules that `torch.NAME` imports."""
+LAZY_MODULES: set[str] = getattr(torch, "_lazy_modules", set())
+"""Names of modules that torch imports when `torch.NAME` is used."""
 
 
 class LazyCompiler(types.ModuleType):
-    """Stands for `torch._dynamo` until more is asked of it than not to compile."""
+    """Replaces `torch._dynamo` until a program uses more of it than "do not compile"."""
 
     def graph_break(self, msg: str = "") -> None:
-        """There is no graph."""
+        """Does nothing: there is no graph."""
 
     def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **settings: Any) -> Any:
-        """`fn` itself, since nothing is compiled. Where it decorates with other settings, the real one answers."""
+        """`fn` itself, since nothing is compiled. With other settings, what the real module returns."""
         return fn if fn is not None and recursive else self.__getattr__("disable")(fn, recursive, **settings)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # whoever looks through all modules wants nothing of this one
+        if name.startswith("__") and name != "__path__":  # inspection of all modules, not use of this one
             raise AttributeError(name)
         if sys.modules.get(NAME) is self:
             self.leave()
@@ -40,17 +39,20 @@ class LazyCompiler(types.ModuleType):
 
     def enter(self) -> None:
         sys.modules[NAME] = torch._dynamo = self
-        IMPORTED_UNASKED.discard("_inductor")
+        LAZY_MODULES.discard("_inductor")
 
     def leave(self) -> None:
         del sys.modules[NAME], torch._dynamo
-        IMPORTED_UNASKED.add("_inductor")
+        LAZY_MODULES.add("_inductor")
 
 
 @contextmanager
 def compiler_postponed() -> Iterator[None]:
-    """Enter before the first optimizer is made, and after the process group: making one asks for the real module if
-    there seems to be one. Does nothing where the compiler has been imported."""
+    """Within this context the compiler is imported only when something uses it.
+
+    Enter it before the first optimizer is created, and after the process group, whose creation would import the real
+    module. Does nothing if the compiler is imported already.
+    """
     stand_in = LazyCompiler(NAME)
     if NAME not in sys.modules:
         stand_in.enter()

@@ -1,7 +1,7 @@
-"""Stores through which ranks meet, reachable from this machine alone.
+"""Stores through which ranks meet, reachable only from this machine.
 
-A `TCPStore` listens on every interface and asks nobody who he is. torch has no setting for that, but takes a socket
-that listens already.
+A `TCPStore` listens on every interface and has no authentication. torch has no setting for the interface, but accepts a
+socket that listens already.
 """
 
 import socket
@@ -17,7 +17,7 @@ NAME = "TCPStore"
 
 
 class LoopbackStore(dist.TCPStore):
-    """A `TCPStore` with the same arguments, which listens on the loopback interface where it is the master."""
+    """A `TCPStore` with the same arguments. The master listens on the loopback interface only."""
 
     def __init__(self, host_name: str, port: int, *, is_master: bool = False, **options: Any) -> None:
         if is_master:
@@ -29,10 +29,10 @@ class LoopbackStore(dist.TCPStore):
 
 @contextmanager
 def torchrun_on_loopback() -> Iterator[list[str]]:
-    """Within this context, `torchrun` in this process makes stores that only this machine reaches.
+    """Within this context, `torchrun` in this process creates stores that only this machine can reach.
 
     Yields:
-        The flags that it needs for that.
+        The flags that `torchrun` needs for that.
     """
     plain, modules = dist.TCPStore, (dist, c10d_rendezvous_backend)  # where torchrun takes the class from
     for module in modules:

@@ -1,4 +1,4 @@
-"""Allocated bytes of tensors from moment to moment, by the allocators' reports to `torch.profiler`."""
+"""Allocated bytes of tensors over time, from what the allocators report to `torch.profiler`."""
 
 import ctypes
 import sys
@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 
 def profiled_events(profiler: profile) -> Iterator[Any]:
-    """All events of a profile that has ended, in no order."""
+    """All events of a profile that has ended, in no particular order."""
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     waiting = list(results.experimental_event_tree())
     while waiting:
@@ -22,11 +22,11 @@ def profiled_events(profiler: profile) -> Iterator[Any]:
 
 
 def allocated_bytes(profiler: profile, device_type: str, at_start: int) -> list[tuple[int, int]]:
-    """Moments (ns) at which allocated bytes changed, in order, and the bytes from then on.
+    """Times (ns) at which the allocated bytes changed, in order, each with the bytes from then on.
 
     Args:
-        profiler: Has ended, had `profile_memory=True`, and on CPU ran within `counting_on_all_threads`.
-        at_start: Bytes that were allocated when it began; they stand at the beginning of the list, at time 0.
+        profiler: Has ended. It had `profile_memory=True`, and on CPU it ran within `counting_on_all_threads`.
+        at_start: Bytes that were allocated when it began. They are the first row, at time 0.
     """
     reports = sorted(
         (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
@@ -35,23 +35,23 @@ def allocated_bytes(profiler: profile, device_type: str, at_start: int) -> list[
     )
     if not reports:
         return [(0, at_start)]
-    # An allocator counts from a start of its own: the process's, or the moment when it was told to count.
+    # An allocator counts from the start of the process, or from the moment when counting was switched on.
     offset = at_start - (reports[0][1] - reports[0][2])
     return [(0, at_start), *((moment, total + offset) for moment, total, _ in reports)]
 
 
 def peak_of_allocations(profiler: profile, device_type: str = "cpu") -> int:
-    """Most bytes that were allocated at one moment, beyond those allocated at the start."""
+    """The most bytes that were allocated at one time, beyond those allocated at the start."""
     return max(held for _, held in allocated_bytes(profiler, device_type, at_start=0))
 
 
 @contextmanager
 def counting_on_all_threads() -> Iterator[None]:
-    """Within this context torch's count of allocated CPU bytes follows every thread.
+    """Within this context torch counts the allocated CPU bytes of every thread.
 
-    Otherwise it follows only those that the profiler watches, and misses it when a communication thread is the last to
-    let go of a tensor: a few buckets a step would seem never to be freed. The switch is a variable of torch's C library
-    without a name in Python; where it cannot be found, counts may be too high by that.
+    Otherwise it counts only threads that the profiler watches. It then misses tensors that a communication thread
+    frees, so a few buckets a step would seem never to be freed. The switch is a variable of torch's C library that
+    Python has no name for. If it is not found, the count may be too high by these tensors.
     """
     name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     try:

@@ -1,4 +1,4 @@
-"""How many bytes are held: by tensors and by the process; and how many the formula of a sharding stage expects."""
+"""How many bytes tensors and the process hold, and how many the formula of a sharding stage expects."""
 
 import resource
 import sys
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "buffers")
-"""Of model states, in display order; those that can be sharded come first."""
+"""Of model states, in display order. Those that can be sharded come first."""
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each counted once however many tensors are views into it."""
+    """Bytes of the storages behind `tensors`. Each counts once, even if several tensors are views into it."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -28,12 +28,12 @@ def peak_rss_bytes() -> int:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model before any strategy touches it; tied parameters count once.
+    """The size of a model before a strategy changes it. Tied parameters count once.
 
     Attributes:
         elements: Elements of all parameters.
         parameter_bytes: Bytes of all parameters.
-        trainable_bytes: Bytes of those that train.
+        trainable_bytes: Bytes of the trainable ones.
     """
 
     elements: int
@@ -53,15 +53,15 @@ class ModelSize:
 def expected_state_bytes(
     size: ModelSize, world_size: int, shards: Collection[str], optimizer_values: int = 2
 ) -> dict[str, int]:
-    """Bytes a rank that parameters, gradients and optimizer states should take at rest, by component.
+    """Bytes that parameters, gradients and optimizer states should take on a rank at rest, by component.
 
-    With fp32 parameters (also under autocast, which keeps them) and Adam, in bytes a parameter: 16 replicated, 8 + 8/N
-    with the optimizer's states sharded (ZeRO-1), 4 + 12/N with gradients too (ZeRO-2), 16/N with parameters too
-    (ZeRO-3). Padding is not in it, nor the step counter that Adam keeps for each tensor.
+    With fp32 parameters (autocast keeps them) and Adam, in bytes per parameter: 16 replicated; 8 + 8/N with optimizer
+    states sharded (ZeRO-1); 4 + 12/N with gradients sharded too (ZeRO-2); 16/N with parameters sharded too (ZeRO-3).
+    This leaves out padding, and the step counter that Adam keeps for each tensor.
 
     Args:
-        shards: Those of `COMPONENTS` of which a rank holds 1/N only, rounded up.
-        optimizer_values: Values that the optimizer keeps for each trained element; Adam's two moments.
+        shards: Those of `COMPONENTS` of which a rank holds only 1/N, rounded up.
+        optimizer_values: Values that the optimizer keeps for each trainable element; Adam keeps two moments.
     """
     whole = {
         "parameters": size.parameter_bytes,

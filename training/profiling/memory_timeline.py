@@ -1,9 +1,9 @@
-"""Memory over one optimizer step: what each component holds from moment to moment, and all allocated bytes beside it.
+"""Memory over one optimizer step: what each component holds over time, and all allocated bytes.
 
-The step is one that the run was not asked for, after training and evaluation, so that nothing here can disturb a time
-or a profile window. Hooks that do not change anything sample the strategy's own count of its model states: where a
-module that owns parameters has run, where the gradient of its output is ready, where a parameter has its gradient, and
-around the optimizer. Allocated bytes come from the allocators' reports to `torch.profiler`, which runs over the step.
+The step is an extra one, after training and evaluation, so it disturbs no step time and no profile window. Hooks sample
+the strategy's own count of its model states: after the forward pass of each module that owns parameters, when the
+gradient of its output is ready, when a parameter has its gradient, and around the optimizer. Allocated bytes come from
+what the allocators report to `torch.profiler`, which runs during the step.
 """
 
 import bisect
@@ -24,16 +24,19 @@ from training.strategy import MicroBatch, Strategy
 
 MARK = "memory sample "
 MOST_SAMPLES = 400
-"""What the record keeps of a step, so that its size does not grow with the model; peaks are always among it."""
+"""The record keeps about so many samples, all peaks among them, so that its size does not grow with the model."""
 
 
 def record_step_memory(
     strategy: Strategy, samples: int, micro_batches: Sequence[MicroBatch], clip_grad_norm: float | None
 ) -> dict[str, Any] | None:
-    """Train two optimizer steps on the same batch, and answer with peaks and timeline (`docs/run-record.md`) of the
-    second, in bytes and ms. After the first, no tensor of an earlier batch is left that would be freed in the second,
-    where it could not be told from what that has allocated. A strategy that a short run has not let settle gets more
-    before. Collective. None on every rank if a step diverges.
+    """Peaks and timeline (`docs/run-record.md`) of an optimizer step, in bytes and ms. Collective.
+
+    An unrecorded step on the same batch comes first: it frees the tensors of earlier batches, which the recorded step
+    could not tell from its own. If the run was too short for the strategy to settle, more such steps come first.
+
+    Returns:
+        None, on every rank, if a step diverges.
     """
     step = (samples, micro_batches)
     before = max(1, strategy.settling_steps - strategy.optimizer_steps)
@@ -50,7 +53,7 @@ def record_step_memory(
 class MemoryRecorder:
     """Follows the training loop over one step."""
 
-    bends_this_step = True
+    slows_this_step = True
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -63,7 +66,7 @@ class MemoryRecorder:
 
     def __enter__(self) -> "MemoryRecorder":
         self._strategy.finish_parameter_synchronization()
-        self._strategy.zero_grad()  # freeing what was allocated before makes no event, so let old gradients go first
+        self._strategy.zero_grad()  # the profiler does not report frees of earlier allocations, so free them now
         gc.collect()
         self._at_start = sum(self._strategy.memory_breakdown().values())
         if self._device.type == "cuda":
@@ -83,7 +86,7 @@ class MemoryRecorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._count.__exit__(None, None, None)
-        if kind in (None, NonFiniteError):  # after other errors what is in flight may never end: `profiler.py`
+        if kind in (None, NonFiniteError):  # after other errors, what is in flight may never end: `profiler.py`
             self._strategy.finish_communication()
             self._profile.stop()
         for handle in self._handles:
@@ -114,11 +117,11 @@ class MemoryRecorder:
 
     def _sample(self, where: str) -> None:
         with record_function(f"{MARK}{len(self._moments)}"):
-            torch.empty(1, device=self._device)  # makes the profiler look: frees on other threads make no event
+            torch.empty(1, device=self._device)  # makes the allocator report: frees on other threads do not
             self._moments.append((where, self._strategy.memory_breakdown()))
 
     def result(self) -> dict[str, Any]:
-        """Peaks and timeline of the step that has been recorded."""
+        """Peaks and timeline of the recorded step."""
         marks: dict[int, tuple[int, int]] = {}
         phases: list[tuple[int, int, str]] = []
         for event in profiled_events(self._profile):
@@ -129,9 +132,7 @@ class MemoryRecorder:
         curve = allocated_bytes(self._profile, self._device.type, self._at_start)
         timeline = build_timeline(self._moments, marks, sorted(phases), curve)
         peaks = peaks_of(timeline)
-        peaks["peak_bytes"] = max(
-            peaks["peak_bytes"], self._device_peak
-        )  # they are equal, unless a thread is not watched
+        peaks["peak_bytes"] = max(peaks["peak_bytes"], self._device_peak)  # the same, unless a thread is not profiled
         return {**peaks, "timeline": thinned(timeline)}
 
 
@@ -141,14 +142,13 @@ def build_timeline(
     phases: Sequence[tuple[int, int, str]],
     curve: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
-    """Columns of equal length, a value a sample; and the phases of the step. Sampling itself takes no time in it.
+    """Columns with a value for each sample, and the phases of the step. The time that sampling took is subtracted.
 
     Args:
         moments: Where each sample was taken, and what the components held.
         marks: By number of a sample, when it began and ended, in ns.
-        phases: Start, end (ns) and name.
-        curve: Moments (ns) at which allocated bytes changed, in order, and the bytes from then on; the first of them
-            lies before everything else.
+        phases: Start (ns), end (ns) and name.
+        curve: What `allocated_bytes` returns. Its first time is before everything else.
     """
     kept = sorted(marks, key=lambda index: marks[index])
     begin = marks[kept[0]][1]
@@ -161,9 +161,7 @@ def build_timeline(
         return round((moment - begin - spent[bisect.bisect_right(ends, moment)] + spent[1]) / 1e6, 3)
 
     times = [moment for moment, _ in curve]
-    columns: dict[str, Any] = {name: [] for name in ("ms", "where")}
-    columns |= {f"{component}_bytes": [] for component in COMPONENTS} | {"allocated_bytes": [], "highest_bytes": []}
-    seen, allocated = 1, curve[0][1]
+    rows, seen, allocated = [], 1, curve[0][1]
     for index in kept:
         where, held = moments[index]
         start, end = (bisect.bisect_right(times, moment) for moment in marks[index])
@@ -172,33 +170,32 @@ def build_timeline(
         highest = max(highest, allocated)
         row = {"ms": ms(marks[index][0]) if index != kept[0] else 0.0, "where": where}
         row |= {f"{component}_bytes": held[component] for component in COMPONENTS}
-        for name, value in {**row, "allocated_bytes": allocated, "highest_bytes": highest}.items():
-            columns[name].append(value)
+        rows.append(row | {"allocated_bytes": allocated, "highest_bytes": highest})
     spans = [{"name": name, "start_ms": ms(start), "end_ms": ms(end)} for start, end, name in phases]
-    return {**columns, "phases": spans}
+    return {name: [row[name] for row in rows] for name in rows[0]} | {"phases": spans}
 
 
 def model_states(timeline: dict[str, Any]) -> list[int]:
-    """Bytes of all components together, a value a sample."""
+    """Bytes of all components together, for each sample."""
     return [sum(held) for held in zip(*(timeline[f"{component}_bytes"] for component in COMPONENTS), strict=True)]
 
 
 def peaks_of(timeline: dict[str, Any]) -> dict[str, Any]:
-    """The most that was held: in all, and where that was; of each component; and of all components at one moment."""
+    """The peak of all bytes, with its time and phase; of each component; and of all components together."""
     highest = timeline["highest_bytes"]
-    place = highest.index(max(highest))
+    peak = highest.index(max(highest))
     by_component = {f"peak_{component}_bytes": max(timeline[f"{component}_bytes"]) for component in COMPONENTS}
     return {
         **by_component,
         "peak_model_states_bytes": max(model_states(timeline)),
-        "peak_bytes": highest[place],
-        "peak_ms": timeline["ms"][place],
-        "peak_phase": phase_at(timeline["phases"], timeline["ms"][place]),
+        "peak_bytes": highest[peak],
+        "peak_ms": timeline["ms"][peak],
+        "peak_phase": phase_at(timeline["phases"], timeline["ms"][peak]),
     }
 
 
 def phase_at(phases: Sequence[dict[str, Any]], ms: float) -> str:
-    """`forward`, or `backward 2 of 2` where there are several; `between phases` where there is none."""
+    """For example `forward`, `backward 2 of 2` if there are several, or `between phases`."""
     for index, phase in enumerate(phases):
         if phase["start_ms"] <= ms <= phase["end_ms"]:
             same = [other for other, one in enumerate(phases) if one["name"] == phase["name"]]
@@ -207,7 +204,7 @@ def phase_at(phases: Sequence[dict[str, Any]], ms: float) -> str:
 
 
 def thinned(timeline: dict[str, Any], most: int = MOST_SAMPLES) -> dict[str, Any]:
-    """At most about `most` samples: of each few neighbours the one with the most allocated, and all peaks."""
+    """About `most` samples: of neighbouring samples the one with the most allocated bytes, and all peaks."""
     highest = timeline["highest_bytes"]
     stride = -(-len(highest) // most)
     columns = {name: values for name, values in timeline.items() if name != "phases"}

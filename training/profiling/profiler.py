@@ -1,8 +1,8 @@
-"""`torch.profiler` on every rank, and one gzip Chrome trace a window.
+"""Runs `torch.profiler` on every rank, and writes one gzip Chrome trace per window.
 
-A collective that begins under the profiler and ends after it writes its end into memory that the profiler has freed by
-then (seen in torch 2.15 with Gloo: a segmentation fault, now and then, some steps later). So a window ends only when
-nothing is in flight; where an error ends it, the profiler is left running, since what is in flight may never end.
+A collective that begins under the profiler and ends after it writes into memory that the profiler has freed. With torch
+2.15 and Gloo this sometimes causes a segmentation fault some steps later. So a window ends only when nothing is in
+flight. If an error ends the run, the profiler is left running, because a collective in flight may never end.
 """
 
 import gzip
@@ -24,11 +24,14 @@ class WindowProfiler:
     """Follows the training loop and writes a trace at the end of each window.
 
     Args:
-        config: Gives the schedule; with `no_profile` nothing is ever recorded.
-        trace_folder: Where this rank's traces go.
-        run_id: Begins their names.
+        config: Its schedule is used. With `no_profile` nothing is recorded.
+        trace_folder: For this rank's traces.
+        run_id: The first part of their names.
         settle: Waits for all communication that this rank has in flight.
-        settling_steps: The first ones, which are not profiled whatever the schedule says (`Strategy.settling_steps`).
+        settling_steps: So many first steps are never profiled (`Strategy.settling_steps`).
+
+    Attributes:
+        write_problem: Why the last trace could not be written; None if all were.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class WindowProfiler:
             self._profile.stop()
 
     @property
-    def bends_this_step(self) -> bool:
-        """Whether the current step runs under the profiler, warm-up included, so that its time says little."""
+    def slows_this_step(self) -> bool:
+        """Whether the profiler runs in the current step; it does in warm-up steps too."""
         return self._enabled and self._schedule(self._step) != ProfilerAction.NONE
 
     def step(self) -> None:
@@ -88,16 +91,16 @@ class WindowProfiler:
         try:
             with phase("writing a trace", in_profile=False):
                 write_trace(profiler, path)
-        except (OSError, EOFError) as error:  # said at the end of the run, which goes on meanwhile
+        except (OSError, EOFError) as error:  # the run continues, and reports this at its end
             self.write_problem = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
 
 
 def write_trace(profiler: profile, path: Path) -> None:
-    """Write the window as gzip Chrome trace, whole or not at all.
+    """Write the window as a gzip Chrome trace, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
-        EOFError: the profiler wrote only a part of it, as it does without a word on a full disk.
+        EOFError: the profiler wrote only a part of it. On a full disk it does so without an error.
     """
     plain, zipped = path.with_name(f".{path.name}.json"), path.with_name(f".{path.name}.tmp")
     try:
@@ -110,7 +113,7 @@ def write_trace(profiler: profile, path: Path) -> None:
         zipped.replace(path)
     finally:
         plain.unlink(missing_ok=True)
-        plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto's own, which a full disk leaves
+        plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto leaves it on a full disk
         zipped.unlink(missing_ok=True)
 
 
@@ -121,10 +124,10 @@ def ends_with_brace(path: Path) -> bool:
 
 
 def require_window_fits(config: RunConfig, steps: int, settling_steps: int) -> None:
-    """Refuse a profile schedule that the run is too short for.
+    """Check that the run is long enough for its profile schedule.
 
     Raises:
-        UserError: names both lengths.
+        UserError: it is not; names both lengths.
     """
     needed = config.profile_steps(settling_steps)
     if not config.no_profile and needed > steps:

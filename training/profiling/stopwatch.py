@@ -1,4 +1,4 @@
-"""Moments on a device's own time line, for strategies that measure: the one place where they meet a clock."""
+"""Measures time on a device, for strategies that measure. They use no other clock."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Marks moments without making the host wait for the device.
+    """Marks moments, without making the host wait for the device.
 
     Args:
-        device: On CUDA a mark is an event in the current stream, elsewhere the clock's reading.
-        clock: Answers with seconds. A pretended cluster passes its own.
+        device: On CUDA a mark is an event in the current stream. Elsewhere it is what `clock` returns.
+        clock: Returns seconds. A simulated cluster passes its own.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
@@ -30,7 +30,7 @@ class Stopwatch:
         return event
 
     def seconds_since_first(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds from the first of `marks` to each of them. On CUDA, waits until the last has been reached."""
+        """Seconds from the first of `marks` to each of them. On CUDA, waits until the device has reached all."""
         if not self._on_cuda:
             return [mark - marks[0] for mark in marks]
         for mark in marks:

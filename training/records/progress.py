@@ -1,4 +1,4 @@
-"""What rank 0 says while it trains: a progress bar on a terminal, a plain line now and then elsewhere."""
+"""What rank 0 prints while it trains: a progress bar on a terminal, and a few plain lines elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from training.loop import TrainingResult
 
 PLAIN_LINES = 6
-"""About this many lines a run where the output is no terminal."""
+"""Where the output is no terminal, a run prints about this many lines."""
 
 
 def describe(result: TrainingResult) -> str:
@@ -21,7 +21,7 @@ def describe(result: TrainingResult) -> str:
 
 @contextmanager
 def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callable[[TrainingResult], None]]:
-    """Gives a function to call after each step. On ranks other than 0 it does nothing."""
+    """Yields a function to call after each step. It does nothing on ranks other than 0."""
     console = Console()
     if not is_main:
         yield lambda result: None

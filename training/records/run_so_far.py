@@ -1,34 +1,49 @@
-"""What is known of a run while it goes on: enough for a record that says how it ended, whenever it does."""
+"""What is known of a run so far. It is enough to write a record of the run whenever it ends."""
 
+import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from training.communication.traffic import Collective
-from training.config import RunConfig
+from training.config import RECORD_VERSION, RunConfig
 from training.data.workload import Workload
 from training.distributed import Ranks
-from training.errors import AgreedError, SequenceError, UserError
+from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from training.loop import TrainingResult
+from training.process.environment import VARIABLE, scheduling
 from training.profiling.memory import ModelSize
-from training.records.record import choice_folder, run_record, write_json
+from training.records.record import choice_folder, device_name, package_versions, step_statistics, write_json
 from training.strategy import Strategy
-from training.watch.board import Place
-from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending
+from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
+from training.watch.rank_state import RankState
 
 FLIGHT_VERSION = 1
 
 
+class Setup(NamedTuple):
+    """What is fixed when training begins. `optimizer` is the name of its class."""
+
+    ranks: Ranks
+    strategy: Strategy
+    optimizer: str
+    size: ModelSize
+    workload: Workload
+
+
 class RunSoFar:
-    """Filled in as the run goes on.
+    """Filled in step by step.
 
     Attributes:
         run_id: Empty until the ranks have agreed on one.
-        evaluation: None until there is one.
-        memory: Empty until it is recorded.
-        resumed_from: Of a run that goes on from a checkpoint, which one.
+        evaluation: None until the run has evaluated.
+        memory: A row for each rank; empty until memory is recorded.
+        resumed_from: The checkpoint that the run resumed from; None if it did not.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -38,66 +53,87 @@ class RunSoFar:
         self.memory: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
         self._traffic: list[Collective] = []
-        self._facts: tuple[Ranks, Strategy, str, ModelSize, Workload] | None = None
+        self._setup: Setup | None = None
 
     def begin(
         self, config: RunConfig, ranks: Ranks, strategy: Strategy, optimizer: str, size: ModelSize, workload: Workload
     ) -> None:
         """Training begins."""
-        self.config, self._facts = config, (ranks, strategy, optimizer, size, workload)
+        self.config, self._setup = config, Setup(ranks, strategy, optimizer, size, workload)
+
+    @property
+    def _begun(self) -> Setup:
+        assert self._setup is not None, "training has begun"
+        return self._setup
 
     def following(self, on_step: Callable[[TrainingResult], None]) -> Callable[[TrainingResult], None]:
-        """`on_step`, and the result is kept."""
+        """A function that keeps the result of each step, and then calls `on_step`."""
 
         def follow(result: TrainingResult) -> None:
             self.result = result
-            if not self._traffic or self._is_settling(len(result.loss)):
+            if not self._traffic or len(result.loss) <= self._begun.strategy.settling_steps:
                 self._traffic = self._expected_traffic()
             on_step(result)
 
         return follow
 
-    def _is_settling(self, step: int) -> bool:
-        assert self._facts is not None, "training has begun"
-        return step <= self._facts[1].settling_steps
-
     def _expected_traffic(self) -> list[Collective]:
-        assert self._facts is not None, "training has begun"
-        return self._facts[1].expected_traffic(self.config.grad_accum_steps, self.config.clip_grad_norm is not None)
+        clips = self.config.clip_grad_norm is not None
+        return self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
 
     @property
     def step(self) -> int | None:
         """Optimizer steps done; None before training."""
-        return len(self.result.loss) if self._facts else None
+        return len(self.result.loss) if self._setup else None
 
     def record(self, ending: Ending) -> dict[str, Any]:
-        """The run record. Training must have begun.
+        """The run record; `docs/run-record.md` explains each field. Training must have begun.
 
-        That of a run that ends early has the traffic that was expected once the strategy had settled: now the training
-        thread may be stuck in a collective, and DDP answers no question meanwhile.
+        A run that ends early records the traffic that was expected after its last step: its training thread may be
+        stuck in a collective, and then DDP cannot be asked for its buckets.
         """
-        assert self._facts is not None, "training has begun"
-        ranks, strategy, optimizer, size, workload = self._facts
+        ranks, strategy, optimizer, size, workload = self._begun
+        result = self.result.whole_steps()
         traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
-        return run_record(
-            self.config,
-            ranks,
-            self.run_id,
-            strategy,
-            optimizer,
-            self.result.whole_steps(),
-            self.evaluation,
-            size,
-            self.memory,
-            workload,
-            traffic,
-            ending,
-            self.resumed_from,
-        )
+        earlier = self.resumed_from["step"] if self.resumed_from else 0
+        link = os.environ.get("LINK_BITS_PER_S")
+        return {
+            "schema_version": RECORD_VERSION,
+            "choice": self.config.choice,
+            "run_id": self.run_id,
+            "ended": ending.as_dict(),
+            "world_size": ranks.world_size,
+            "backend": ranks.backend,
+            "device": ranks.device.type,
+            "device_name": device_name(ranks.device),
+            "host": socket.gethostname(),
+            "threads": torch.get_num_threads(),
+            "allocator": os.environ.get(VARIABLE) or None,
+            "scheduling": scheduling(),
+            "link_bits_per_s": int(link) if link else None,
+            "config": self.config.as_dict(),
+            "versions": package_versions(),
+            "parameters": size.elements,
+            "optimizer": optimizer,
+            "shards": sorted(strategy.shards),
+            "settling_steps": strategy.settling_steps,
+            "fitted_buckets": len(strategy.learned() or ()) or None,
+            "expected_traffic": [collective.as_dict() for collective in traffic],
+            "train_samples": len(workload.train),
+            "step_samples": result.samples,
+            "step_time_s": result.step_time_s,
+            **step_statistics(result, earlier, strategy.settling_steps),
+            "train_loss": result.loss,
+            "eval_samples": len(workload.evaluation),
+            "eval": self.evaluation,
+            "resumed_from": self.resumed_from,
+            "notes": strategy.notes,
+            "memory": self.memory,
+        }
 
     @contextmanager
     def saying_errors(self, is_main: bool) -> Iterator[None]:
-        """Within this context, rank 0 reports an error that every rank raises, while the process group is there."""
+        """Within this context, rank 0 reports an error that every rank raises, while the process group still exists."""
         try:
             yield
         except AgreedError as error:
@@ -107,10 +143,13 @@ class RunSoFar:
                 self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
             raise
 
-    def report(self, ending: Ending, *_: object) -> None:
-        """Say how the run ended, in one line, and leave its record; without one, the traceback is said too."""
+    def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
+        """Print how the run ended in one line and write its record. Before training there is no record: then the
+        traceback is printed too. `torchrun` shows the line in its summary."""
         said = f"error: {self.config.choice}: {ending.message}"
-        if self._facts is None:
+        began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
+        if self._setup is None:
+            tell_torchrun(said, began_s)
             print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
             return
         path = choice_folder(self.config) / f"{self.run_id}.run.json"
@@ -120,33 +159,33 @@ class RunSoFar:
             said += f"; record: {path}"
         except (OSError, UserError) as error:
             said += f"; no record: {error}"
+        tell_torchrun(said, began_s)
         print(said, file=sys.stderr, flush=True)
 
-    def keep_flight(self, rank: int, place: Place) -> None:
-        """Write the latest collectives of a rank that ends beside the run record (`docs/run-record.md`).
-
-        A trace of which it has written only a part is removed.
-        """
-        if not self.run_id or self._facts is None:
+    def keep_flight(self, rank: int, state: RankState) -> None:
+        """Write the flight record of a rank that ends beside the run record, and remove its unfinished trace."""
+        if not self.run_id or self._setup is None:
             return
-        path = choice_folder(self.config) / f"{self.run_id}.rank_{rank}.flight.json"
-        for part in choice_folder(self.config).glob(f"rank_{rank}/.{self.run_id}.*"):
+        folder = choice_folder(self.config)
+        for part in folder.glob(f"rank_{rank}/.{self.run_id}.*"):
             part.unlink(missing_ok=True)
         try:
-            write_json(path, flight_record(place, self._facts[0].world_size))
+            write_json(
+                folder / f"{self.run_id}.rank_{rank}.flight.json", flight_record(state, self._setup.ranks.world_size)
+            )
         except (OSError, UserError):
-            return  # the report says why nothing can be written
+            return  # `report` says why nothing can be written
 
 
-def flight_record(place: Place, world_size: int) -> dict[str, Any]:
-    """The latest collectives of a rank, oldest first, and where it was."""
+def flight_record(state: RankState, world_size: int) -> dict[str, Any]:
+    """The latest collectives of a rank, oldest first, and what it did (`docs/run-record.md`)."""
     names = ("seq", "kind", "elements", "dtype", "group", "state", "time_s")
     return {
         "version": FLIGHT_VERSION,
-        "rank": place.rank,
+        "rank": state.rank,
         "world_size": world_size,
-        "step": place.step,
-        "phase": place.phase,
+        "step": state.step,
+        "phase": state.phase,
         "written_s": time.time(),
-        "entries": [{name: getattr(entry, name) for name in names} for entry in place.entries],
+        "entries": [{name: getattr(entry, name) for name in names} for entry in state.entries],
     }

@@ -1,17 +1,18 @@
-"""Why a run ended, from what every rank last did and said: the first cause, not the ranks that died of it.
+"""Finds why a run ended: the first cause, not the ranks that died because of it.
 
-A rank that is killed makes others fail with broken connections, and `torchrun` then stops the rest; any of them may
-look like the first. So each rank's word is weighed: a rank that vanished or failed by itself comes before those whose
-collectives failed or timed out, and these before those that were only told to stop.
+When a rank is killed, other ranks fail with broken connections, and `torchrun` then stops the rest. Each of them may
+look like the first one. So the reasons of all ranks are compared: a rank that vanished or failed by itself comes before
+ranks whose collectives failed or timed out, and these come before ranks that were only told to stop.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from training.watch.board import Place
-from training.watch.sequence import ADVICE, deadlock, difference, first_difference
+from training.watch.exit_reason import ExitReason
+from training.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
+from training.watch.rank_state import Entry, RankState
 
 COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
@@ -26,37 +27,19 @@ COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
 
 
 @dataclass(frozen=True)
-class Statement:
-    """What a rank says when it ends.
-
-    Attributes:
-        kind: `agreed` (an error that every rank raises), `error` (one that this rank raises for all), `failed` (an
-            exception of its own), `collective` (a collective raised), `timeout` (the same, after waiting), `connection`
-            (the same, since a rank had gone), `signal`, `orphaned` (`torchrun` has gone), `mismatch` (ranks issued
-            different collectives), or `noticed` (it saw that another has ended).
-        text: The exception, the signal's name, or where sequences part.
-        time_s: Seconds since the epoch.
-    """
-
-    kind: str
-    text: str
-    time_s: float
-    traceback: str | None = None
-
-
-@dataclass(frozen=True)
-class Seen:
+class RankReport:
     """What is known of a rank when the run ends.
 
     Attributes:
-        place: None if it is on another node and said nothing.
+        state: None if the rank is on another node and has not reported.
+        reason: None if the rank has not said why it ends.
         is_gone: Its process has ended.
         crash: What Python wrote when its process crashed.
-        is_stopped: Its process is stopped, as by SIGSTOP.
+        is_stopped: Its process is stopped, for example by SIGSTOP.
     """
 
-    place: Place | None
-    statement: Statement | None
+    state: RankState | None
+    reason: ExitReason | None
     is_gone: bool = False
     crash: str = ""
     is_stopped: bool = False
@@ -78,130 +61,134 @@ class Ending:
         return asdict(self)
 
 
-def first_cause(seen: Mapping[int, Seen], out_of_memory: bool = False) -> Ending:
+Reports = Mapping[int, RankReport]
+"""By rank."""
+
+
+def first_cause(reports: Reports, out_of_memory: bool = False) -> Ending:
     """What ended the run.
 
     Args:
-        seen: By rank; all ranks are there.
-        out_of_memory: The kernel has killed a process for want of memory since the run began.
+        reports: Of all ranks.
+        out_of_memory: Since the run began, the kernel has killed a process because memory ran out.
     """
-    said = {rank: one.statement for rank, one in seen.items() if one.statement is not None}
-    gone = [rank for rank, one in seen.items() if one.is_gone and rank not in said]
-    failed = sorted((one.time_s, rank) for rank, one in said.items() if one.kind in ("failed", "error", "agreed"))
-    places = {rank: one.place for rank, one in seen.items() if one.place is not None}
-    parting = difference({rank: place.entries for rank, place in places.items()})
-    parting = parting or deadlock({rank: place for rank, place in places.items() if not seen[rank].is_gone})
+    reasons = {rank: report.reason for rank, report in reports.items() if report.reason is not None}
+
+    def ranks_with(*kinds: str) -> list[int]:
+        """Ranks that ended for such a reason, the earliest first."""
+        return sorted((r for r, reason in reasons.items() if reason.kind in kinds), key=lambda r: reasons[r].time_s)
+
+    states = {rank: report.state for rank, report in reports.items() if report.state is not None}
+    alive = {rank: state for rank, state in states.items() if not reports[rank].is_gone}
+    mismatch = find_difference({rank: state.entries for rank, state in states.items()}) or find_deadlock(alive)
+    gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
+    failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
     if failed and not gone:
-        return _failed(seen, failed[0][1])
-    if parting and (gone or not any(one.kind == "signal" for one in said.values())):
-        return _mismatched(seen, parting)
+        return _failed(reports, failed[0])
+    if mismatch and (gone or not signalled):
+        return _mismatched(states, mismatch)
     if gone:
-        return _killed(seen, gone, out_of_memory)
-    if failed:
-        return _failed(seen, failed[0][1])
-    signalled = sorted((one.time_s, rank) for rank, one in said.items() if one.kind == "signal")
+        return _killed(reports, gone, out_of_memory)
     if signalled:
-        return _interrupted(seen, [rank for _, rank in signalled])
-    waited = [rank for rank, one in said.items() if one.kind == "timeout"]
-    if waited:
-        return _hung(seen, waited)
-    collective = sorted((one.time_s, rank) for rank, one in said.items() if one.kind == "collective")
-    if collective:
-        return _failed(seen, collective[0][1])
-    return _lost(seen)
+        return _interrupted(reports, signalled)
+    if timed_out := ranks_with("timeout"):
+        return _hung(reports, timed_out)
+    if in_collective := ranks_with("collective"):
+        return _failed(reports, in_collective[0])
+    return _lost(reports)
 
 
-def _ending(how: str, seen: Mapping[int, Seen], rank: int, message: str, traceback: str | None = None) -> Ending:
-    place = seen[rank].place
-    if place is None:
+def _ending(how: str, rank: int, state: RankState | None, message: str, traceback: str | None = None) -> Ending:
+    if state is None:
         return Ending(how, rank, message=message, traceback=traceback)
-    step = place.step if place.step >= 0 else None
-    return Ending(how, rank, step, place.phase, place.collective, message, traceback)
+    step = state.step if state.step >= 0 else None
+    return Ending(how, rank, step, state.phase, state.collective, message, traceback)
 
 
-def _failed(seen: Mapping[int, Seen], rank: int) -> Ending:
-    statement = seen[rank].statement
-    assert statement is not None
-    if statement.kind != "failed" and statement.kind != "collective":
-        return _ending(FAILED, seen, rank, statement.text)
-    message = f"rank {rank} failed {seen[rank].place or ''}: {statement.text}"
-    return _ending(FAILED, seen, rank, message, statement.traceback)
+def _failed(reports: Reports, rank: int) -> Ending:
+    state, reason = reports[rank].state, reports[rank].reason
+    assert reason is not None
+    if reason.kind in ("error", "agreed"):
+        return _ending(FAILED, rank, state, reason.text)
+    return _ending(FAILED, rank, state, f"rank {rank} failed {state or ''}: {reason.text}", reason.traceback)
 
 
-def _killed(seen: Mapping[int, Seen], gone: Sequence[int], out_of_memory: bool) -> Ending:
-    first = min(gone, key=lambda rank: place.since_s if (place := seen[rank].place) else 0.0)
-    one = seen[first]
+def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool) -> Ending:
+    first = _least_recent(reports, gone)
+    state, crash = reports[first].state, reports[first].crash
     ranks = f"rank {first}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}; first rank {first}"
-    if one.crash:
-        what = f"crashed ({one.crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
+    if crash:
+        what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
     else:
-        what = "was killed (SIGKILL, or it exited without a word)"
-    message = f"{ranks} {what} {one.place or ''}".rstrip()
+        what = "was killed (SIGKILL, or it exited without an error)"
+    message = f"{ranks} {what} {state or ''}".rstrip()
     if out_of_memory:
-        message += "; the kernel has killed a process for want of memory: use a smaller --global-batch-size or model"
-    elif not one.crash:
-        message += "; if nobody did, look into dmesg for the kernel's out-of-memory killer"
-    return _ending(KILLED, seen, first, message, one.crash or None)
+        message += "; the kernel killed a process because memory ran out: use a smaller --global-batch-size or model"
+    elif not crash:
+        message += "; if nobody killed it, look for the out-of-memory killer in dmesg"
+    return _ending(KILLED, first, state, message, crash or None)
 
 
-def _mismatched(seen: Mapping[int, Seen], parting: str) -> Ending:
-    """Ranks that differ may be in different steps: the one that is behind has them both before it."""
-    places = {rank: one.place for rank, one in seen.items() if one.place is not None}
-    found = first_difference({rank: place.entries for rank, place in places.items()})
-    found = found or {rank: place.waits_for for rank, place in places.items() if place.waits_for}
-    rank = min(found, key=lambda rank: places[rank].step)
-    message = f"{parting}; {ADVICE}; {places[rank].when}"
-    ending = _ending(MISMATCHED, seen, rank, message)
-    return Ending(**{**ending.as_dict(), "collective": str(found[rank])})
+def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
+    """Ranks that differ may be in different steps. The rank that is furthest behind is in the step where they do."""
+    rank = min(mismatch.entries, key=lambda rank: states[rank].step)
+    message = f"{mismatch.text}; {ADVICE}; {states[rank].when}"
+    return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.entries[rank]))
 
 
-def _interrupted(seen: Mapping[int, Seen], ranks: Sequence[int]) -> Ending:
-    statement, place = seen[ranks[0]].statement, seen[ranks[0]].place
-    assert statement is not None
-    who = "" if len(ranks) == len(seen) else f"rank {', '.join(map(str, sorted(ranks)))} was "
-    message = f"{who}stopped by {statement.text}" + (f" {place.when}" if place else "")
-    return _ending(INTERRUPTED, seen, min(ranks), message)
+def _interrupted(reports: Reports, ranks: Sequence[int]) -> Ending:
+    state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
+    assert reason is not None
+    who = "" if len(ranks) == len(reports) else f"rank {', '.join(map(str, sorted(ranks)))} was "
+    message = f"{who}stopped by {reason.text}" + (f" {state.when}" if state else "")
+    return _ending(INTERRUPTED, min(ranks), state, message)
 
 
-def _hung(seen: Mapping[int, Seen], waited: Sequence[int]) -> Ending:
-    """Ranks waited in a collective in vain: who did not come?"""
-    waiting = min(waited, key=lambda rank: place.since_s if (place := seen[rank].place) else 0.0)
-    place = seen[waiting].place
-    awaited = (place.waits_for or place.last) if place else None
-    missing = [rank for rank in seen if rank not in waited and _is_behind(seen[rank], awaited)]
-    missing = missing or [rank for rank in seen if rank not in waited]
-    seconds = f"{time.time() - place.since_s:.0f} s" if place else "its whole timeout"
+def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
+    """Ranks waited in a collective until its timeout. The cause is the rank that did not join it."""
+    waiting = _least_recent(reports, timed_out)
+    state = reports[waiting].state
+    awaited = (state.waits_for or state.last) if state else None
+    seconds = f"{time.time() - state.progress_s:.0f} s" if state else "its whole timeout"
+    others = [rank for rank in reports if rank not in timed_out]
+    missing = [rank for rank in others if _is_behind(reports[rank].state, awaited)] or others
     if not missing:
-        return _ending(HUNG, seen, waiting, f"every rank waits for another; rank {waiting} for {seconds} {place or ''}")
-    rank = missing[0]
-    one = seen[rank]
-    state = "is stopped (SIGSTOP)" if one.is_stopped else "hangs" if one.place else "is not heard of"
-    message = f"rank {rank} {state} {one.place or ''}".rstrip()
+        message = f"every rank waits for another; rank {waiting} for {seconds} {state or ''}"
+        return _ending(HUNG, waiting, state, message)
+    first = missing[0]
+    report = reports[first]
+    what = "is stopped (SIGSTOP)" if report.is_stopped else "hangs" if report.state else "does not answer"
+    message = f"rank {first} {what} {report.state or ''}".rstrip()
     if len(missing) > 1:
-        message = f"ranks {', '.join(map(str, missing))} do not come; {message}"
+        message = f"ranks {', '.join(map(str, missing))} did not join; {message}"
     message += f"; rank {waiting} waited {seconds} for it in {awaited or 'a collective'}"
-    ending = _ending(HUNG, seen, rank, message)
-    return Ending(**{**ending.as_dict(), "collective": f"missing in {awaited}" if awaited else None})
+    return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
 
 
-def _is_behind(one: Seen, awaited: Any) -> bool:
-    if one.place is None or awaited is None:
+def _least_recent(reports: Reports, ranks: Sequence[int]) -> int:
+    """Of `ranks`, the one whose last progress is longest ago."""
+    return min(ranks, key=lambda rank: state.progress_s if (state := reports[rank].state) else 0.0)
+
+
+def _is_behind(state: RankState | None, awaited: Entry | None) -> bool:
+    if state is None or awaited is None:
         return True
-    issued = [entry.seq for entry in one.place.entries if entry.group == awaited.group]
+    issued = [entry.seq for entry in state.entries if entry.group == awaited.group]
     return max(issued, default=0) < awaited.seq
 
 
-def _lost(seen: Mapping[int, Seen]) -> Ending:
+def _lost(reports: Reports) -> Ending:
     """Connections broke, and no rank is known to have failed."""
-    unheard = [rank for rank, one in seen.items() if one.statement is None]
-    if unheard:
-        others = ", ".join(map(str, unheard))
-        where = next((one.place for one in seen.values() if one.statement and one.place), None)
-        message = f"rank {others} cannot be reached any more (its node or the link is down); {where or ''}"
-        return _ending(LOST, seen, unheard[0], message)
-    _, first = min((one.statement.time_s, rank) for rank, one in seen.items() if one.statement)
-    statement, place = seen[first].statement, seen[first].place
-    assert statement is not None
-    if statement.kind == "orphaned":
-        return _ending(INTERRUPTED, seen, first, f"torchrun has gone, so the ranks ended {place}")
-    return _ending(LOST, seen, first, f"rank {first} lost a connection {place}: {statement.text}")
+    silent = [rank for rank, report in reports.items() if report.reason is None]
+    if silent:
+        where = next((report.state for report in reports.values() if report.reason and report.state), None)
+        ranks = ", ".join(map(str, silent))
+        message = f"rank {ranks} cannot be reached any more (its node or the link is down); {where or ''}"
+        return _ending(LOST, silent[0], reports[silent[0]].state, message)
+    first, reason = min(
+        ((rank, report.reason) for rank, report in reports.items() if report.reason), key=lambda pair: pair[1].time_s
+    )
+    state = reports[first].state
+    if reason.kind == "orphaned":
+        return _ending(INTERRUPTED, first, state, f"torchrun has gone, so the ranks ended {state}")
+    return _ending(LOST, first, state, f"rank {first} lost a connection {state}: {reason.text}")

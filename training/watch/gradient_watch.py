@@ -1,4 +1,4 @@
-"""Watches this rank's own gradients as backward makes them, before any other rank's are mixed in."""
+"""Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -7,14 +7,15 @@ from torch import Tensor
 
 
 class GradientWatch:
-    """Which parameters received a gradient in a step, and on demand the first backward pass that left a bad one.
+    """Which parameters received a gradient in a step, and on request the first backward pass that made a bad one.
 
     Args:
-        parameters: The trainable ones, in the order of `received`. The watch must be made before a strategy adds its
-            own hooks, so that it sees each gradient before communication changes it.
+        parameters: The trainable ones, in the order of `received`. Make the watch before a strategy adds its own
+            hooks, so that it sees each gradient before communication changes it.
 
     Attributes:
-        inspects: Look at the values of each gradient. Costs a pass over it, so it is left for the search for a culprit.
+        inspects: Look at the values of each gradient. This reads every gradient once more, so it is on only while the
+            step is repeated to find the rank that made a gradient that is not finite.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -27,13 +28,13 @@ class GradientWatch:
             parameter.register_post_accumulate_grad_hook(self._hook(index))
 
     def begin_step(self) -> None:
-        """Forget the last step."""
+        """Forget the step before."""
         self._round = -1
         self._last_round = [-1] * len(self._parameters)
         self.first_nonfinite_round = -1
 
     def begin_round(self) -> None:
-        """The backward pass of another micro-batch follows."""
+        """The backward pass of the next micro-batch follows."""
         self._round += 1
 
     def received(self) -> list[bool]:
@@ -45,9 +46,9 @@ class GradientWatch:
         return [last == self._round for last in self._last_round]
 
     def number_at(self, tensor: Tensor) -> int:
-        """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is of none.
+        """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is the gradient of none.
 
-        Quick where gradients are asked for as they become ready, or in the order of the parameters.
+        Fast if callers look gradients up as they become ready, or in the order of the parameters.
         """
         address, count = tensor.data_ptr(), len(self._parameters)
         if address and tensor.numel() in self._lengths:

@@ -1,46 +1,47 @@
-"""The part of a run that this rank is in: marked in its profile, and on its board, where others find it if it dies."""
+"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder."""
 
 from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
 
-from training.watch.board import BETWEEN, Board
+from training.watch.flight_recorder import FlightRecorder
+from training.watch.rank_state import LOOP
 
-_board: Board | None = None
+_recorder: FlightRecorder | None = None
 _step, _phase = -1, "starting"
 
 
-def show_phases_on(board: Board | None) -> None:
-    """From now on `board` shows each phase; None: nobody does."""
-    global _board, _step, _phase
-    _board, _step, _phase = board, -1, "starting"
+def record_phases_in(recorder: FlightRecorder | None) -> None:
+    """From now on, write each phase into `recorder`; None: nowhere."""
+    global _recorder, _step, _phase
+    _recorder, _step, _phase = recorder, -1, "starting"
 
 
 def begin_step(step: int) -> None:
-    """An optimizer step begins; `step` were done before it."""
-    _show(step, BETWEEN)
+    """An optimizer step begins, after `step` earlier ones."""
+    _enter(step, LOOP)
 
 
 def current_step() -> int:
-    """Optimizer steps done before the one under way."""
+    """Optimizer steps done before the current one; -1 outside training."""
     return _step
 
 
 def between_steps(name: str) -> None:
-    """What the run does outside optimizer steps begins, such as evaluation."""
-    _show(-1, name)
+    """The run begins something outside its optimizer steps, such as evaluation."""
+    _enter(-1, name)
 
 
-def _show(step: int, name: str) -> None:
+def _enter(step: int, name: str) -> None:
     global _step, _phase
     _step, _phase = step, name
-    if _board is not None:
-        _board.set_place(step, name)
+    if _recorder is not None:
+        _recorder.set_phase(step, name)
 
 
 class phase:
-    """A part of an optimizer step, of this name in the profile. An error leaves it on the board: there it happened."""
+    """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed."""
 
     def __init__(self, name: str, in_profile: bool = True) -> None:
         self._name = name
@@ -48,10 +49,10 @@ class phase:
 
     def __enter__(self) -> None:
         self._before = _phase
-        _show(_step, self._name)
+        _enter(_step, self._name)
         self._mark.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self._mark.__exit__(kind, *rest)
         if kind is None:
-            _show(_step, self._before)
+            _enter(_step, self._before)

@@ -1,89 +1,80 @@
-"""Every collective of this rank, in order: noted on its board, and folded into a number that ranks compare.
+"""Records every collective of this rank, and makes a digest of them that ranks compare.
 
-Gloo mixes collectives of equal size without a word when ranks issue them in different order, and hangs or dies on
-others. So each process group is given a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP
-too) that folds kind, elements, dtype and root of each collective into a rolling digest, and for an all-reduced gradient
-the number of its parameter, since the sizes of two gradients are often equal. Ranks compare digests in the exchange
-that ends every step (`communication.agreement`), which costs 8 bytes; where they differ, they show each other what they
-issued.
+If ranks issue collectives in different orders, Gloo mixes those of equal size without an error, and hangs or crashes in
+others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP too).
+The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
+digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
+Ranks compare digests in the exchange at the end of every step (`communication.agreement`), which costs 8 bytes. If the
+digests differ, the ranks compare what they have recorded.
 
-Strategies know nothing of this: there is one recorder a process, or none, and without one the digest is always 0.
+Strategies do not know of this. A process has one `CollectiveRecorder` or none; without one the digest is always 0.
 """
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from training.errors import SequenceError
-from training.watch.board import Board, Entry, Place
+from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
+from training.watch.mismatch import ADVICE, UNEVEN, find_difference
 from training.watch.phases import current_step
 
 HOOK_ID = 7_318_211
-"""Any number that no one else takes for hooks of their own."""
+"""Any number that nobody else uses for hooks."""
 DIGEST_BITS = 48
-"""So that a digest is exact in fp64, in which it is exchanged."""
+"""Digests are exchanged in fp64, which holds so many bits exactly."""
 
 KINDS = {
     "ALLREDUCE": "all_reduce",
-    "ALLREDUCE_COALESCED": "all_reduce",
     "BROADCAST": "broadcast",
+    "REDUCE_SCATTER": "reduce_scatter",
     "REDUCE": "reduce",
     "ALLGATHER": "all_gather",
-    "ALLGATHER_BASE": "all_gather",
-    "ALLGATHER_COALESCED": "all_gather",
-    "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather",
-    "REDUCE_SCATTER": "reduce_scatter",
-    "REDUCE_SCATTER_BASE": "reduce_scatter",
-    "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter",
     "ALLTOALL": "all_to_all",
-    "ALLTOALL_BASE": "all_to_all",
     "SCATTER": "scatter",
     "GATHER": "gather",
     "BARRIER": "barrier",
     "SEND": "send",
     "RECV": "recv",
 }
-"""By the name of `torch._C._distributed_c10d.HookOpName`."""
-OUTPUT_COUNTS = frozenset(("all_gather", "scatter"))
-"""Kinds of which every rank has outputs of equal size, but perhaps no inputs, or some that are no whole."""
-UNEVEN = frozenset(("all_to_all", "send", "recv"))
-"""Kinds in which ranks may issue different sizes, or nothing at all."""
-MOST_OPEN = 4096
-ADVICE = "ranks must issue the same collectives in the same order"
+"""By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
+SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
+"""Kinds whose outputs have the same size on every rank. Their inputs may be missing, or only a part of the whole."""
 
 
 class CollectiveRecorder:
-    """Notes the collectives of this process on `board`. Used through `recorded_collectives`."""
+    """Writes the collectives of this process into `flight`. Use it through `recorded_collectives`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []
-        self._digests: dict[str, int] = defaultdict(int)
-        self._counts: dict[str, int] = defaultdict(int)
-        self._open: dict[int, int] = {}  # by id of a collective's handle: its number on the board
-        self._issued: dict[str, int] = {}  # by group: number on the board of the collective that is being issued
+    def __init__(self, flight: FlightRecorder) -> None:
+        self._flight = flight
+        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []  # with its ranks and its name
+        self._digests: dict[str, int] = defaultdict(int)  # by name of a group
+        self._seqs: dict[str, int] = defaultdict(int)
+        self._issuing: dict[str, int] = {}  # number of the collective that a group is issuing now
+        self._open: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()  # numbers of those that are not completed
         self._latest: dist.Work | None = None
         self.gradients: GradientWatch | None = None
 
     def follow(self, group: dist.ProcessGroup) -> None:
-        """Note the collectives of `group`, too."""
+        """Record the collectives of `group` too."""
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
         label = group_label(members)
         if alike := sum(members == others for _, others, _ in self._groups):
             label += f" ({alike + 1})"
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label.encode()))
+        group.register_pre_hook(HOOK_ID, self._before(name, label))
         group.register_post_hook(HOOK_ID, self._after(name))
 
-    def forget_groups(self) -> None:
-        """Take all hooks away, and drop the groups, whose end they would delay."""
+    def stop(self) -> None:
+        """Remove all hooks and references to groups, which would delay the end of these groups."""
         for group, _, _ in self._groups:
             group.unregister_pre_hook(HOOK_ID)
             group.unregister_post_hook(HOOK_ID)
@@ -91,22 +82,29 @@ class CollectiveRecorder:
         self._latest = self.gradients = None
 
     def digest(self, group: dist.ProcessGroup) -> int:
-        """Of all collectives so far in groups of the same ranks as `group`."""
+        """Of all collectives so far in groups with the same ranks as `group`."""
         members = tuple(dist.get_process_group_ranks(group))
         total = sum(self._digests[name] for _, others, name in self._groups if others == members)
         return total % 2**DIGEST_BITS
 
-    def reset(self) -> None:
-        """Begin the digests anew, on all ranks alike."""
-        self._digests.clear()
+    def compare(self, group: dist.ProcessGroup) -> SequenceError | None:
+        """See `agree_on_sequence`."""
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, self._flight.state().entries, group=group)
+        self._digests.clear()  # on all ranks alike
+        members = dist.get_process_group_ranks(group)
+        mismatch = find_difference(dict(zip(members, everyone, strict=True)))
+        if mismatch is None:
+            return None
+        error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; no parameter is updated yet")
+        error.rank, entry = next(iter(mismatch.entries.items()))
+        error.collective = str(entry)
+        return error
 
-    def entries(self) -> tuple[Entry, ...]:
-        return self._board.place().entries
-
-    def _before(self, name: str, label: bytes) -> Callable[[Any], None]:
-        # What does not change between calls is bound here: this runs for every collective.
-        board, counts, digests, issued = self._board, self._counts, self._digests, self._issued
-        known: dict[tuple[Any, torch.dtype | None], tuple[str, bytes, bytes, int]] = {}
+    def _before(self, name: str, label: str) -> Callable[[Any], None]:
+        # The hook runs for every collective, so what does not change between calls is looked up once.
+        flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
+        known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
 
         def hook(call: Any) -> None:
             inputs = call.input_tensors
@@ -115,206 +113,111 @@ class CollectiveRecorder:
             found = known.get(key)
             if found is None:
                 found = known[key] = described(*key)
-            kind, kind_text, dtype_text, base = found
+            kind, dtype, base = found
             if not kind:
                 return
-            elements = sum([t.numel() for t in (call.output_tensors if kind in OUTPUT_COUNTS else inputs)])
-            identity = self._identity(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
-            counts[name] = seq = counts[name] + 1
-            issued[name] = board.add(seq, kind_text, elements, dtype_text, label, call.root, identity)
+            elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
+            parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
+            seqs[name] = seq = seqs[name] + 1
+            issuing[name] = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if kind not in UNEVEN:
-                value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * identity
+                value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * parameter
                 digests[name] = (digests[name] * 6_364_136_223_846_793_005 + value) % 2**DIGEST_BITS
 
         return hook
 
     def _after(self, name: str) -> Callable[[Any], None]:
         def hook(call: Any) -> None:
-            number = self._issued.pop(name, None)
+            number = self._issuing.pop(name, None)
             if number is None or call.work is None:
                 return
-            self._latest = call.work  # while Python holds it, its caller gets this same object, and it keeps its id
-            self._open[id(call.work)] = number
-            if len(self._open) > MOST_OPEN:  # those that C++ awaits, as DDP does, are never taken out
-                for key in list(self._open)[: MOST_OPEN // 2]:
-                    del self._open[key]
+            self._latest = call.work  # while Python holds it, the caller of the collective gets this same object
+            self._open[call.work] = number
 
         return hook
 
-    def _identity(self, tensor: torch.Tensor) -> int:
+    def _parameter_of(self, tensor: torch.Tensor) -> int:
         return self.gradients.number_at(tensor) if self.gradients is not None else 0
 
     def wait(self, plain: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Work.wait`, with what is awaited noted on the board. An error leaves it there: that is where it happened."""
-        number = self._open.pop(id(work), None)
+        """`Work.wait`, recorded. If it raises, the record still shows the collective that the rank waited for."""
+        number = self._open.pop(work, None)
         if number is None:
             return plain(work, *args, **kwargs)
-        self._board.set_waiting(number)
+        self._flight.set_waiting(number)
         answer = plain(work, *args, **kwargs)
-        self._board.set_waiting(-1)
-        self._board.complete(number)
+        self._flight.set_waiting(-1)
+        self._flight.complete(number)
         return answer
 
 
 def group_label(ranks: Sequence[int]) -> str:
-    """The same text on all ranks of a group, another for other ranks, of at most 19 characters (a board has 24)."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] + 1 == rank:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    label = "ranks " + ",".join(("," if run[-1] - run[0] == 1 else "-").join(map(str, run)) for run in runs)
+    """A text of at most 19 characters for a process group: the same on all its ranks, and different for other ranks."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        label = f"ranks {ranks[0]}-{ranks[-1]}"
+    else:
+        label = f"ranks {','.join(map(str, ranks))}"
     return label if len(label) <= 19 else f"{len(ranks)} ranks {zlib.crc32(repr(tuple(ranks)).encode()):08x}"
 
 
-def described(name: Any, dtype: torch.dtype | None) -> tuple[str, bytes, bytes, int]:
-    """Kind, its text and the dtype's for the board, and a number for both; an empty kind for what sends nothing."""
-    kind = KINDS.get(name.name, "")
+def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
+    """Kind, dtype, and a number for both. The kind is empty for a call that sends nothing."""
+    kind = next((kind for start, kind in KINDS.items() if name.name.startswith(start)), "")
     dtype_name = str(dtype).removeprefix("torch.") if dtype is not None else ""
-    return kind, kind.encode(), dtype_name.encode(), zlib.crc32(f"{kind} {dtype_name}".encode())
+    return kind, dtype_name, zlib.crc32(f"{kind} {dtype_name}".encode())
 
 
 _recorder: CollectiveRecorder | None = None
 
 
-def recorder() -> CollectiveRecorder | None:
-    return _recorder
-
-
 @contextmanager
-def recorded_collectives(board: Board) -> Iterator[CollectiveRecorder]:
-    """Within this context, all collectives of all groups, those to come among them, are noted on `board`.
+def recorded_collectives(flight: FlightRecorder) -> Iterator[None]:
+    """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`.
 
     The default process group must exist.
     """
     global _recorder
-    found = _recorder = CollectiveRecorder(board)
+    recorder = _recorder = CollectiveRecorder(flight)
     plain_wait, plain_new = dist.Work.wait, c10d._new_group_with_tag
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        return found.wait(plain_wait, work, *args, **kwargs)
+        return recorder.wait(plain_wait, work, *args, **kwargs)
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         group = plain_new(*args, **kwargs)
-        if isinstance(group, dist.ProcessGroup):  # on other ranks it is a mark for those that are no members
-            found.follow(group)
+        if isinstance(group, dist.ProcessGroup):  # ranks that are no members get a placeholder
+            recorder.follow(group)
         return group
 
     assert dist.group.WORLD is not None, "join the process group first"
-    found.follow(dist.group.WORLD)
+    recorder.follow(dist.group.WORLD)
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
     c10d._new_group_with_tag = new_group
     try:
-        yield found
+        yield
     finally:
         dist.Work.wait = plain_wait  # type: ignore[method-assign]
         c10d._new_group_with_tag = plain_new
-        found.forget_groups()
+        recorder.stop()
         _recorder = None
 
 
 def digest(group: dist.ProcessGroup) -> int:
-    """What this rank compares with the others of `group`; 0 where nothing is recorded."""
+    """What this rank compares with the others of `group`; 0 if nothing is recorded."""
     return _recorder.digest(group) if _recorder is not None else 0
 
 
 def follow_gradients(watch: GradientWatch) -> None:
-    """Tell gradients apart by the numbers that `watch` gives them."""
+    """Tell gradients apart by the numbers that `watch` gives to their parameters."""
     if _recorder is not None:
         _recorder.gradients = watch
 
 
 def agree_on_sequence(group: dist.ProcessGroup) -> SequenceError | None:
-    """Compare what each rank has issued, after digests differed. Collective.
+    """Compare what each rank has recorded, after digests differed. Collective.
 
     Returns:
-        An error that says where the ranks part, on every rank alike; None if what differs cannot be told to be wrong.
+        On every rank, an error that says where the collectives differ; None if no recorded ones do.
     """
-    found = recorder()
-    assert found is not None, "digests differ, so collectives are recorded"
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, found.entries(), group=group)
-    found.reset()
-    members = dist.get_process_group_ranks(group)
-    by_rank = dict(zip(members, everyone, strict=True))
-    parting = first_difference(by_rank)
-    if parting is None:
-        return None
-    error = SequenceError(f"step {current_step()}: {difference(by_rank)}; {ADVICE}; no parameter is updated yet")
-    error.rank, entry = next(iter(parting.items()))
-    error.collective = str(entry)
-    return error
-
-
-def difference(entries: Mapping[int, Sequence[Entry]]) -> str | None:
-    """Where ranks issued different collectives first, by rank; None if nowhere, as far as their entries overlap."""
-    parting = first_difference(entries)
-    if parting is None:
-        return None
-    seq = next(iter(parting.values())).seq
-    parts: dict[str, list[int]] = defaultdict(list)
-    for rank, entry in parting.items():
-        parts[detail(entry)].append(rank)
-    said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in parts.items())
-    return f"collective #{seq} differs between ranks: {said}"
-
-
-def deadlock(places: Mapping[int, Place]) -> str | None:
-    """Where ranks wait for each other for ever, in collectives of different groups; None if they do not.
-
-    That is so if each of them waits for a collective that another of them has not issued: none will issue anything
-    more. Ranks that issue the same collectives in the same order are never in that state.
-    """
-    issued = {rank: latest_of_groups(place.entries) for rank, place in places.items()}
-    parts = []
-    for rank, place in places.items():
-        awaited = place.waits_for
-        if awaited is None:
-            return None
-        missing = [other for other, latest in issued.items() if latest.get(awaited.group, awaited.seq) < awaited.seq]
-        if not missing:
-            return None
-        others = ", ".join(map(str, missing))
-        parts.append(f"rank {rank} waits in {awaited} ({awaited.group}), which rank {others} has not issued")
-    return f"collective differs between ranks: {'; '.join(parts)}" if len(parts) > 1 else None
-
-
-def latest_of_groups(entries: Sequence[Entry]) -> dict[str, int]:
-    """By group, the number of the collective that was issued last."""
-    latest: dict[str, int] = {}
-    for entry in entries:
-        latest[entry.group] = max(entry.seq, latest.get(entry.group, 0))
-    return latest
-
-
-def detail(entry: Entry) -> str:
-    text = f"{entry.kind} of {entry.elements} {entry.dtype or 'elements'}"
-    if entry.root >= 0:
-        text += f" from or to rank {entry.root}"
-    return text + (f" (gradient of trainable parameter {entry.identity - 1})" if entry.identity else "")
-
-
-def first_difference(entries: Mapping[int, Sequence[Entry]]) -> dict[int, Entry] | None:
-    """By rank, the first collective of a group that is not the same on all ranks that have issued it."""
-    by_group: dict[str, dict[int, dict[int, Entry]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, issued in entries.items():
-        for entry in issued:
-            by_group[entry.group][entry.seq][rank] = entry
-    found = [
-        (min(entry.time_s for entry in same.values()), same)
-        for sequence in by_group.values()
-        for same in sequence.values()
-        if any(differ(one, other) for one in same.values() for other in same.values())
-    ]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def differ(one: Entry, other: Entry) -> bool:
-    if one.kind != other.kind:
-        return True
-    if one.kind in UNEVEN:
-        return False
-    if (one.elements, one.dtype, one.root) != (other.elements, other.dtype, other.root):
-        return True
-    return bool(one.identity and other.identity and one.identity != other.identity)
+    assert _recorder is not None, "digests differ, so collectives are recorded"
+    return _recorder.compare(group)

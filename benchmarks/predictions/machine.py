@@ -1,0 +1,157 @@
+"""Memory and step times of real ranks on this machine, or over shaped links, against predictions."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predictions.held import Held, finish
+from planner.contracts import CollectiveCosts, OperatorCosts
+from planner.costs import hardware, record
+from planner.costs.fits import FittedCosts
+from planner.costs.links import LinkCosts
+from planner.costs.roofline import Roofline
+from planner.plan import choices, setting
+from planner.runs import first_micro_batches, module_maker
+from planner.simulation.simulate import simulate
+from training.cli import unknown_name
+from training.communication.link_model import LinkModel, Piece
+from training.config import RunConfig
+from training.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS: dict[str, dict[str, Any]] = {
+    "sample": {"workload": "sample"},
+    "mlp": {"workload": "mlp", "depth": 6, "width": 256},
+    "mlp-wide": {"workload": "mlp", "depth": 8, "width": 1024},
+}
+"""What each name stands for; small enough for a machine of a few GB."""
+HERE = "loopback"
+STATES = ("parameters", "gradients", "optimizer_state", "buffers")
+MIB = 2**20
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what the folder does not hold yet, predict and print.
+
+    Raises:
+        UserError: the command line makes no sense, or something cannot be measured or predicted.
+    """
+    wanted = choices(options.choices.split(",") if options.choices else None)
+    names, rows, ranks = [name for name in wanted if not name.startswith("deepspeed")], [], options.ranks
+    with tempfile.TemporaryDirectory() as temporary:
+        for rate in options.rates.split(","):
+            folder, start = Path(options.output_dir or temporary) / f"{rate}_{ranks}_ranks", launcher(ranks, rate)
+            folder.mkdir(parents=True, exist_ok=True)
+            collectives = measured_collectives(folder, ranks, start) if options.rounds else None
+            for model in options.models.split(","):
+                path, config = folder / f"{model}.json", config_of(model, ranks, options.grad_accum_steps)
+                if not path.exists():
+                    arguments = [str(path.resolve()), ",".join(names), str(options.rounds), json.dumps(asdict(config))]
+                    complete([*start, str(ROOT / "benchmarks" / "predictions" / "ranks.py"), *arguments])
+                found = json.loads(path.read_text())
+                rows += compare(f"{model}, {ranks} ranks, {rate}", config, names, found, collectives)
+    finish(rows, options.csv)
+
+
+def config_of(model: str, ranks: int, grad_accum_steps: int) -> RunConfig:
+    """The settings of a model.
+
+    Raises:
+        UserError: there is none of this name, or the batch does not divide.
+    """
+    if model not in MODELS:
+        raise UserError(f"--models: {unknown_name('model', model, MODELS)}")
+    more = {"global_batch_size": 8, "grad_accum_steps": grad_accum_steps, "train_samples": 16, "eval_samples": 4}
+    config = RunConfig(**MODELS[model], **more, device="cpu", backend="gloo")
+    config.micro_batch_size(ranks)
+    return config
+
+
+def launcher(ranks: int, rate: str) -> list[str]:
+    """The command that starts ranks with a script: on this machine, or each on a node of the link lab."""
+    if rate == HERE:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, str(ROOT / "scripts" / "link_lab.py"), "--nodes", str(ranks), "--rate", rate, "--"]
+
+
+def measured_collectives(folder: Path, ranks: int, start: Sequence[str]) -> FittedCosts:
+    """Costs by `benchmarks/collectives.py`, measured as in training: a link has no time to rest between two calls, and
+    caches hold no gradients."""
+    path = folder / "reports" / "collectives" / f"gloo_cpu_{ranks}_ranks.json"
+    if not path.exists():
+        flags = "--collectives all_reduce,all_gather,broadcast,reduce_scatter --sizes 4K,16K,64K,256K,1M,2M,4M,8M,16M"
+        flags += f" --in-a-row 5 --spread 64M --seconds-per-size 0.5 --output-dir {folder}"
+        complete([*start, str(ROOT / "benchmarks" / "collectives.py"), *flags.split()])
+    models = {
+        fit["collective"]: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"]))
+        for fit in json.loads(path.read_text())["fits"]
+    }
+    return FittedCosts(models, "gloo", ranks, "as measured")
+
+
+def complete(command: Sequence[str]) -> None:
+    """Run a measurement to its end.
+
+    Raises:
+        UserError: it failed.
+    """
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        said = next((line for line in answer.stderr.splitlines() if "rror: " in line), answer.stderr[-300:])
+        raise UserError(f"the ranks failed: {said}")
+
+
+def longest_rank(config: RunConfig, ranks: int) -> int:
+    """The rank whose samples have most elements. The others wait for it."""
+
+    def elements(rank: int) -> int:
+        return sum(tensor.numel() for batch in first_micro_batches(config, ranks, rank) for tensor in batch.values())
+
+    return max(range(ranks), key=elements)
+
+
+def compare(
+    where: str,
+    config: RunConfig,
+    names: Sequence[str],
+    measured: Mapping[str, Any],
+    collectives: CollectiveCosts | None = None,
+) -> list[Held]:
+    """What the rank with the longest samples holds, and how long its step takes if that was measured.
+
+    Args:
+        measured: What `ranks.py` wrote.
+        collectives: Default: by the table of links.
+
+    Raises:
+        UserError: a choice was not measured.
+    """
+    missing = [name for name in names if name not in measured["choices"]]
+    if missing:
+        raise UserError(f"{where}: {missing[0]} was not measured; remove the file to measure it")
+    ranks = len(measured["choices"][names[0]]["memory"])
+    cluster, rank = hardware.cluster(f"{ranks}xcpu", HERE), longest_rank(config, ranks)
+    batches = first_micro_batches(config, ranks, rank)
+    batch_bytes = sum(tensor.untyped_storage().nbytes() for batch in batches for tensor in batch.values())
+    operators: OperatorCosts = Roofline(cluster.device)
+    if measured["record"]:
+        operators = record.operator_costs("record", measured["record"], cluster.device, "fp32")
+    rows = []
+    for name in names:
+        one = setting(replace(config, choice=name), module_maker(config), lambda: [dict(batch) for batch in batches])
+        found = simulate(one, cluster, operators, collectives or LinkCosts(cluster), rank=rank)
+        row, held = measured["choices"][name], measured["choices"][name]["memory"][rank]
+        resting = sum(found.memory.at_rest.get(state, 0) for state in STATES) / MIB
+        peak = (found.memory.peak_bytes - batch_bytes) / MIB  # the batch is in no measured peak
+        real = sum(held[f"{state}_bytes"] for state in STATES) / MIB
+        rows.append(Held(where, name, "at rest", "MiB", resting, real))
+        rows.append(Held(where, name, "peak", "MiB", peak, held["peak_bytes"] / MIB))
+        if "step_ms" in row:
+            rows.append(Held(where, name, "step", "ms", found.step_time_s * 1e3, row["step_ms"]))
+    return rows

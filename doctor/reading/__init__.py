@@ -1,0 +1,1 @@
+"""Files read into data. Nothing that is read can run."""

@@ -1,0 +1,1 @@
+"""What operators and collectives cost: from tables of hardware, or from measurements."""

@@ -1,0 +1,84 @@
+"""How much collectives send over links, by the algorithms of NCCL and Gloo. n ranks, payload of P bytes:
+
+| kind | NCCL | Gloo |
+|---|---|---|
+| all_reduce | ring: 2(n-1) hops of P/n | the same |
+| all_gather | ring: n-1 hops of P/n | the same |
+| reduce_scatter | ring: n-1 hops of P/n | torch's ProcessGroupGloo makes it an all-reduce |
+| broadcast | a pipeline along the ring | a binomial tree of l = log2 n levels |
+| scatter | the root sends n-1 parts of P/n | the same |
+| barrier | an all-reduce of nothing | log2 n rounds (dissemination) |
+
+In Gloo's tree the root sends its l copies side by side, so that they arrive together. The first rank that has one sends
+l - 1 copies in the same way: l + (l-1) + ... + 1 times P. In an all-gather of two ranks over Gloo, the first halves of
+the parts take turns on their one connection, so it takes 3/4 P. docs/planner-costs.md compares this with measurements.
+
+Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); NCCL,
+src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.cc.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from training.cli import unknown_name
+from training.errors import UserError
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "barrier")
+"""Those that strategies issue."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What one collective sends over the links of its ranks. A link sends and receives at once.
+
+    Attributes:
+        hops: Messages that wait for one another.
+        busiest: Bytes through the link that carries most in one direction, divided by the payload.
+        share: Mean over all links of what each sends, divided by `busiest`.
+    """
+
+    hops: int
+    busiest: float
+    share: float = 1.0
+
+
+def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume:
+    """Volume of a collective among `ranks`.
+
+    Args:
+        kind: One of `KINDS`.
+        backend: `nccl` or `gloo`.
+        on_each_link: Ranks that share a link, such as a node's. What these send to each other does not count.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    if kind not in KINDS:
+        raise UserError(unknown_name("collective", kind, KINDS))
+    links = ceil(ranks / on_each_link)
+    if links < 2:
+        return Volume(0, 0.0)
+    others, levels = (ranks - 1) / ranks, ceil(log2(links))
+    last = (links - 1) / links
+    ring = Volume(links - 1, others)
+    twice = Volume(2 * (links - 1), 2 * others)
+    common = {
+        "all_reduce": twice,
+        "all_gather": ring,
+        "scatter": Volume(1, (ranks - on_each_link) / ranks, 1 / links),
+    }
+    if backend == "gloo":
+        copies = on_each_link * levels * (levels + 1) / 2
+        special = {
+            "reduce_scatter": twice,
+            "all_gather": Volume(1, 0.75, 2 / 3) if ranks == 2 else ring,
+            "broadcast": Volume(levels, copies, on_each_link * last / copies),
+            "barrier": Volume(levels, 0.0),
+        }
+    else:
+        special = {
+            "reduce_scatter": ring,
+            "broadcast": Volume(links - 1, 1.0, last),
+            "barrier": Volume(2 * (links - 1), 0.0),
+        }
+    return {**common, **special}[kind]

@@ -1,0 +1,59 @@
+"""A plan as one HTML file that needs no network: table, memory over time, steps, other settings."""
+
+import pandas as pd
+
+from analysis.report.page import Section, drawing, render, table
+from planner.plan import Plan
+from planner.report.columns import PLAN_COLUMNS
+from planner.report.figures import lanes_figure, memory_figure
+from planner.report.recommendation import reasons, recommended
+from planner.report.variations import COLUMNS
+from planner.report.wording import certainty, headline, notes
+
+BANNER = (
+    "Predicted: the strategies' own code ran on tensors without data, and a model of costs said how long operators and "
+    "collectives take. Nothing was measured on these devices."
+)
+
+
+def plan_page(plan: Plan, others: pd.DataFrame | None = None) -> str:
+    """The page.
+
+    Args:
+        others: Other settings, as `planner.report.variations.what_else` has them; None: none.
+    """
+    case = plan.case
+    simulated = {outcome.choice: outcome.simulated for outcome in plan.outcomes if outcome.simulated}
+    best = recommended(plan.rows)
+    sections = [
+        Section("What to take", " ".join(reasons(plan.rows))),
+        Section(
+            "All choices",
+            "Where memory to spare is below 0, that much is missing.",
+            table=table("plan", plan.frame, PLAN_COLUMNS),
+        ),
+    ]
+    if simulated:
+        shown = best["choice"] if best else next(iter(simulated))
+        sections += [
+            Section(
+                f"Memory over one step: {shown}",
+                "All tensors of one rank, from the end of the step before to the end of this one.",
+                figure=drawing(memory_figure(simulated[shown], case.usable_bytes)),
+            ),
+            Section(
+                "One step of each choice",
+                "Exposed: the rank only waits for collectives. Very small gaps are closed.",
+                figure=drawing(lanes_figure(simulated)),
+            ),
+        ]
+    if others is not None:
+        text = (
+            "The recommended choice, the fastest, and the one with the smallest peak, where one thing differs. With "
+            "more ranks the global batch grows, since each rank keeps its micro-batch."
+        )
+        sections.append(Section("What if", text, table=table("what_if", others, COLUMNS)))
+    lines = [*headline(case).splitlines(), *notes(plan.rows), *certainty(plan)]
+    return render(
+        f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER
+    )

@@ -1,0 +1,109 @@
+"""Which choice to take, and why: from the rows of the table, in sentences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2**30
+AS_FAST = 0.02
+"""Choices that take at most this share longer than the fastest count as equally fast: most errors are common to all."""
+AMPLE = 0.8
+"""A peak below this share of the usable memory leaves ample room, so that a smaller one is no advantage."""
+TIGHT = 0.1
+"""A recommendation that leaves less than this share of the usable memory comes with a warning."""
+Row = Mapping[str, Any]
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """Of the choices that fit, the fastest. If several are equally fast, the simplest of those that leave ample room,
+    which is the first in the order of the registries; if none does, the one with the smallest peak. None if none fits.
+    """
+    equal = equally_fast(rows)
+    roomy = [row for row in equal if is_roomy(row)]
+    return roomy[0] if roomy else min(equal, key=lambda row: row["peak_bytes"], default=None)
+
+
+def contenders(rows: Sequence[Row]) -> list[str]:
+    """Of the choices that could be simulated: the recommended one, the fastest, and the one with the smallest peak."""
+    known = [row for row in rows if row["fits"] != "unknown"]
+    if not known:
+        return []
+    ends = [min(known, key=lambda row: row[column]) for column in ("step_time_ms", "peak_bytes")]
+    return list(dict.fromkeys(row["choice"] for row in (recommended(rows), *ends) if row))
+
+
+def is_roomy(row: Row) -> bool:
+    return bool(row["peak_bytes"] <= AMPLE * (row["peak_bytes"] + row["spare_bytes"]))
+
+
+def equally_fast(rows: Sequence[Row]) -> list[Row]:
+    """Of the choices that fit, the fastest and those that are equally fast."""
+    fitting = [row for row in rows if row["fits"] == "yes"]
+    limit = min((row["step_time_ms"] for row in fitting), default=0.0) * (1 + AS_FAST)
+    return [row for row in fitting if row["step_time_ms"] <= limit]
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Sentences that say which choice to take and why, or what is missing."""
+    known = [row for row in rows if row["fits"] != "unknown"]
+    if not known:
+        return ["No choice could be simulated, so there is nothing to recommend."]
+    leanest, best = min(known, key=lambda row: row["peak_bytes"]), recommended(rows)
+    if best is None:
+        return [
+            f"No choice fits. {leanest['choice']} comes nearest: its peak of {gib(leanest['peak_bytes'])} is "
+            f"{gib(-leanest['spare_bytes'])} more than a device has left for tensors."
+        ]
+    equal = equally_fast(rows)
+    slower = [row for row in known if row["fits"] == "yes" and row not in equal]
+    too_large = [row for row in known if row["fits"] == "no"]
+    sentences = [
+        f"Take {best['choice']} ({best['entrypoint']} --ddp-choice {best['choice']}): {best['step_time_ms']:,.1f} ms a "
+        f"step ({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
+        f"{best['samples_per_second']:,.1f} samples/s; its peak of {gib(best['peak_bytes'])} leaves "
+        f"{gib(best['spare_bytes'])} to spare."
+    ]
+    if best["spare_bytes"] < TIGHT * (best["peak_bytes"] + best["spare_bytes"]):
+        roomy = [row for row in known if row["fits"] == "yes" and is_roomy(row)]
+        safer = min(roomy, key=lambda row: row["step_time_ms"], default=None)
+        more = (
+            f" With more room the fastest is {safer['choice']}, {safer['step_time_ms']:,.1f} ms a step."
+            if safer
+            else ""
+        )
+        sentences.append(f"That is little, since what the allocator keeps unused is not in the peak.{more}")
+    if len(equal) > 1:
+        why = "it is the simplest of them with ample room" if is_roomy(best) else "its peak is the smallest of them"
+        others = listed(row["choice"] for row in equal if row is not best)
+        sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {best['choice']} is taken since {why}.")
+    if slower:
+        sentences.append(against_slower(best, slower))
+    if leanest["peak_bytes"] < 0.95 * best["peak_bytes"]:
+        sentences.append(
+            f"For larger batches or models, {leanest['choice']} has the smallest peak: {gib(leanest['peak_bytes'])}, "
+            f"at {leanest['step_time_ms'] / best['step_time_ms']:.2f} times the step time."
+        )
+    if too_large:
+        nearest = min(too_large, key=lambda row: row["peak_bytes"])
+        sentences.append(
+            f"Not on these devices: {listed(row['choice'] for row in too_large)}; of them {nearest['choice']} comes "
+            f"nearest, short of {gib(-nearest['spare_bytes'])}."
+        )
+    return sentences
+
+
+def against_slower(best: Row, slower: Sequence[Row]) -> str:
+    """The next choice in speed, and why it is slower."""
+    second = min(slower, key=lambda row: row["step_time_ms"])
+    difference = second["step_time_ms"] - best["step_time_ms"]
+    exposed = second["exposed_ms"] - best["exposed_ms"]
+    why = f", with {exposed:,.1f} ms more of exposed communication" if exposed > difference / 2 else ""
+    return f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}."
+
+
+def gib(held: float) -> str:
+    return f"{held / GIB:,.2f} GiB"
+
+
+def listed(names: Any) -> str:
+    names = list(names)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,42 @@
+"""What a reader must know of a plan besides its table, in sentences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner.costs.sources import LINK_ERROR
+from planner.plan import Case, Plan
+
+
+def headline(case: Case) -> str:
+    cluster, config = case.cluster, case.config
+    nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
+    between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
+    samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
+    return (
+        f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
+        f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
+        f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
+        f"{case.micro_batch_size} on each rank; {config.precision}."
+    )
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is not known of a choice, with all choices that it is about."""
+    by_note: dict[str, list[str]] = {}
+    for of_choice in rows:
+        if of_choice["note"]:
+            by_note.setdefault(str(of_choice["note"]), []).append(str(of_choice["choice"]))
+    return [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+
+
+def certainty(plan: Plan) -> list[str]:
+    """What intervals and spare memory mean, and where the costs come from."""
+    costs, is_cuda = plan.case.costs, plan.case.cluster.device.kind == "cuda"
+    spare = (
+        "of a device's memory, less 1 GiB for CUDA itself" if is_cuda else "of a rank's part of the machine's memory"
+    )
+    return [
+        f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
+        f"To spare: {spare}.",
+        *costs.sources,
+    ]

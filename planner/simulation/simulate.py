@@ -1,0 +1,245 @@
+"""One optimizer step of a strategy on a pretended cluster: its own code, on tensors without data."""
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import ddp
+import sharding
+from planner.contracts import MODEL_STATES, CollectiveCosts, OperatorCosts, Setting, Simulated
+from planner.costs import hardware
+from planner.costs.cluster import Cluster
+from planner.costs.links import LinkCosts
+from planner.simulation.clock import Clock
+from planner.simulation.memory import CUDA_BLOCK, MemoryTracker
+from planner.simulation.network import CannotSimulate, Issued, Network, holds_data
+from planner.simulation.observer import StepObserver
+from planner.simulation.operators import UNSIMULATED, PretendedDevice, with_data, without_data
+from planner.simulation.process_group import pretended_world
+from planner.simulation.streams import Streams, pretended_streams
+from sharding.units.unit import nan_placeholder
+from training.errors import UserError
+from training.loop import train
+from training.strategy import Strategy, sample_count
+
+__all__ = ["CannotSimulate", "simulate"]
+
+NEEDS_DATA = (
+    "ddp.link_fit:measure_all_reduce",
+    "reference.fsdp2:require_elementwise",
+    "sharding.sharded:require_elementwise",
+    "torch.distributed.distributed_c10d:_object_to_tensor",
+    "torch.distributed.distributed_c10d:_tensor_to_object",
+    "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+)
+"""Functions that read results, as `module that calls it:name`. They run on tensors that hold data."""
+
+
+def simulate(
+    setting: Setting,
+    cluster: Cluster,
+    operator_costs: OperatorCosts,
+    collective_costs: CollectiveCosts,
+    contention: float = 1.0,
+    rank: int = 0,
+) -> Simulated:
+    """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
+
+    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
+
+    Args:
+        contention: How many times as long compute takes while a collective is in flight; at least 1.
+
+    Raises:
+        CannotSimulate: the choice or the model cannot run without data; says why.
+        UserError: what the strategy itself refuses.
+    """
+    simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
+    try:
+        with simulation.running():
+            return simulation.measure()
+    except UNSIMULATED as error:
+        raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
+    finally:
+        gc.collect()  # strategies are in reference cycles, which keep all their tensors
+
+
+class Simulation:
+    """A pretended rank with a strategy on it. For the arguments see `simulate`."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        cluster: Cluster,
+        operator_costs: OperatorCosts,
+        collective_costs: CollectiveCosts,
+        contention: float = 1.0,
+        rank: int = 0,
+    ) -> None:
+        self.setting, self.cluster, self.rank = setting, cluster, rank
+        self.clock = Clock(contention)
+        self.observer = StepObserver(self.clock)
+        self.is_cuda = cluster.device.kind == "cuda"
+        self.streams = Streams(self.clock)
+        self.memory = MemoryTracker(
+            CUDA_BLOCK if self.is_cuda else 1,
+            now=lambda: self.clock.now_s,
+            counts=(lambda tensor: not holds_data(tensor)) if self.is_cuda else (lambda tensor: True),
+        )
+        host_costs = LinkCosts(host_of(cluster)) if self.is_cuda else collective_costs
+        self.network = Network(cluster, self.clock, collective_costs, self.streams, self._on_issue, host_costs)
+        guards = self.network.guards
+        self.device = PretendedDevice(self.clock, operator_costs, self.memory, self.is_cuda, self.observer, guards)
+        self.strategy: Strategy | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this context the strategy exists, and everything is pretended."""
+        make_strategy = load(self.setting.choice)
+        self.micro_batches = list(self.setting.make_micro_batches())
+        nan_placeholder.cache_clear()
+        with ExitStack() as stack:
+            stack.callback(nan_placeholder.cache_clear)  # its tensor holds data outside, and none inside
+            for place in NEEDS_DATA:
+                holder, _, name = place.partition(":")
+                stack.enter_context(on_data(import_module(holder), name))
+            stack.enter_context(pretended_world(self.network, self.rank))
+            if self.is_cuda:
+                stack.enter_context(pretended_streams(self.streams))
+            stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
+            for batch in self.micro_batches:
+                self.memory.note(batch.values(), "other", anywhere=True)
+            self.device.is_building = True
+            module = self.setting.make_module()
+            self.device.is_building = False
+            options = replace(self.setting.options, clock=lambda: self.clock.now_s)
+            self.strategy = strategy = make_strategy(module, self.setting.make_optimizer, options)
+            stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
+            self._sort_memory()
+            for leaf in strategy.gradient_leaves():
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            try:
+                yield
+            finally:
+                forget_hooks([*module.parameters(), *strategy.gradient_leaves()])
+                self.strategy = None
+
+    def measure(self) -> Simulated:
+        """Run until the strategy has settled, and then the step that counts."""
+        clock, observer, strategy = self.clock, self.observer, self.strategy
+        assert strategy is not None
+        samples = sum(map(sample_count, self.micro_batches))
+        waits = max(1, strategy.settling_steps)
+        for step in range(waits + 1):
+            if step == waits:
+                observer.start()
+                self.device.without_costs.clear()
+                self._sort_memory()
+                self.memory.start()
+                begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+            train(strategy, [(samples, self.micro_batches)], observer, self.setting.clip_grad_norm, lambda _: None)
+        end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+        self._sort_memory()
+        step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
+        return Simulated(
+            step_time_s=step_s,
+            compute_s=compute_s,
+            communication_s=in_flight_s,
+            exposed_s=exposed_s,
+            spans=observer.spans(begin[0], end[0]),
+            memory=self.memory.stop(),
+            without_costs=dict(self.device.without_costs),
+        )
+
+    # What memory counts as --------------------------------------------------------------------------------------------
+
+    def _on_issue(self, issued: Issued, tensors: Sequence[Tensor]) -> None:
+        self.observer.issued.append(issued)
+        if self.strategy is not None:
+            self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(tensors, "communication", unless=MODEL_STATES)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self.memory.assign([parameter.grad], "gradients")
+
+    def _sort_memory(self) -> None:
+        """Let the strategy say which tensors are model states."""
+        assert self.strategy is not None
+        self.memory.assign(self.strategy.parameter_tensors(), "parameters")
+        self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(self.strategy.optimizer_tensors(), "optimizer_state")
+        if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
+            # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
+            self.memory.rename("communication", "gradients")
+
+
+def forget_hooks(leaves: Sequence[Tensor]) -> None:
+    """Break reference cycles through hooks of gradients. C++ holds these too, so that no garbage collector can."""
+    for leaf in leaves:
+        for hooks in (getattr(leaf, "_post_accumulate_grad_hooks", None), leaf._backward_hooks):
+            if hooks:
+                hooks.clear()
+
+
+def host_of(cluster: Cluster) -> Cluster:
+    """The same nodes for tensors in host memory: over Gloo, inside a node over loopback."""
+    inside = hardware.link("loopback")
+    return replace(cluster, inside=replace(inside, name=f"host, {inside.name}"), backend="gloo")
+
+
+def load(choice: str) -> type[Strategy]:
+    """The strategy of this name.
+
+    Raises:
+        CannotSimulate: it cannot run without data.
+        UserError: there is none.
+    """
+    if choice.startswith("deepspeed"):
+        raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
+    for family in (ddp, sharding):
+        if choice in family.CHOICES:
+            return family.load(choice)
+    raise UserError(f"{choice}: no such choice")
+
+
+def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass in which an error of the model becomes one line of the plan."""
+
+    def call(micro_batch: Any) -> Any:
+        try:
+            return forward(micro_batch)
+        except (UserError, *UNSIMULATED):
+            raise
+        except Exception as error:
+            raise CannotSimulate(
+                f"the model fails on the plan's samples: {type(error).__name__}: {said(error)}"
+            ) from error
+
+    return call
+
+
+@contextmanager
+def on_data(module: Any, name: str) -> Iterator[None]:
+    """Within this context `module.name` computes on tensors that hold data."""
+    plain: Callable[..., Any] = getattr(module, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with with_data():
+            return plain(*args, **kwargs)
+
+    with mock.patch.object(module, name, call):
+        yield
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,87 @@
+"""Which modules form a unit, found without naming any model: the blocks that repeat, and what is around them."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from training.replicated import bytes_of
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Modules whose parameters are needed together, and these parameters."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+
+def uses_of_parameters(module: nn.Module) -> Counter[int]:
+    """By id of a parameter: how many modules hold it. A tied weight has more than one."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence.
+
+    A module that shares a parameter with a module outside it is not a block: the parameter is needed elsewhere, too.
+    """
+    blocks = list(_repeated_children(module))
+    uses = uses_of_parameters(module)
+    inside = [uses_of_parameters(block) for block in blocks]
+    return [block for block, own in zip(blocks, inside, strict=True) if all(uses[key] == n for key, n in own.items())]
+
+
+def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
+    holders = [child for child in parent.children() if next(child.parameters(), None) is not None]
+    classes = Counter(map(type, holders)) if isinstance(parent, nn.ModuleList | nn.Sequential) else Counter()
+    for child in holders:
+        if classes[type(child)] >= 2:
+            yield child
+        else:
+            yield from _repeated_children(child)
+
+
+def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
+    """One unit for each block; in a module without blocks, neighbouring layers of up to `cap_bytes` form a unit.
+
+    Other parameters belong to the root: those directly in the module, those that several layers share, and all
+    parameters where there would be a single unit.
+    """
+    blocks = find_blocks(module)
+    if blocks:
+        return [UnitPlan([block], list(block.parameters())) for block in blocks]
+    uses = uses_of_parameters(module)
+    plans: list[UnitPlan] = []
+    for layer in module.modules():
+        own = [p for p in layer.parameters(recurse=False) if uses[id(p)] == 1]
+        if layer is module or not own:
+            continue
+        if plans and bytes_of(plans[-1].parameters) + bytes_of(own) <= cap_bytes:
+            plans[-1].modules.append(layer)
+            plans[-1].parameters.extend(own)
+        else:
+            plans.append(UnitPlan([layer], own))
+    return plans if len(plans) > 1 else []
+
+
+def around_units(
+    module: nn.Module, plans: Iterable[UnitPlan], apart: Iterable[nn.Parameter] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The root's parameters: those registered before the first unit's, and the others (norms, heads).
+
+    Args:
+        apart: Parameters that belong to none of the two, such as embeddings in a unit of their own.
+    """
+    taken = {id(p) for plan in plans for p in plan.parameters}
+    set_apart = {id(p) for p in apart}
+    before: list[nn.Parameter] = []
+    after: list[nn.Parameter] = []
+    current = before
+    for parameter in module.parameters():
+        if id(parameter) in taken:
+            current = after
+        elif id(parameter) not in set_apart:
+            current.append(parameter)
+    return before, after

@@ -1,0 +1,129 @@
+"""Buckets of gradients that are reduce-scattered: kept whole (ZeRO-1), or freed once they are reduced (ZeRO-2, 3).
+
+A bucket's life in one backward pass: `place` each gradient as autograd makes it; `start_reduction` when none is
+`missing`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the sum.
+"""
+
+import torch
+from torch import Tensor
+
+from sharding.collectives import Pending, free, reduce_scatter
+from sharding.flat import FlatParameters
+
+
+class GradientBucket:
+    """The gradients of some flat parameters, in a flat tensor that stays. The sum's shard replaces this rank's part.
+
+    Attributes:
+        full: This rank's own gradients, (padded_numel,).
+        shard: The sum over ranks, (shard_numel,), once reduced.
+        missing: Gradients still to come before the bucket can be reduced.
+        in_flight: The reduce-scatter, from its start until it is waited for.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self.flat = flat
+        self.allocate()
+        self.in_flight: Pending | None = None
+        self.reset()
+
+    def allocate(self) -> None:
+        self.full = torch.zeros_like(self.flat.full)
+        self.views = [self.flat.layout.view(self.full, slot) for slot in range(len(self.flat.parameters))]
+
+    def reset(self) -> None:
+        """Begin a new step: no gradient is here, and none is in the shard."""
+        if self.in_flight:  # of a step that was abandoned; it may go on writing into the old tensor
+            self.allocate()
+        self.shard: Tensor | None = None
+        self.in_flight = None
+        self.missing = len(self.flat.parameters)
+
+    def place(self, slot: int) -> None:
+        """Move the gradient of the parameter in `slot` here. Later micro-batches then add to it in place.
+
+        Raises:
+            RuntimeError: the bucket is being reduced already.
+        """
+        self.require_open()
+        parameter, view = self.flat.parameters[slot], self.views[slot]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def require_open(self) -> None:
+        if self.in_flight:
+            raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
+
+    def start_reduction(self) -> None:
+        for slot, parameter in enumerate(self.flat.parameters):
+            if parameter.grad is not self.views[slot]:  # not used on this rank in this step
+                self.place(slot)
+        self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
+        self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group)
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduce-scatter, if one is in flight."""
+        if self.in_flight:
+            self.in_flight.wait()
+            self.in_flight = None
+            for parameter in self.flat.parameters:
+                parameter.grad = None  # what is left there is this rank's own part
+
+    def tensors(self) -> list[Tensor]:
+        return [self.full]
+
+
+class ShardedGradientBucket(GradientBucket):
+    """Holds full gradients only from the first one of a backward pass until they are reduced, and then the shard.
+
+    Each micro-batch is reduced, and its sum is added to the shard.
+    """
+
+    full: Tensor | None  # type: ignore[assignment]
+
+    def allocate(self) -> None:
+        self.full = None
+        self._sum: Tensor | None = None
+        self._placed: set[int] = set()
+
+    def reset(self) -> None:
+        super().reset()
+        self.allocate()
+
+    def place(self, slot: int) -> None:
+        self.require_open()
+        parameter = self.flat.parameters[slot]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.numel() == self.flat.layout.padded_numel and gradient.is_contiguous():
+            self.full, self._may_free = gradient.view(-1), False  # the whole bucket: no copy is needed
+        else:
+            if self.full is None:
+                self.full, self._may_free = torch.empty_like(self.flat.full), True
+            self.flat.layout.view(self.full, slot).copy_(gradient)
+        self._placed.add(slot)
+
+    def start_reduction(self) -> None:
+        if self.full is None:
+            self.full, self._may_free = torch.zeros_like(self.flat.full), True
+        for slot in range(len(self.flat.parameters)):
+            if slot not in self._placed:  # not used on this rank by this micro-batch
+                self.flat.layout.view(self.full, slot).zero_()
+        self.full[self.flat.layout.numel :] = 0
+        self._sum = torch.empty_like(self.flat.shard)
+        self.in_flight = reduce_scatter(self._sum, self.full, self.flat.group)
+
+    def finish_reduction(self) -> None:
+        if self.in_flight and self._sum is not None:
+            self.in_flight.wait()
+            self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
+            if self._may_free:  # a gradient that autograd made may share its memory with another
+                free(self.full)
+            self.in_flight = self.full = self._sum = None
+            self._placed = set()
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.full, self.shard, self._sum) if tensor is not None]

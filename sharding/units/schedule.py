@@ -1,0 +1,158 @@
+"""The order in which ZeRO-3 issues its collectives: the same on every rank.
+
+All ranks of a process group must issue the same collectives in the same order, but the units that a rank runs may
+depend on its data. So each pass has a list of actions that all ranks work through. With units 1 to n:
+- forward: unshard the embeddings, the root, unit 1, unit 2, ..., unit n;
+- backward: reduce the root's head; unshard n-1, reduce n; unshard n-2, reduce n-1; ...; reduce 1; reduce the embeddings
+  and the rest of the root.
+
+The head is what the root runs after unit n (last norm, head): backward makes its gradients first. The embeddings are
+not in the root because they are freed between forward and backward (`sharding.units.embeddings`).
+
+A rank that skips a unit issues the unit's actions all the same, when it comes to a later action.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sharding.gradient_buckets import ShardedGradientBucket
+from sharding.units.execution_order import AgreedOrder
+from sharding.units.unit import Unit
+
+
+class Unshard(NamedTuple):
+    """All-gather a unit's parameters."""
+
+    unit: Unit
+
+
+class Reduce(NamedTuple):
+    """Reshard a unit, whose backward is over, and reduce-scatter these gradients of its parameters."""
+
+    unit: Unit
+    buckets: tuple[ShardedGradientBucket, ...]
+
+
+class Schedule:
+    """The actions of a pass, and how many of them this rank has issued.
+
+    Attributes:
+        units: All but the root and the embeddings, each once, in the order of their first use.
+        keeps_root: The root stays whole after backward, because another micro-batch follows.
+        in_flight: The gradients that are being reduced.
+    """
+
+    def __init__(self, root: Unit, embeddings: Unit, units: Sequence[Unit]) -> None:
+        self.root, self.embeddings, self.units = root, embeddings, list(units)
+        self.keeps_root = False
+        self._runs = list(units)  # a unit that runs twice is there twice
+        self._head: tuple[ShardedGradientBucket, ...] = ()
+        self.begin_forward()
+
+    def follow(self, order: AgreedOrder) -> None:
+        """Use the order in which units run, instead of the order in which they are registered."""
+        self._runs, self._head = order.runs, order.head_buckets
+        self.units = list(dict.fromkeys(order.runs))
+
+    @property
+    def last_unit(self) -> Unit | None:
+        """The unit that runs last in forward and first in backward. It stays whole between the two."""
+        return self._runs[-1] if self._runs else None
+
+    def begin_forward(self) -> None:
+        self.in_flight: list[ShardedGradientBucket] = []  # all are finished, or the step was abandoned
+        self._begin([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
+
+    def begin_backward(self) -> None:
+        """Unit i-1 is unsharded before unit i is reduced.
+
+        A unit that runs several times is unsharded once and reduced after its earliest run: forward runs 1, 2, 1 give
+        unshard 2, reduce 2, reduce 1.
+        """
+        runs = list(reversed(self._runs))
+        actions: list[Unshard | Reduce] = [Reduce(self.root, self._head)] if self._head else []
+        for index, unit in enumerate(runs):
+            if index + 1 < len(runs) and runs[index + 1] not in runs[: index + 1]:
+                actions.append(Unshard(runs[index + 1]))
+            if unit not in runs[index + 1 :]:
+                actions.append(Reduce(unit, tuple(unit.buckets)))
+        if self.embeddings.buckets:
+            actions.append(Reduce(self.embeddings, tuple(self.embeddings.buckets)))
+        if rest := tuple(bucket for bucket in self.root.buckets if bucket not in self._head):
+            actions.append(Reduce(self.root, rest))
+        self._begin(actions)
+
+    def _begin(self, actions: list[Unshard | Reduce]) -> None:
+        self._actions, self._issued = actions, 0
+
+    @property
+    def _rest(self) -> list[Unshard | Reduce]:
+        return self._actions[self._issued :]
+
+    def reduction_of(self, bucket: ShardedGradientBucket) -> Reduce:
+        """The action still to come that reduces `bucket`.
+
+        Raises:
+            RuntimeError: it is issued already, so a gradient comes too late.
+        """
+        for action in self._rest:
+            if isinstance(action, Reduce) and bucket in action.buckets:
+                return action
+        raise RuntimeError(
+            f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[0].shape)} came after its unit was "
+            "reduced: modules run in another order than in the first step; use zero2 for such a model"
+        )
+
+    # Issuing actions ---------------------------------------------------------------------------------------------
+
+    def issue_next(self) -> None:
+        action = self._actions[self._issued]
+        self._issued += 1
+        if isinstance(action, Unshard):
+            action.unit.unshard()
+            return
+        self.finish_reductions()
+        if action.unit is not self.root or self._root_is_done():
+            action.unit.reshard()
+        for bucket in action.buckets:
+            bucket.start_reduction()
+        self.in_flight = list(action.buckets)
+
+    def unshard(self, unit: Unit) -> None:
+        """Issue the all-gather of `unit` and all actions before it, unless it is issued already.
+
+        Reductions among them may miss gradients: those of parameters that this rank did not use.
+        """
+        while Unshard(unit) in self._rest:
+            self.issue_next()
+
+    def prefetch(self) -> None:
+        """Issue the next action, if it is an all-gather."""
+        if self._rest and isinstance(self._rest[0], Unshard):
+            self.issue_next()
+
+    def reduce_what_is_ready(self) -> None:
+        """Issue the reductions that come next, as long as backward is through with their units."""
+        while self._rest and isinstance(action := self._rest[0], Reduce):
+            if action.unit.awaited_inputs or any(bucket.missing for bucket in action.buckets):
+                return
+            self.issue_next()
+
+    def issue_rest(self) -> None:
+        """Issue what this rank has skipped."""
+        while self._rest:
+            self.issue_next()
+
+    def finish_reductions(self) -> None:
+        """Wait for the reduce-scatters in flight, and free their full gradients."""
+        for bucket in self.in_flight:
+            bucket.finish_reduction()
+        self.in_flight = []
+
+    def _root_is_done(self) -> bool:
+        """Whether backward is through with the root: all its gradients are made.
+
+        A frozen parameter has no gradient to tell that, so a root with frozen parameters stays whole until the end.
+        """
+        comes_again = any(action.unit is self.root for action in self._rest)
+        return not (self.keeps_root or comes_again) and all(flat.trainable for flat in self.root.flats)

@@ -1,0 +1,135 @@
+"""A unit of ZeRO-3: modules whose parameters are whole only while they are needed.
+
+At rest a unit holds this rank's shard of its parameters. `unshard` starts the all-gather that makes them whole,
+`wait_for_unshard` waits for it, and `reshard` frees the whole parameters again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.collectives import Pending, all_gather
+from sharding.flat import FlatParameters, group_by_kind
+from sharding.gradient_buckets import ShardedGradientBucket
+from training.errors import UnsupportedError
+
+
+class ShardedParameters(FlatParameters):
+    """Flat parameters whose full tensor has no memory between `reshard` and `unshard`.
+
+    The storage of the full tensor is freed and allocated again rather than replaced. So what autograd saved in forward
+    is valid again in backward. In between, each parameter is a NaN in its own shape: a read by mistake gives NaN, and a
+    write is refused.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        super().__init__(parameters, group)
+        self.reshard()
+
+    def place_shard(self) -> Tensor:
+        return super().place_shard().clone()
+
+    def unshard(self) -> Pending:
+        """Start to gather the full tensor. `use_full` must follow when it has arrived."""
+        self.allocate()
+        self.layout.shard_of(self.full, self.rank).copy_(self.shard)
+        return all_gather(self.full, self.group)
+
+    def use_full(self) -> None:
+        """Make each parameter the view of the full tensor that it was laid out for."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+
+    def reshard(self) -> None:
+        placeholder = nan_placeholder(self.full.dtype, self.full.device)
+        for parameter in self.parameters:
+            parameter.data = placeholder.expand(parameter.shape)
+        self.full.untyped_storage().resize_(0)
+
+    @contextmanager
+    def whole(self, gather: bool = True) -> Iterator[None]:
+        if gather:
+            self.unshard().wait()
+        else:
+            self.allocate()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    def allocate(self) -> None:
+        """Make room for the full tensor.
+
+        Raises:
+            UnsupportedError: a parameter's `.data` has been replaced since it was resharded.
+        """
+        for parameter in self.parameters:
+            is_placeholder = parameter.untyped_storage().nbytes() == parameter.element_size()
+            if not is_placeholder:
+                raise UnsupportedError(
+                    f"the data of a parameter of shape {tuple(parameter.shape)} was replaced between steps, but zero3 "
+                    "keeps parameters in shards; change them through full_state_dict and load_full_state_dict"
+                )
+        self.full.untyped_storage().resize_(self.full_bytes)
+
+
+@cache
+def nan_placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A single NaN, which stands for parameters that are not here."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+class Unit:
+    """Modules that are unsharded together.
+
+    Args:
+        parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
+
+    Attributes:
+        flats: The flat parameters, one for each part, dtype and device.
+        buckets: The gradients of the flat parameters that train.
+        running: How many of the modules are in their forward pass now.
+        awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
+            read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], parameters: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup
+    ) -> None:
+        self.modules = list(modules)
+        kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
+        self.flats = [ShardedParameters(kind, group) for kind in kinds]
+        self.buckets = [ShardedGradientBucket(flat) for flat in self.flats if flat.trainable]
+        self.has_frozen = not all(flat.trainable for flat in self.flats)
+        self.is_sharded = True
+        self.begin_forward()
+        self._gathers: list[Pending] | None = None
+
+    def begin_forward(self) -> None:
+        self.running = self.awaited_inputs = 0
+
+    def unshard(self) -> None:
+        """Start to gather the parameters, unless they are here or on their way."""
+        if self.is_sharded:
+            self.is_sharded = False
+            self._gathers = [flat.unshard() for flat in self.flats]
+
+    def wait_for_unshard(self) -> None:
+        """Wait until the parameters are whole."""
+        if self._gathers is not None:
+            for flat, pending in zip(self.flats, self._gathers, strict=True):
+                pending.wait()
+                flat.use_full()
+            self._gathers = None
+
+    def reshard(self) -> None:
+        """Free the whole parameters; this rank keeps its shard."""
+        if not self.is_sharded:
+            self.wait_for_unshard()
+            for flat in self.flats:
+                flat.reshard()
+            self.is_sharded = True

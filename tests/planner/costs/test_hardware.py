@@ -1,0 +1,185 @@
+"""What devices and links are called, and what operators cost by peak rates."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from planner.contracts import OperatorCall
+from planner.costs import hardware
+from planner.costs.cluster import Device
+from planner.costs.roofline import Roofline
+from planner.costs.timing import Operators
+from training.errors import UserError
+
+DEVICES = ("H200", "H100", "H100-PCIe", "A100-80GB", "A100-40GB", "L4", "T4", "RTX 4090")
+numbers = st.integers(0, 10**15)
+
+
+def call(flops: int, bytes_moved: int, dtype: str = "float32") -> OperatorCall:
+    return OperatorCall("aten.mm.default", ((2, 2), (2, 2)), (dtype, dtype), flops, bytes_moved)
+
+
+def step_calls() -> list[OperatorCall]:
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with Operators() as operators:
+        model(tokens).sum().backward()
+        optimizer.step()
+    return operators.seen
+
+
+def test_pretended_tensors_make_the_same_calls_as_real_ones() -> None:
+    real = step_calls()
+    with FakeTensorMode():
+        pretended = step_calls()
+    assert pretended == real
+    assert {"aten.addmm.default", "aten._fused_adamw_.default"} <= {each.name for each in real}
+
+
+def test_what_is_changed_in_place_is_read_and_written() -> None:
+    """Of 40 bytes each: a copy moves two, a sum in place three, and AdamW reads four and writes three of them."""
+    left, right = torch.ones(10), torch.ones(10)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(10))], fused=True)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(10)
+    with Operators() as operators:
+        left.copy_(right)
+        left.add_(right)
+        left.mul_(2.0)
+        left.zero_()
+        torch._foreach_add_([left], [right])
+        torch.mul(left, right, out=torch.empty(10))
+        optimizer.step()
+    moved = {each.name: each.bytes_moved // 40 for each in operators.seen}
+    expected = {
+        "aten.copy_.default": 2,
+        "aten.add_.Tensor": 3,
+        "aten.mul_.Tensor": 2,
+        "aten.zero_.default": 1,
+        "aten._foreach_add_.List": 3,
+        "aten.mul.out": 3,
+        "aten._fused_adamw_.default": 7,
+    }
+    assert {name: moved[name] for name in expected} == expected
+
+
+def test_calls_count_what_operators_do() -> None:
+    with Operators() as operators:
+        left, right = torch.ones(3, 4), torch.ones(4, 5)
+        product = left @ right
+        left.add_(left)
+        product.view(15)
+        torch.nn.functional.embedding(torch.tensor([1, 2]), torch.ones(1000, 4))
+        left[:, :1].expand(3, 4).sum()
+    by_name = {each.name: each for each in operators.seen}
+    assert by_name["aten.mm.default"].flops == 2 * 3 * 4 * 5
+    assert by_name["aten.mm.default"].bytes_moved == 4 * (3 * 4 + 4 * 5 + 3 * 5)
+    assert by_name["aten.add_.Tensor"].bytes_moved == 2 * 4 * 12
+    assert by_name["aten.view.default"].bytes_moved == 0
+    assert by_name["aten.embedding.default"].bytes_moved == 4 * (8 + 8) + 2 * 8  # rows read, rows written, indices
+    assert by_name["aten.sum.default"].bytes_moved == 4 * (3 + 1)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_says_where_its_rates_are_from(name: str) -> None:
+    device = hardware.device(name)
+    assert device.source
+    assert device.flops_per_s["float16"] >= device.flops_per_s["float32"] > 1e12
+    assert 2**33 < device.memory_bytes < 2**38
+    assert 1e11 < device.bytes_per_s < 1e13
+    rates = [device.flops_per_s[key] for key in ("float32", "tfloat32", "bfloat16") if key in device.flops_per_s]
+    assert rates == sorted(rates)
+
+
+def test_names_are_read_as_people_write_them() -> None:
+    wanted = {"rtx4090": "RTX 4090", "NVIDIA H100 80GB HBM3": "H100", "a100": "A100-80GB", "Tesla T4": "T4"}
+    assert {spelled: hardware.device(spelled).name for spelled in wanted} == wanted
+
+
+def test_unknown_names_give_near_names() -> None:
+    for name, near in (("H10", "H100"), ("RTX 4080", "RTX 4090"), ("zzz", "known: H200")):
+        with pytest.raises(UserError, match=f"unknown device .*{near}.* Or add it to planner/hardware.toml"):
+            hardware.device(name)
+    for name, near in (("nvlink", "nvlink4"), ("8xnrd", "ndr"), ("pci4", "pcie4")):
+        with pytest.raises(UserError, match=f"unknown link .*{near}"):
+            hardware.link(name)
+
+
+def test_links_by_name_and_by_rate() -> None:
+    assert hardware.link("1gbit").bytes_per_s == pytest.approx(125e6 * 0.95)
+    assert hardware.link("250mbit").bytes_per_s == pytest.approx(250e6 / 8 * 0.95)
+    assert hardware.link("8xndr").bytes_per_s == pytest.approx(8 * hardware.link("ndr").bytes_per_s)
+    assert hardware.link("8xndr").name == "8xndr"
+
+
+def test_links_that_carry_nothing_and_parts_out_of_bounds_are_refused() -> None:
+    for name in ("0gbit", "0xndr", "1.2.3gbit"):
+        with pytest.raises(UserError):
+            hardware.link(name)
+    for part in (0, 1.1, float("nan")):
+        with pytest.raises(UserError, match="--efficiency"):
+            hardware.device("L4", efficiency=part)
+
+
+def test_clusters() -> None:
+    small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", "nvlink4", "8xndr")
+    assert (small.nodes, small.ranks_per_node, small.backend, small.between) == (1, 2, "nccl", None)
+    assert (large.nodes, large.ranks_per_node, large.world_size) == (4, 8, 32)
+    assert large.between is not None and large.between.name == "8xndr"
+    assert hardware.cluster("T4", "pcie3").world_size == 1
+    assert hardware.cluster("4xRTX 4090", "pcie4").device.name == "RTX 4090"
+    here = hardware.cluster("2xcpu", "loopback")
+    assert here.backend == "gloo" and here.device.memory_bytes == hardware.device("cpu").memory_bytes // 2
+
+
+def test_clusters_that_make_no_sense() -> None:
+    for gpus, between, says in (
+        ("0xL4", None, "how many"),
+        ("2x0xL4", None, "how many"),
+        ("9999999xL4", None, "at most"),
+        ("2x8xH100", None, "link between"),
+        ("8xH100", "ndr", "'8xH100' is one node"),
+        ("", None, "how many"),
+    ):
+        with pytest.raises(UserError, match=says):
+            hardware.cluster(gpus, "pcie4", between)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(DEVICES), numbers, numbers, numbers, numbers)
+def test_more_work_never_takes_less_time(name: str, flops: int, more_flops: int, size: int, more_bytes: int) -> None:
+    roofline = Roofline(hardware.device(name))
+    less = roofline.seconds(call(flops, size + 1))
+    more = roofline.seconds(call(flops + more_flops, size + 1 + more_bytes))
+    assert less is not None and more is not None
+    assert 0 < less <= more
+
+
+def test_roofline_by_hand() -> None:
+    """Of an A100, which reaches half of 19.5 TFLOP/s in float32, of 156 in TF32, and of 2.039 TB/s."""
+    device = hardware.device("A100-80GB", efficiency=0.5)
+    roofline = Roofline(replace(device, launch_s=1e-6))
+    assert roofline.seconds(call(10**12, 100)) == pytest.approx(10**12 / 9.75e12 + 1e-6)
+    assert roofline.seconds(call(0, 10**9)) == pytest.approx(10**9 / 1.0195e12 + 1e-6)
+    assert roofline.seconds(call(0, 0)) == 0
+    assert roofline.seconds(call(10**12, 100, "complex64")) is None
+    convolution = replace(call(10**12, 100), name="aten.convolution_backward.default")
+    assert roofline.seconds(convolution) == pytest.approx(10**12 / 78e12 + 1e-6)
+    without_tf32 = Roofline(Device("T4", "cuda", 1, {"float32": 1e12}, 1e15))
+    assert without_tf32.seconds(convolution) == pytest.approx(1.0)
+
+
+def test_the_table_of_devices_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "planner-costs.md").read_text()
+    for name in DEVICES:
+        entry = hardware.table()["devices"][name]
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+        assert f"| {entry['flops']['float32'] / 1e12:g} /" in row
+        assert f"| {entry['bytes_per_s'] / 1e9:g} | {entry['efficiency']['compute']:.0%}"[:-1] in row
+        assert f"| {round(entry['memory_mib'] / 2**10, 1):g} GiB |" in row
+    assert [name for name in hardware.table()["links"] if name not in text] == []

@@ -1,0 +1,166 @@
+"""What collectives cost: formulas against numbers worked out by hand, and costs by measured times."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.costs import hardware
+from planner.costs.cluster import Cluster, Link
+from planner.costs.fits import FittedCosts
+from planner.costs.links import BASE_S, LinkCosts
+from planner.costs.volumes import KINDS, volume
+from training.communication.link_model import LinkModel, Piece
+from training.communication.traffic import Collective
+from training.errors import UserError
+
+SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
+P = 12 * 2**20
+GLOO = BASE_S["gloo"]
+
+
+def gloo_nodes(nodes: int, ranks_per_node: int = 1) -> Cluster:
+    return Cluster(hardware.device("cpu"), nodes, ranks_per_node, FAST, SLOW, "gloo")
+
+
+def both(cluster: Cluster, kind: str, ranks: int | tuple[int, ...]) -> tuple[float, float, float]:
+    group = tuple(range(ranks)) if isinstance(ranks, int) else ranks
+    cost = LinkCosts(cluster).cost(kind, P, group)
+    return cost.latency_s, cost.transfer_s, cost.share
+
+
+def test_ring_all_reduce_by_hand() -> None:
+    """Four ranks on four nodes: 6 hops of P/4 over links of 100 MB/s and 0.1 ms."""
+    assert both(gloo_nodes(4), "all_reduce", 4) == pytest.approx((GLOO + 6e-4, 1.5 * P / 1e8, 1))
+
+
+def test_gloo_by_hand() -> None:
+    for kind, hops, payloads, share in (
+        ("all_gather", 3, 3 / 4, 1),
+        ("reduce_scatter", 6, 6 / 4, 1),  # Gloo's is an all-reduce
+        ("broadcast", 2, 3, 1 / 4),  # two copies from the root at once, then one from whom it reached
+        ("scatter", 1, 3 / 4, 1 / 4),
+    ):
+        assert both(gloo_nodes(4), kind, 4) == pytest.approx((GLOO + hops * 1e-4, payloads * P / 1e8, share)), kind
+
+
+# Over links of 100 Mbit/s, nodes of one rank: docs/planner-costs.md has the commands.
+MEASURED_MS = {
+    2: (4, {"all_reduce": 343.8, "all_gather": 263.5, "reduce_scatter": 349.4, "broadcast": 337.3}),
+    4: (2, {"all_reduce": 254.7, "all_gather": 137.0, "reduce_scatter": 281.7, "broadcast": 501.4}),
+}
+"""By nodes: MiB of payload, and milliseconds of each kind."""
+
+
+@pytest.mark.parametrize("nodes", MEASURED_MS)
+def test_gloo_against_measurement(nodes: int) -> None:
+    link = Link("100mbit", hardware.link("100mbit").latency_s, 0.99 * 12.5e6)
+    cluster = replace(hardware.cluster(f"{nodes}x1xcpu", "loopback", "1gbit"), between=link)
+    mib, measured = MEASURED_MS[nodes]
+    for kind, milliseconds in measured.items():
+        cost = LinkCosts(cluster).cost(kind, mib * 2**20, tuple(range(nodes)))
+        assert cost.latency_s + cost.transfer_s == pytest.approx(milliseconds * 1e-3, rel=0.1), kind
+
+
+def test_an_all_gather_of_broadcasts_sends_no_more_than_it_must() -> None:
+    """Each of n ranks broadcasts P/n at once: shares that add up to more than 1 draw them out."""
+    for nodes in (2, 4, 8):
+        one = LinkCosts(gloo_nodes(nodes)).cost("broadcast", P // nodes, tuple(range(nodes)))
+        assert one.transfer_s * max(1.0, nodes * one.share) == pytest.approx((nodes - 1) / nodes * P / 1e8)
+
+
+def test_a_reduce_scatter_of_scatters_sends_no_more_than_it_must() -> None:
+    one = LinkCosts(gloo_nodes(4)).cost("scatter", P, (0, 1, 2, 3))
+    assert one.transfer_s * 4 * one.share == pytest.approx(0.75 * P / 1e8)
+
+
+def test_groups_side_by_side_share_a_nodes_link() -> None:
+    """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone."""
+    cluster = gloo_nodes(2, 4)
+    assert both(cluster, "all_reduce", (0, 4))[1] == pytest.approx(4 * P / 1e8)
+    assert both(cluster, "all_reduce", 8)[1] == pytest.approx(2 * 7 / 8 * P / 1e8)
+    assert both(cluster, "all_reduce", (0, 1, 2, 3))[1] == pytest.approx(2 * 3 / 4 * P / 1e11)
+    assert both(cluster, "broadcast", 8)[1] == pytest.approx(4 * P / 1e8)
+
+
+def test_hops_between_nodes_are_told_from_those_inside() -> None:
+    """2 nodes of 4: a ring of 8 has 14 hops, 2 of them between nodes."""
+    assert both(gloo_nodes(2, 4), "all_reduce", 8)[0] == pytest.approx(GLOO + 2e-4 + 12e-6)
+
+
+def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:
+    cluster = hardware.cluster("64x8xH100", "nvlink4", "8xndr")
+    world = tuple(range(cluster.world_size))
+    costs = LinkCosts(cluster)
+    assert cluster.between is not None
+    small, large = costs.cost("all_reduce", 2**20, world), costs.cost("all_reduce", 2**38, world)
+    ring_hops = 2 * 63 * cluster.between.latency_s
+    assert small.latency_s < ring_hops < large.latency_s
+    assert large.transfer_s == pytest.approx(2 * 511 / 512 * 2**38 / cluster.inside.bytes_per_s)  # 360 of 368 GB/s
+
+
+def test_nccl_inside_a_node_by_hand() -> None:
+    cluster = hardware.cluster("8xH100", "nvlink4")
+    latency, transfer, _ = both(cluster, "all_gather", 8)
+    assert latency == pytest.approx(8.4e-6 + 7 * 3.4e-6)
+    assert transfer == pytest.approx(7 / 8 * P / 360e9)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 9), st.integers(0, 10**10), st.integers(0, 10**10))
+def test_more_bytes_never_take_less_time(
+    backend: str, kind: str, nodes: int, ranks: int, payload: int, more: int
+) -> None:
+    costs = LinkCosts(Cluster(hardware.device("L4"), nodes, ranks, FAST, SLOW, backend))
+    world = tuple(range(nodes * ranks))
+    one, other = (costs.cost(kind, size, world) for size in (payload, payload + more))
+    assert 0 < one.latency_s + one.transfer_s <= other.latency_s + other.transfer_s
+    assert 0 < one.share <= 1
+
+
+@given(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "scatter"]), st.integers(2, 64))
+def test_links_carry_no_less_than_a_strategy_says_it_sends(kind: str, ranks: int) -> None:
+    sent = Collective(kind, 1, 1, ranks, "gradients").wire_bytes
+    for backend in ("nccl", "gloo"):
+        found = volume(kind, backend, ranks)
+        assert found.busiest * found.share >= sent * 0.999
+
+
+def test_unknown_kinds_give_near_ones() -> None:
+    with pytest.raises(UserError, match="all_reduce"):
+        both(gloo_nodes(2), "allreduce", 2)
+
+
+def line(latency_s: float, seconds_per_byte: float) -> LinkModel:
+    return LinkModel((Piece(0.0, latency_s, seconds_per_byte),))
+
+
+TWO = FittedCosts({"all_reduce": line(1e-3, 1e-8), "broadcast": line(2e-3, 1e-8)}, "gloo", 2, "link")
+
+
+def test_measured_costs_are_taken_as_they_are() -> None:
+    cost = TWO.cost("all_reduce", P, (0, 1))
+    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
+    assert TWO.cost("broadcast", P, (0, 1)).share == 0.5, "of two ranks, each sends one way"
+
+
+def test_a_small_one_keeps_its_link_busy_for_its_bytes_too() -> None:
+    """To 1 MB, all take 4 ms; then 10 ns a byte. Of 200 kB, the link is busy for 2 ms."""
+    pieces = (Piece(0.0, 4e-3, 0.0), Piece(1e6, 0.0, 1e-8))
+    cost = replace(TWO, models={"all_reduce": LinkModel(pieces)}).cost("all_reduce", 200_000, (0, 1))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, 2e-3))
+
+
+def test_kinds_that_were_not_measured_are_computed_from_others() -> None:
+    """Of a scatter between two, half the payload goes over the link, as of a broadcast of that half."""
+    cost = TWO.cost("scatter", P, (0, 1))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, P / 2 * 1e-8))
+    gathers = replace(TWO, models={"all_gather": line(1e-3, 1e-8)}).cost("all_reduce", P, (0, 1))
+    assert (gathers.latency_s, gathers.transfer_s) == pytest.approx((2e-3, P / 0.75 * 1e-8))
+
+
+def test_other_numbers_of_ranks_are_by_hops_and_bytes() -> None:
+    cost = TWO.cost("all_reduce", P, (0, 1, 2, 3))
+    assert (cost.latency_s, cost.transfer_s) == pytest.approx((3e-3, 1.5 * P * 1e-8))
+    assert TWO.cost("all_reduce", P, (0,)).transfer_s == 0

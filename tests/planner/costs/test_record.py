@@ -1,0 +1,157 @@
+"""Recording operators of a step, and costs from such records."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+
+from planner.contracts import OperatorCall
+from planner.costs import hardware, record
+from planner.costs.record import RecordedCosts
+from planner.costs.roofline import Roofline
+from planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number, with_overhead
+from training.data.synthetic import MLP
+from training.errors import UserError
+
+CPU = torch.device("cpu")
+WIDTH = 96
+
+
+def batch(samples: int) -> dict[str, Tensor]:
+    return {"inputs": torch.ones(samples, WIDTH), "targets": torch.zeros(samples, WIDTH)}
+
+
+def step_of(samples: int = 16, micro_batches: int = 1) -> TrainingStep:
+    module = MLP(3, WIDTH)
+    return TrainingStep(module, [batch(samples)] * micro_batches, torch.optim.AdamW(module.parameters(), fused=True))
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    return json.loads(json.dumps(measure([step_of(), step_of(64, micro_batches=2)], CPU, repeats=2, about="mlp")))
+
+
+def costs(content: dict[str, Any], **changes: Any) -> RecordedCosts:
+    return record.operator_costs("r.json", {**content, **changes}, hardware.device("cpu"), "fp32")
+
+
+def test_a_record_holds_forward_backward_and_the_fused_optimizer(content: dict[str, Any]) -> None:
+    counted: Counter[str] = Counter()
+    for entry in content["operators"]:
+        if entry["step"] == 0:
+            counted[entry["name"]] += entry["count"]
+    assert counted["aten.mm.default"] == 3 + 2 + 3  # forward, inputs' gradients but the first, weights' gradients
+    assert counted["aten._fused_adamw_.default"] == 1
+    assert counted["aten.relu.default"] == counted["aten.threshold_backward.default"] == 2
+    assert not any(name.startswith(("prim.", "profiler.")) for name in counted)
+
+
+def test_times_add_up_to_the_step(content: dict[str, Any]) -> None:
+    for number, times in enumerate(content["steps"]):
+        mine = [entry for entry in content["operators"] if entry["step"] == number]
+        assert sum(entry["count"] * entry["seconds"] for entry in mine) == pytest.approx(times["step_s"])
+        assert times["operators_s"] > 0
+
+
+def test_every_field_is_documented(content: dict[str, Any]) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "planner-costs.md").read_text()
+    names = {*content, *content["steps"][0], *content["operators"][0]}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_what_is_left_of_a_step_is_shared_out() -> None:
+    """10 s, 7 of them operators with data: 3 s for three of them, two alike. Views are left out."""
+    add, view, mul = (OperatorCall(name, (), (), 0, moved) for name, moved in (("add", 8), ("view", 0), ("mul", 8)))
+    entries = list(with_overhead([add, view, add, mul], [1.0, 0.5, 2.0, 4.0], 10.0))
+    assert [(entry["name"], entry["count"], entry["seconds"]) for entry in entries] == [
+        ("add", 2, 2.5),
+        ("mul", 1, 5.0),
+    ]
+    (entry,) = with_overhead([add, add], [1.0, 3.0], 2.0)
+    assert entry["seconds"] == pytest.approx(0.5 * 2.0), "operators that take longer than the step are shortened"
+
+
+def event(name: str, kind: DeviceType, host_us: float, device_us: float = 0.0, inner: tuple[Any, ...] = ()) -> Any:
+    took = SimpleNamespace(elapsed_us=lambda: host_us)
+    return SimpleNamespace(
+        name=name, device_type=kind, time_range=took, device_time_total=device_us, cpu_children=inner
+    )
+
+
+def test_on_cuda_kernels_count_and_marks_on_the_device_do_not() -> None:
+    """An operator of two kernels, one that launches none, and one on the host; as the profiler gives them."""
+    product = event("aten::mm", DeviceType.CPU, 9.0, 50.0)
+    events = [
+        event(f"{MARK}0", DeviceType.CPU, 30.0, 100.0, (product,)),
+        event(f"{MARK}0", DeviceType.CUDA, 70.0),
+        product,
+        event(f"{MARK}1", DeviceType.CPU, 5.0, 0.0, (event("aten::view", DeviceType.CPU, 1.0),)),
+    ]
+    assert seconds_by_number(events, 2, on_cuda=True) == pytest.approx([50e-6, 0.0])
+    assert seconds_by_number(events, 2, on_cuda=False) == pytest.approx([9e-6, 1e-6])
+
+
+def test_a_step_that_changes_cannot_be_recorded() -> None:
+    rows = iter(range(1, 1000))
+    with pytest.raises(UserError, match="other operators each time"):
+        measure([lambda: torch.ones(next(rows)).sum()], CPU, repeats=2)
+
+
+def product(samples: int, name: str = "aten.mm.default", dtype: str = "float32") -> OperatorCall:
+    flops, moved = 2 * samples * WIDTH**2, 4 * (2 * samples * WIDTH + WIDTH**2)
+    return OperatorCall(name, ((samples, WIDTH), (WIDTH, WIDTH)), (dtype,) * 2, flops, moved)
+
+
+def test_what_was_recorded_is_answered_as_it_was(content: dict[str, Any]) -> None:
+    of_16 = {"name": "aten.mm.default", "shapes": [[16, WIDTH], [WIDTH, WIDTH]]}
+    (entry,) = [entry for entry in content["operators"] if of_16.items() <= entry.items()]
+    assert costs(content).seconds(product(16)) == pytest.approx(entry["seconds"])
+
+
+def test_other_shapes_and_operators_go_by_the_ratio_to_a_roofline() -> None:
+    """16 samples take twice what the roofline says, and 1024 eight times: 128, between them, about four times."""
+    plain = Roofline(hardware.device("cpu"))
+    recorded = [(product(16), 2 * plain.seconds(product(16))), (product(1024), 8 * plain.seconds(product(1024)))]
+    known = RecordedCosts(recorded, hardware.device("cpu"))
+    ratios = {n: known.seconds(product(n)) / plain.seconds(product(n)) for n in (1, 16, 128, 1024, 10**6)}
+    assert (ratios[1], ratios[16], ratios[1024], ratios[10**6]) == pytest.approx((2, 2, 8, 8))
+    assert 3 < ratios[128] < 6
+    other = product(16, "aten.bmm.default")
+    assert known.seconds(other) == pytest.approx(2 * plain.seconds(other)), "as others with flops"
+    copy = OperatorCall("aten.copy_.default", ((4,), (4,)), ("float32",) * 2, 0, 32)
+    assert known.seconds(copy) == plain.seconds(copy), "nothing without flops was recorded"
+    assert known.seconds(product(16, dtype="float8_e4m3fn")) is None
+    assert known.seconds(replace(product(16), bytes_moved=0)) == 0.0
+
+
+def test_records_of_something_else_are_refused(content: dict[str, Any]) -> None:
+    for changes, says in (
+        ({"precision": "bf16"}, "recorded in bf16, not in fp32"),
+        ({"hardware": "2 x Abacus"}, "recorded on 2 x Abacus"),
+        ({"device": "L4", "hardware": "NVIDIA L4"}, "recorded on NVIDIA L4, not on"),
+    ):
+        with pytest.raises(UserError, match=says):
+            costs(content, **changes)
+
+
+def test_files_that_are_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(UserError, match="No such file"):
+        record.load(path)
+    old = '{"what": "operators", "schema_version": 2}'
+    for text, says in (("", "not JSON"), ("[]", "not a record"), (old, "of version 2")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=says):
+            record.load(path)
+
+
+def test_a_record_is_read_as_it_was_measured(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    assert record.load(tmp_path / "r.json") == content

@@ -1,0 +1,138 @@
+"""The simulated clock, against sums that can be done by hand and bounds that hold for any set of collectives."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.contracts import CollectiveCost
+from planner.simulation.clock import Clock, Flight, Queue
+
+seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
+links = st.sampled_from(["inside", "between"])
+costs = st.builds(CollectiveCost, seconds, seconds, links)
+CLOSE = 1e-9
+
+
+def cost(latency: float, transfer: float, link: str = "link") -> CollectiveCost:
+    return CollectiveCost(latency, transfer, link)
+
+
+def wait_for_all(clock: Clock, flights: list[Flight]) -> None:
+    for flight in flights:
+        clock.wait(flight)
+
+
+def test_what_compute_hides_is_not_exposed() -> None:
+    clock = Clock()
+    flight = clock.issue(cost(0.5, 2.0), Queue(1))
+    clock.compute(1.0)
+    clock.wait(flight)
+    assert (clock.now_s, clock.exposed_s, clock.compute_s, clock.in_flight_s) == (2.5, 1.5, 1.0, 2.5)
+    clock.wait(flight)
+    assert clock.now_s == 2.5, "what is done is not waited for again"
+
+
+@pytest.mark.parametrize(
+    ("share", "together", "slowdown"), [(1.0, 1, 1.0), (1.0, 3, 3.0), (0.5, 2, 1.0), (0.5, 3, 1.5), (0.75, 2, 1.5)]
+)
+def test_transfers_share_a_link_and_latencies_do_not(share: float, together: int, slowdown: float) -> None:
+    clock = Clock()
+    wait_for_all(clock, [clock.issue(CollectiveCost(0.25, 2.0, "link", share), Queue(1)) for _ in range(together)])
+    assert clock.now_s == pytest.approx(0.25 + 2.0 * slowdown)
+    wait_for_all(clock, [clock.issue(cost(0.0, 2.0, link), Queue(1)) for link in ("inside", "between")])
+    assert clock.now_s == pytest.approx(2.25 + 2.0 * slowdown), "links are independent"
+
+
+def test_a_queue_lets_so_many_run_at_once() -> None:
+    """Three of latency 1 and no transfer: one after the other, or two at once and then the third."""
+    for width, end in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        clock, queue = Clock(), Queue(width)
+        flights = [clock.issue(cost(1.0, 0.0), queue) for _ in range(3)]
+        clock.wait(flights[-1])
+        assert clock.now_s == end
+
+
+@pytest.mark.parametrize("latency", [0.0, 1.5, 3.0])
+def test_contention_lengthens_compute_while_a_collective_is_in_flight(latency: float) -> None:
+    """3 s of compute: the first 2 take 3 beside the collective, the last one takes 1."""
+    clock = Clock(1.5)
+    flight = clock.issue(cost(latency, 3.0 - latency), Queue(1))
+    clock.compute(3.0)
+    assert clock.now_s == clock.compute_s == pytest.approx(4.0) and flight.ended_s == pytest.approx(3.0)
+
+
+def test_what_does_not_contend_lengthens_nothing() -> None:
+    clock = Clock(2.0)
+    clock.issue(cost(0.0, 3.0), Queue(1), contends=False)
+    clock.compute(4.0)
+    assert clock.now_s == 4.0 and clock.in_flight_s == 3.0
+
+
+@pytest.mark.parametrize("latency", [0.0, 1.0, 3.0])
+def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency: float) -> None:
+    """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
+    Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.
+    """
+    clock, queue = Clock(1.5), Queue(1)
+    one = cost(latency, 3.0 - latency)
+    clock.compute(4.0)
+    first = clock.issue(one, queue, ready_s=1.0)
+    assert (first.began_s, first.ended_s, clock.in_flight_s) == (1.0, 4.0, 3.0)
+    assert clock.now_s == clock.compute_s == pytest.approx(5.0)
+    second = clock.issue(one, queue, ready_s=1.0)
+    assert second.began_s == 4.0 and clock.now_s > 5.0
+    clock.wait(second)
+    assert clock.now_s == pytest.approx(7.0) and clock.in_flight_s == pytest.approx(6.0)
+    late = clock.issue(cost(1.0, 0.0), Queue(1), ready_s=99.0)
+    assert late.began_s == clock.now_s, "no later than it is issued"
+
+
+@pytest.mark.parametrize("ready", [3.5, 2.5, 1.5])
+def test_what_began_earlier_goes_on_from_where_it_is(ready: float) -> None:
+    """By 4 s it is at its latency of 1 s, or at its transfer."""
+    clock = Clock()
+    clock.compute(4.0)
+    clock.wait(clock.issue(cost(1.0, 2.0), Queue(1), ready_s=ready))
+    assert clock.now_s == pytest.approx(ready + 3.0)
+
+
+def play(issued: list[tuple[float, CollectiveCost, int]], contention: float = 1.0) -> tuple[Clock, list[Flight]]:
+    """Compute before each collective, which is issued in the queue of that number; wait for all."""
+    clock, queues = Clock(contention), [Queue(1), Queue(2)]
+    flights = []
+    for compute, one, number in issued:
+        clock.compute(compute)
+        flights.append(clock.issue(one, queues[number]))
+    wait_for_all(clock, flights)
+    return clock, flights
+
+
+programs = st.lists(st.tuples(seconds, costs, st.integers(0, 1)), max_size=8)
+
+
+@given(programs, st.floats(1.0, 3.0))
+def test_no_transfer_is_faster_than_alone_and_no_link_is_overbooked(issued: list, contention: float) -> None:
+    _, flights = play(issued, contention)
+    for flight in flights:
+        assert flight.ended_s - flight.began_s >= flight.cost.latency_s + flight.cost.transfer_s - CLOSE
+        assert flight.began_s >= flight.issued_s
+    for link in ("inside", "between"):
+        carried = sum(one.transfer_s for _, one, _ in issued if one.link == link)
+        own = [flight for flight in flights if flight.cost.link == link]
+        if own:
+            assert max(f.ended_s for f in own) - min(f.began_s for f in own) >= carried - CLOSE
+
+
+@given(programs)
+def test_the_total_lies_between_its_bounds(issued: list) -> None:
+    clock, flights = play(issued)
+    computed = sum(compute for compute, _, _ in issued)
+    alone = [one.latency_s + one.transfer_s for _, one, _ in issued]
+    assert max([computed, *alone]) - CLOSE <= clock.now_s <= computed + sum(alone) + CLOSE
+    assert clock.compute_s == pytest.approx(computed)
+    assert clock.now_s == pytest.approx(clock.compute_s + clock.exposed_s), "a rank computes or waits"
+    assert clock.in_flight_s <= sum(alone) + CLOSE
+    own = [flight for flight, (_, _, number) in zip(flights, issued, strict=True) if number == 0]
+    assert all(one.ended_s <= other.began_s for one, other in pairwise(own)), "a queue of one keeps its order"

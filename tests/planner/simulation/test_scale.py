@@ -1,0 +1,41 @@
+"""1,024 ranks of 70 B parameters: the planner's bar for time and memory, in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MOST_SECONDS, MOST_BYTES = 60, 4e9
+
+PROGRAM = """
+import json, resource, sys, time
+from scripts import plan
+from planner.plan import outcome
+from planner.plan_command import case_of
+
+case = case_of(plan.build_parser("plan").parse_args(sys.argv[1:]))
+step = outcome(case, "zero3").simulated
+print(json.dumps({
+    "seconds": time.process_time(),
+    "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "elements": case.model.elements(),
+    "parameters": step.memory.at_rest["parameters"],
+    "gathers": [span.name for span in step.spans].count("all_gather"),
+}))
+"""
+FLAGS = "--model Llama-3.1-70B --gpus 128x8xH100 --link nvlink4 --between 8xndr --sequence-length 2048"
+
+
+@pytest.mark.slow
+def test_a_large_cluster_takes_less_than_a_minute_and_four_gigabytes() -> None:
+    flags = [*FLAGS.split(), "--global-batch-size", "1024", "--grad-accum-steps", "1"]
+    command = [sys.executable, "-c", PROGRAM, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seconds"] < MOST_SECONDS and found["bytes"] < MOST_BYTES
+    assert 4 * found["elements"] / 1024 <= found["parameters"] <= 1.001 * 4 * found["elements"] / 1024 + 512 * 100
+    # The root's two parts once; 80 blocks in forward, and all but the last again in backward; two exchanges.
+    assert found["gathers"] == 2 + 80 + 79 + 2

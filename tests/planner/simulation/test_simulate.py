@@ -1,0 +1,434 @@
+"""The planner's engine: a simulated step issues, holds and takes what the strategy says, what real ranks hold, and what
+can be worked out by hand."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+
+from ddp.link_fit import measure_all_reduce
+from planner.contracts import MODEL_STATES, CollectiveCost, OperatorCall, Setting, Simulated
+from planner.costs.cluster import Cluster, Device, Link
+from planner.costs.links import LinkCosts
+from planner.simulation.memory import CUDA_BLOCK
+from planner.simulation.simulate import CannotSimulate, Simulation, host_of, simulate
+from tests.models import FEATURES, build, llama_classifier, make_batch
+from tests.parity import OPTIMIZERS, REFUSALS, all_choices, load
+from tests.ranks import RankPool
+from training.config import StrategyOptions
+from training.data.synthetic import MLP
+from training.errors import UserError
+from training.profiling.memory import storage_bytes
+from training.profiling.memory_timeline import record_step_memory
+from training.strategy import Strategy
+
+CHOICES = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
+SECONDS = 1e-3
+LATENCY, RATE = 1e-2, 1e6
+
+
+@dataclass
+class EachOperator:
+    """Every operator takes equally long."""
+
+    each_s: float = SECONDS
+
+    def seconds(self, call: OperatorCall) -> float:
+        return self.each_s
+
+
+class EachCollective:
+    """Every collective takes a latency and a time for its payload."""
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        return CollectiveCost(LATENCY, payload_bytes / RATE, "link")
+
+
+def cluster(ranks: int = 2, kind: str = "cpu") -> Cluster:
+    device = Device("a device", kind, 2**40, {"float32": 1e12}, 1e11)
+    return Cluster(device, 1, ranks, Link("link", LATENCY, RATE), backend="gloo" if kind == "cpu" else "nccl")
+
+
+def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options: Any) -> Setting:
+    return Setting(
+        choice,
+        make_module=lambda: build(model),
+        make_micro_batches=lambda: [make_batch(model, 3, index) for index in range(micro_batches)],
+        make_optimizer=OPTIMIZERS["adam"],
+        options=StrategyOptions(**options),
+    )
+
+
+def simulated(one: Setting, ranks: int = 2, kind: str = "cpu", seconds: float = SECONDS) -> Simulated:
+    return simulate(one, cluster(ranks, kind), EachOperator(seconds), EachCollective())
+
+
+# Traffic -------------------------------------------------------------------------------------------------------------
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("plain", 1, {}),
+    ("odd", 2, {"bucket_cap_mb": 0.001}),
+    ("normed", 2, {}),
+    ("frozen", 3, {}),
+    ("tied", 1, {"precision": "bf16"}),
+    ("branching", 2, {"find_unused_parameters": True}),
+]
+
+
+EVERY = [(choice, case, kind) for _, choice in CHOICES for case in range(len(CASES)) for kind in ("cpu", "cuda")]
+SAMPLE = EVERY[::11]  # has every choice, every case and both kinds
+
+
+@pytest.mark.parametrize(("choice", "case", "kind"), SAMPLE)
+def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str) -> None:
+    model, micro_batches, options = CASES[case]
+    one = replace(setting(choice, model, micro_batches, **options), clip_grad_norm=1.0)
+    ranks = 2 if kind == "cpu" else 5
+    simulation = Simulation(one, cluster(ranks, kind), EachOperator(), EachCollective(), rank=1)
+    if (choice, model) in REFUSALS:
+        with pytest.raises(UserError, match=REFUSALS[choice, model]), simulation.running():
+            pass
+        return
+    with simulation.running():
+        step = simulation.measure()
+        assert isinstance(simulation.strategy, Strategy)
+        announced: dict[str, tuple[int, int]] = {}
+        for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
+            calls, size = announced.get(part.kind, (0, 0))
+            announced[part.kind] = (calls + part.count, size + part.payload_bytes)
+        assert issued_by_kind(simulation) == announced
+        kinds = {issued.kind for issued in simulation.observer.issued}
+    assert ("scatter" in kinds) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
+    require_whole(step)
+
+
+def issued_by_kind(simulation: Simulation) -> dict[str, tuple[int, int]]:
+    """Number and payload bytes of the collectives that the measured step has issued."""
+    totals: dict[str, tuple[int, int]] = {}
+    for issued in simulation.observer.issued:
+        calls, size = totals.get(issued.kind, (0, 0))
+        totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
+    return totals
+
+
+def require_whole(step: Simulated) -> None:
+    """A rank computes or waits; nothing overlaps itself; what overlaps cannot save more than the shorter of the two."""
+    assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
+    assert step.exposed_s <= step.communication_s + 1e-9
+    longest = max(step.compute_s, step.communication_s)
+    assert longest - 1e-9 <= step.step_time_s <= step.compute_s + step.communication_s + 1e-9
+    lanes: dict[str, float] = {}
+    for span in step.spans:
+        assert 0 <= span.start_s <= span.end_s <= step.step_time_s + 1e-9
+        assert span.start_s >= lanes.get(span.lane, 0.0) - 1e-9, f"{span.lane}: one thing after the other"
+        lanes[span.lane] = span.end_s
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("choice", "case", "kind"), [one for one in EVERY if one not in SAMPLE])
+def test_the_collectives_of_every_case(choice: str, case: int, kind: str) -> None:
+    test_the_collectives_are_those_that_the_strategy_announces(choice, case, kind)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def real_memory(choice: tuple[str, str]) -> dict[str, int]:
+    strategy = load(choice)(build("plain"), OPTIMIZERS["adam"], StrategyOptions())
+    for step in range(3):
+        strategy.zero_grad()
+        strategy.forward_backward([make_batch("plain", 3, step)])
+        strategy.step()
+    strategy.finish_parameter_synchronization()
+    return strategy.memory_breakdown()
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice: tuple[str, str]) -> None:
+    _, real = ranks.run(2, real_memory, choice)
+    held = simulate(setting(choice[1]), cluster(), EachOperator(), EachCollective(), rank=1).memory.at_rest
+    assert {component: held[component] for component in MODEL_STATES} == {name: real[name] for name in MODEL_STATES}
+    assert held["activations"] == held["communication"] == 0
+
+
+WIDE = 64
+
+
+class Square(torch.nn.Module):
+    """Two layers whose parameters divide by 2 ranks, so that nothing is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(FEATURES, WIDE, bias=False)
+        self.last = torch.nn.Linear(WIDE, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=(self.last(self.first(x)).sum(-1) - y).square().mean())
+
+
+def test_peak_memory_worked_out_by_hand() -> None:
+    """One layer of 6 x 64 on 3 samples: at the end of backward there are parameters, gradient and one more gradient."""
+    curve = simulated(replace(setting("simple_ddp"), make_module=Square)).memory
+    states = 4 * (FEATURES + 2) * WIDE
+    assert curve.at_peak["parameters"] == states
+    assert curve.peak_bytes == max(sum(held.values()) for _, held in curve.points)
+    assert curve.points[0][0] == 0.0 and [at for at, _ in curve.points] == sorted(at for at, _ in curve.points)
+    assert all(min(held.values()) >= 0 for _, held in curve.points)
+    # Adam's update holds, for the largest parameter, a square root and its quotient (`_single_tensor_adamw`).
+    assert curve.at_peak["optimizer_state"] == 2 * states + 2 * 4
+
+
+def test_cuda_rounds_every_allocation() -> None:
+    held = simulated(setting("simple_ddp"), kind="cuda").memory.at_rest
+    tensors = 6
+    assert held["parameters"] == held["gradients"] == tensors * CUDA_BLOCK
+    assert held["optimizer_state"] == 2 * tensors * CUDA_BLOCK, "step counters are kept on the host"
+
+
+def layers() -> MLP:
+    return MLP(depth=4, width=64)
+
+
+def one_batch_of_layers() -> list[dict[str, Tensor]]:
+    return [{"inputs": torch.ones(3, 64), "targets": torch.ones(3, 64)}]
+
+
+def two_batches_of_tokens() -> list[dict[str, Tensor]]:
+    return [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
+
+
+def peak_of_real_ranks(choice: tuple[str, str], make_module: Any, make_batches: Any) -> tuple[int, int]:
+    """Most bytes allocated in a step, and those of the batch, which were there before."""
+    strategy, batches = load(choice)(make_module(), OPTIMIZERS["adam"], StrategyOptions()), make_batches()
+    for _ in range(2):  # in the first, DDP has not settled
+        recorded = record_step_memory(strategy, 3 * len(batches), batches, None)
+    assert recorded is not None
+    return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
+
+
+@pytest.mark.parametrize("choice", ["zero1", "zero2", "pytorch_zero3"])
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str) -> None:
+    """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends: here one of four layers."""
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, ("sharding", choice), layers, one_batch_of_layers)
+    one = replace(setting(choice), make_module=layers, make_micro_batches=one_batch_of_layers)
+    assert simulated(one).memory.peak_bytes - batch == pytest.approx(reached, rel=0.005)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -> None:
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, llama_classifier, two_batches_of_tokens)
+    predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
+    assert predicted - batch == pytest.approx(reached, rel=0.01)
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def gradient_seconds(calls: int) -> float:
+    """What `calls` all-reduces of the gradients of `plain`, one after the other, and the two exchanges take."""
+    elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
+    return calls * LATENCY + 4 * elements / RATE + exchange_seconds(tensors)
+
+
+EXCHANGED = (2 * 24, 2 * (32 + 8 * 6))
+"""Bytes of the two exchanges of two ranks, of a model of six tensors."""
+
+
+def exchange_seconds(tensors: int) -> float:
+    return 2 * LATENCY + 2 * (24 + 32 + 8 * tensors) / RATE
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
+    """On CUDA the two exchanges, of tensors in host memory, take what Gloo would inside a node."""
+    step = simulated(setting("simple_ddp"), kind=kind)
+    expected = gradient_seconds(6)
+    if kind == "cuda":
+        of_host = [LinkCosts(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
+        expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - exchange_seconds(6)
+    assert step.exposed_s == pytest.approx(expected)
+    assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
+    operators = [span for span in step.spans if span.lane == "compute"]
+    assert step.compute_s == pytest.approx(SECONDS * len(operators))
+
+
+def test_without_compute_only_communication_is_left() -> None:
+    for choice, calls in (("simple_ddp", 6), ("flat_ddp", 1), ("bucket_ddp_async", 1), ("pytorch_ddp", 1)):
+        whole = {"bucket_cap_mb": 25.0} if choice == "bucket_ddp_async" else {}
+        step = simulate(setting(choice, **whole), cluster(), EachOperator(0.0), EachCollective())
+        assert step.step_time_s == pytest.approx(gradient_seconds(calls)), choice
+        assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
+
+
+def test_what_overlaps_is_hidden() -> None:
+    blocking, hidden = (simulated(setting(choice)) for choice in ("simple_ddp_hook", "simple_ddp_async"))
+    assert blocking.compute_s == pytest.approx(hidden.compute_s)
+    assert hidden.exposed_s < blocking.exposed_s - 3 * SECONDS
+    contended = simulate(setting("simple_ddp_async"), cluster(), EachOperator(), EachCollective(), contention=1.5)
+    assert contended.compute_s > hidden.compute_s
+
+
+def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
+    """Gathers of the next unit and reductions of the last run beside compute; on CPU it blocks for each."""
+    on_cpu, on_cuda = (simulated(setting("pytorch_zero3", "llama"), kind=kind) for kind in ("cpu", "cuda"))
+    assert on_cpu.exposed_s == pytest.approx(on_cpu.communication_s, rel=0.02), "all but the first exchange"
+    assert on_cuda.exposed_s < 0.8 * on_cuda.communication_s
+
+
+def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
+    """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
+    step = simulated(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
+    forward = [span for span in step.spans if span.lane == "compute" and span.details["phase"] == "forward"]
+    communication = [span for span in step.spans if span.name == "all_gather" and span.details["backend"] == "nccl"]
+    gathers = [span for span in communication if forward[0].start_s <= span.start_s and span.end_s <= forward[-1].end_s]
+    assert len(gathers) >= 3
+    computing = [span for span in step.spans if span.lane == "compute"]
+    for gather in gathers[2:]:
+        beside = sum(max(0.0, min(gather.end_s, each.end_s) - max(gather.start_s, each.start_s)) for each in computing)
+        assert beside == pytest.approx(gather.end_s - gather.start_s, rel=0.05)
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "options"),
+    [
+        ("bucket_ddp_async", {"overlap_optimizer": True}),
+        ("bucket_ddp_async", {"compress": "bf16"}),
+        ("pytorch_ddp", {"compress": "bf16"}),
+        ("simple_ddp", {"compress": "powersgd"}),
+        ("zero3", {"precision": "bf16"}),
+    ],
+)
+def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None:
+    step = simulated(setting(choice, "llama", micro_batches=2, **options))
+    assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
+
+
+def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the strategy measures by the pretended clock is what the pretended link gives."""
+    measured = []
+
+    def spy(*args: Any) -> Any:
+        measured.append(measure_all_reduce(*args))
+        return measured[-1]
+
+    monkeypatch.setattr("ddp.link_fit.measure_all_reduce", spy)
+    step = simulated(setting("bucket_ddp_async", bucket_cap_mb="auto"))
+    ((keeps_link, _),) = measured
+    assert keeps_link(2**22) == pytest.approx(2**22 / RATE, rel=0.05)
+    require_whole(step)
+
+
+# What cannot be ------------------------------------------------------------------------------------------------------
+
+
+class BranchesOnWeights(Square):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(-x if self.first(x).sum() > 0 else x, y)
+
+
+class CountsOnWeights(Square):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = self.first(x)
+        return super().forward(x, y + hidden[hidden > 0].sum())
+
+
+class Fails(Square):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        raise ValueError("all samples must end\nalike")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (BranchesOnWeights, r"depends on its weights \(.*test_simulate\.py:\d+\)"),
+        (CountsOnWeights, "simple_ddp: .*nonzero"),
+        (Fails, "^the model fails on the plan's samples: ValueError: all samples must end$"),
+    ],
+)
+def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(CannotSimulate, match=said):
+        simulated(replace(setting("simple_ddp"), make_module=make))
+
+
+@pytest.mark.parametrize(("choice", "said"), [("deepspeed_zero2", "DeepSpeed"), ("zero9", "no such choice")])
+def test_choices_that_cannot_be_are_refused(choice: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        simulated(setting(choice))
+
+
+def test_operators_without_costs_are_listed() -> None:
+    class AllButProducts(EachOperator):
+        def seconds(self, call: OperatorCall) -> float | None:  # type: ignore[override]
+            return None if call.name == "aten.addmm.default" else SECONDS
+
+    step = simulate(setting("simple_ddp"), cluster(), AllButProducts(), EachCollective())
+    assert step.without_costs == {"aten.addmm.default": 3}
+    assert not any(span.name == "aten.addmm.default" for span in step.spans)
+
+
+# What is left behind -------------------------------------------------------------------------------------------------
+
+
+def everything_global() -> list[Any]:
+    optimizer = __import__("torch.optim.optimizer", fromlist=["x"])
+    return [
+        dist.is_initialized(),
+        dict(c10d._pg_map),
+        dict(c10d._pg_names),
+        c10d._world.group_count,
+        torch.UntypedStorage.resize_,
+        torch.UntypedStorage.data_ptr,
+        torch.cpu.Stream,
+        torch.cpu.current_stream,
+        optimizer._get_foreach_kernels_supported_devices,
+        list(optimizer._foreach_supported_types),
+        torch._C._len_torch_dispatch_stack(),
+        type(torch.empty(1)),
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    before, alive = everything_global(), simulations_alive()
+    make: Callable[[], Any] = BranchesOnWeights if fails else Square
+    for kind in ("cpu", "cuda"):
+        try:
+            simulated(replace(setting("zero3"), make_module=make), kind=kind)
+        except CannotSimulate:
+            assert fails
+    assert everything_global() == before
+    assert simulations_alive() == alive
+
+
+def simulations_alive() -> int:
+    gc.collect()
+    return sum(isinstance(held, Simulation) for held in gc.get_objects())
+
+
+def around_a_simulation() -> tuple[float, float]:
+    """A sum over real ranks before and after a simulation in the same process, and in a group made after it."""
+    before = torch.ones(1)
+    dist.all_reduce(before)
+    simulated(setting("zero3"), ranks=8)
+    gc.collect()
+    after = torch.ones(1)
+    dist.all_reduce(after, group=dist.new_group())
+    strategy = load(("sharding", "zero3"))(build("plain"), OPTIMIZERS["adam"], StrategyOptions())
+    strategy.forward_backward([make_batch("plain", 3, 0)])
+    strategy.step()
+    return before.item(), after.item()
+
+
+def test_real_ranks_go_on_after_a_simulation(ranks: RankPool) -> None:
+    assert ranks.run(2, around_a_simulation) == [(2.0, 2.0)] * 2

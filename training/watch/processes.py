@@ -1,0 +1,56 @@
+"""What the operating system tells about this process, its node and the other ranks."""
+
+import os
+import select
+import signal
+import socket
+from pathlib import Path
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalReceiver:
+    """Collects SIGINT and SIGTERM. Another thread can then react to them while the training thread is blocked."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in STOPPING:
+            signal.signal(number, lambda *_: None)
+
+    def stop(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+
+    def arrived(self, timeout_s: float) -> signal.Signals | None:
+        """The signal that has arrived, or None after `timeout_s` seconds."""
+        if not select.select([self._read], [], [], timeout_s)[0]:
+            return None
+        return next((signal.Signals(number) for number in os.read(self._read, 64) if number in STOPPING), None)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped. False if the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def kills_for_memory() -> int:
+    """How many processes the kernel has killed because memory ran out, since it started; 0 if it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def node_name() -> str:
+    """The same for processes that can read each other's flight recorders."""
+    try:
+        return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}".replace(" ", "_")
+    except OSError:
+        return socket.gethostname().replace(" ", "_")
