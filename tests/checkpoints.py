@@ -67,10 +67,6 @@ def steps(first: int, last: int) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
         yield SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in mine.items()} for i in range(2)]
 
 
-def settings(choice: tuple[str, str], **changes: Any) -> RunConfig:
-    return RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **changes})
-
-
 def train_to(
     choice: tuple[str, str],
     last: int,
@@ -80,7 +76,8 @@ def train_to(
     **changes: Any,
 ) -> tuple[Strategy, TrainingResult]:
     """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes."""
-    config = settings(choice, **({"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}), **changes)
+    saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
+    config = RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
     strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)

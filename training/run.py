@@ -36,7 +36,7 @@ from training.records.record import (
     write_json,
     write_text,
 )
-from training.records.run_so_far import RunSoFar
+from training.records.run_so_far import RunSoFar, Setup
 from training.strategy import MicroBatch, Strategy
 from training.watch.cause import COMPLETED, Ending
 from training.watch.phases import between_steps
@@ -96,7 +96,7 @@ def train_and_record(
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
-    so_far.begin(config, ranks, strategy, OPTIMIZER.__name__, size, workload)
+    so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload))
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with closing(checkpoints):
 

@@ -100,14 +100,6 @@ def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankP
         assert record["eval"]["samples"] == 13
 
 
-def test_several_windows_and_all_windows(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "train_samples": 80, "profile_repeat": 2}
-    ranks.run(2, run_here, settings)
-    windows = find_windows(tmp_path / "profile" / "flat_ddp")
-    assert [window.step for window in windows] == [5, 10]
-    assert len({window.run_id for window in windows}) == 1
-
-
 # Local models and data -----------------------------------------------------------------------------------------------
 
 
@@ -177,6 +169,7 @@ BAD_SETTINGS = {
     "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
     "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload yelp"),
+    "output folder that is a file": ({"output_dir": __file__}, f"--output-dir {__file__}: cannot write to"),
 }
 
 
@@ -211,14 +204,7 @@ def test_bad_model_or_data(ranks: RankPool, local: Path, tmp_path: Path, case: s
 
 
 def test_the_hub_out_of_reach(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {
-        "choice": "flat_ddp",
-        "workload": "yelp",
-        "no_profile": True,
-        "output_dir": str(tmp_path),
-        "model": "nobody-here/no-such-model",
-    }
-    messages = ranks.run(2, run_offline, settings)
+    messages = ranks.run(2, run_offline, yelp_settings(Path("nobody-here"), tmp_path))
     assert all("--workload sample" in message for message in messages), messages
 
 
@@ -265,14 +251,8 @@ def diverge(settings: dict[str, Any]) -> str:
 
 
 def test_divergence_in_the_last_step_is_seen_on_held_out_samples(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {
-        **TINY,
-        "choice": "flat_ddp",
-        "output_dir": str(tmp_path),
-        "lr": 1e38,
-        "max_steps": 1,
-        "no_profile": True,
-    }
+    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True}
+    settings |= {"lr": 1e38, "max_steps": 1}
     assert all("held-out" in message for message in ranks.run(2, diverge, settings))
     assert not list(tmp_path.rglob("*.run.json"))
 
@@ -291,12 +271,6 @@ def fail_on_one_rank(failing: int) -> str:
 def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
     assert ranks.run(2, fail_on_one_rank, 0) == ["KeyError", "UserError"]
     assert ranks.run(2, fail_on_one_rank, 1) == ["UserError", "KeyError"]
-
-
-def test_an_output_folder_that_is_a_file(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    messages = ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path / "file")})
-    assert all("--output-dir" in message and "cannot write" in message for message in messages)
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -327,15 +301,10 @@ def test_settings_are_checked_when_built(field: str, value: Any) -> None:
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> None:
     """Pretend to be rank 1 of `local_ranks` under torchrun on a machine with `gpus` GPUs."""
-    for name, value in (
-        ("RANK", "1"),
-        ("WORLD_SIZE", str(local_ranks)),
-        ("LOCAL_RANK", "1"),
-        ("MASTER_ADDR", "x"),
-        ("MASTER_PORT", "1"),
-    ):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(local_ranks))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 

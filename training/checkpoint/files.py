@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from training.checkpoint.ranges import IncompleteError, cover
+from training.checkpoint.ranges import cover
 from training.errors import UserError
 
 DTYPES = {
@@ -165,7 +165,7 @@ class TensorFiles:
             raise UserError(f"{key}: not stored")
         try:
             parts = cover(self._ranges[key], start, end)
-        except IncompleteError as error:
+        except ValueError as error:
             raise UserError(f"{key}: {error}") from error
         slices = self._slices[key]
         found = [slices[index][first:last] for index, first, last in parts] or [slices[0][0:0]]

@@ -60,10 +60,6 @@ class Origin:
     manifest: Manifest
     skipped: Mapping[Path, str] = field(default_factory=dict)
 
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
 
 def checkpoint_folder(config: RunConfig) -> Path:
     """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""

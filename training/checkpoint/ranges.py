@@ -48,10 +48,6 @@ def share(lengths: Iterable[int], rank: int, size: int) -> list[Part]:
     return parts
 
 
-class IncompleteError(ValueError):
-    """Some elements are in none of the ranges."""
-
-
 def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]:
     """Assemble elements `start` to `end` from `ranges`, which are (first, end) in any order.
 
@@ -59,7 +55,7 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]
         Parts in order, without gap or overlap. `which` is the number of a range, from whose start the others count.
 
     Raises:
-        IncompleteError: names the first missing element.
+        ValueError: names the first missing element.
     """
     parts, position = [], start
     for index, (first, last) in sorted(enumerate(ranges), key=lambda item: item[1]):
@@ -69,5 +65,5 @@ def cover(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[Part]
             parts.append(Part(index, position - first, min(last, end) - first))
             position = min(last, end)
     if position < end:
-        raise IncompleteError(f"element {position} of {end} is in no range")
+        raise ValueError(f"element {position} of {end} is in no range")
     return parts

@@ -49,7 +49,7 @@ class Checkpoints:
     def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
         self._ranks, self._run_id, self._versions = ranks, run_id, versions
         self.origin: Origin | None = find_origin(config, ranks)
-        self.done = self.origin.step if self.origin else 0
+        self.done = self.origin.manifest.step if self.origin else 0
         self._every = config.checkpoint_every
         self._saver: Saver | None = None
         if self._every:

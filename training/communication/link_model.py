@@ -193,9 +193,7 @@ def near(predicted: Floats, times: Floats) -> Floats:
     return np.clip(predicted, times / FARTHEST, times * FARTHEST)
 
 
-def held_out_error(
-    payload_bytes: ArrayLike, seconds: ArrayLike, from_bytes: float = LARGE_BYTES, most_pieces: int = 3
-) -> float:
+def held_out_error(payload_bytes: ArrayLike, seconds: ArrayLike, from_bytes: float = LARGE_BYTES) -> float:
     """Mean relative error, as a fraction, at sizes that were held out of the fit.
 
     The model is fitted to every other size, the largest one included, and predicts the rest.
@@ -215,5 +213,5 @@ def held_out_error(
     held_out = ~seen & (sizes >= from_bytes)
     if not held_out.any() or len(fitted) < FEWEST_SIZES:
         return float("nan")
-    model = LinkModel.fit(sizes[seen], times[seen], most_pieces)
+    model = LinkModel.fit(sizes[seen], times[seen])
     return float(np.mean(np.abs(model.seconds(sizes[held_out]) / times[held_out] - 1)))

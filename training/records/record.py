@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training.checkpoint.files import write_durably
 from training.config import RunConfig
 from training.errors import UserError
 from training.loop import TrainingResult
@@ -69,14 +70,10 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        write_durably(path, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def to_json(content: dict[str, Any]) -> str:

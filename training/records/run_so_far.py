@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +56,9 @@ class RunSoFar:
         self._traffic: list[Collective] = []
         self._setup: Setup | None = None
 
-    def begin(
-        self, config: RunConfig, ranks: Ranks, strategy: Strategy, optimizer: str, size: ModelSize, workload: Workload
-    ) -> None:
+    def begin(self, config: RunConfig, setup: Setup) -> None:
         """Training begins."""
-        self.config, self._setup = config, Setup(ranks, strategy, optimizer, size, workload)
+        self.config, self._setup = config, setup
 
     @property
     def _begun(self) -> Setup:
@@ -101,7 +100,7 @@ class RunSoFar:
             "schema_version": RECORD_VERSION,
             "choice": self.config.choice,
             "run_id": self.run_id,
-            "ended": ending.as_dict(),
+            "ended": asdict(ending),
             "world_size": ranks.world_size,
             "backend": ranks.backend,
             "device": ranks.device.type,

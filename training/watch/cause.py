@@ -7,8 +7,7 @@ ranks whose collectives failed or timed out, and these come before ranks that we
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from training.watch.exit_reason import ExitReason
 from training.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
@@ -56,9 +55,6 @@ class Ending:
     collective: str | None = None
     message: str | None = None
     traceback: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 Reports = Mapping[int, RankReport]

@@ -74,7 +74,7 @@ def find_deadlock(states: Mapping[int, RankState]) -> Mismatch | None:
     They do if every rank waits for a collective that another one of them has not issued: then no rank issues anything
     more. Ranks that issue the same collectives in the same order never get into this state.
     """
-    latest = {rank: latest_by_group(state.entries) for rank, state in states.items()}
+    latest = {rank: {entry.group: entry.seq for entry in state.entries} for rank, state in states.items()}
     waiting = {rank: state.waits_for for rank, state in states.items() if state.waits_for is not None}
     if len(waiting) < max(2, len(states)):
         return None
@@ -86,11 +86,3 @@ def find_deadlock(states: Mapping[int, RankState]) -> Mismatch | None:
         others = ", ".join(map(str, missing))
         parts.append(f"rank {rank} waits in {awaited} ({awaited.group}), which rank {others} has not issued")
     return Mismatch(f"collective differs between ranks: {'; '.join(parts)}", waiting)
-
-
-def latest_by_group(entries: Sequence[Entry]) -> dict[str, int]:
-    """For each process group, the sequence number of the last collective."""
-    latest: dict[str, int] = {}
-    for entry in entries:
-        latest[entry.group] = max(entry.seq, latest.get(entry.group, 0))
-    return latest

@@ -88,12 +88,6 @@ class Watcher:
         """An error of this rank alone."""
         self.end(ExitReason.of(error, in_collective=self.flight.state().waits_for is not None))
 
-    @property
-    def thread_id(self) -> int:
-        """Of the thread that watches, once it runs."""
-        assert self._thread.ident is not None, "started"
-        return self._thread.ident
-
     def _watch(self) -> None:
         """The body of the thread."""
         try:
