@@ -23,7 +23,7 @@ if __name__ == "__main__":
     prepare_process()
 
 from benchmarks.collective.sizes import parse_size, size_range
-from training.cli import OneLineParser, unknown_name
+from training.cli import OneLineParser, at_least, unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 
@@ -50,17 +50,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add, names, types = parser.add_argument, ",".join(COLLECTIVES), ", ".join(DTYPES)
     add("--collectives", type=names_of("collective", COLLECTIVES), default=names, help=f"comma-separated, of {names}")
-    add("--min-bytes", type=size, default="1K", help="smallest size; K, M and G are powers of 1024 (default: 1K)")
-    add("--max-bytes", type=size, default="1G", help="largest size (default: 1G)")
+    add("--min-bytes", type=parse_size, default="1K", help="smallest size; K, M and G are powers of 1024 (default: 1K)")
+    add("--max-bytes", type=parse_size, default="1G", help="largest size (default: 1G)")
     add("--factor", type=at_least(1.01, float), default=4.0, help="from one size to the next (default: 4)")
     add("--sizes", type=sizes, help="these sizes instead of a range, such as 1M,10M,100M")
     add("--dtypes", type=names_of("dtype", DTYPES), default="fp32", help=f"comma-separated, of {types} (default: fp32)")
     add("--warmup", type=at_least(0), default=5, help="most calls before the check; at least two are made (default: 5)")
     add("--iterations", type=at_least(1), help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
     add("--in-a-row", type=at_least(1), default=1, help="calls from one barrier to the next; their mean counts")
-    add(
-        "--spread", type=size, default=0, help="calls use tensors of this size in all in turn, so that caches hold none"
-    )
+    spread = "calls use tensors of this size in all in turn, so that caches hold none"
+    add("--spread", type=parse_size, default=0, help=spread)
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help="auto, gloo or nccl (default: %(default)s)")
@@ -88,31 +87,8 @@ def numbers(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """A type of a flag: a finite number of this kind."""
-
-    def parse_number(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = float("nan")
-        if not least <= number < float("inf"):
-            whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{text}: must be a {whole}number of at least {least}")
-        return number
-
-    return parse_number
-
-
-def size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def sizes(text: str) -> list[int]:
-    return sorted({size(part) for part in text.split(",")})
+    return sorted({parse_size(part) for part in text.split(",")})
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

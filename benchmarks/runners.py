@@ -1,7 +1,7 @@
 """What a benchmark runs: strategies through the project's training loop, and two plain loops beside them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -87,16 +87,6 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
     return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 
-def longest_batch_rank(config: RunConfig, workload: Workload, ranks: Ranks) -> int:
-    """The rank whose part of that global batch has most elements. Samples differ in length, and other ranks wait."""
-
-    def elements(rank: int) -> int:
-        micro_batches = one_global_batch(config, workload, replace(ranks, rank=rank))
-        return sum(tensor.numel() for micro_batch in micro_batches for tensor in micro_batch.values())
-
-    return max(range(ranks.world_size), key=elements)
-
-
 def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
     size = ModelSize.of(workload.model)
@@ -142,16 +132,11 @@ def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], r
     )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the rank that holds most: model states after a step, and all tensors at the peak of one."""
+def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
+    """Bytes on the rank that holds most: model states after a step, and all tensors at the peak of one. Collective.
 
-    resting: int
-    peak: int
-
-
-def measure_memory(runner: Runner, device: torch.device) -> Memory:
-    """Of a step once the choice has settled and optimizer states exist; gradients are dropped before it. Collective."""
+    The step runs once the choice has settled and optimizer states exist; gradients are dropped before it.
+    """
     runner.steps(runner.settling_steps)
     resting = runner.state_bytes()
     runner.drop_gradients()
@@ -166,7 +151,7 @@ def measure_memory(runner: Runner, device: torch.device) -> Memory:
             runner.steps(1)
         added = peak_of_allocations(profiler)
     resting, peak = (over_ranks(held, device, dist.ReduceOp.MAX) for held in (resting, before + added))
-    return Memory(round(resting), round(peak))
+    return round(resting), round(peak)
 
 
 def over_ranks(value: float, device: torch.device, operation: Any) -> float:

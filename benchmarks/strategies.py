@@ -33,9 +33,8 @@ if __name__ == "__main__":
 
 import ddp
 import sharding
-from benchmarks.collectives import at_least
 from benchmarks.variants import SETTINGS, parse_variant
-from training.cli import OneLineParser, exit_with_error, unknown_name
+from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from training.config import RunConfig
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
@@ -113,7 +112,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     runners, rows = {}, []
     for label, fields in options.variants.items():
         runner = runners[label] = make_runner(replace(config, **fields), ranks, load_strategy)
-        memory = measure_memory(runner, ranks.device)
+        resting, peak = measure_memory(runner, ranks.device)
         rows.append(
             {
                 "choice": label,
@@ -123,11 +122,11 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
                 "link_bits_per_s": options.link_rate,
                 "wire_bytes": runner.wire_bytes(),
                 **dict.fromkeys(("sent_bytes_median", "bound_ms", "bound_ratio_median")),
-                "peak_bytes": memory.peak,
+                "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
                 "elements": runner.elements,
-                "resting_bytes": memory.resting,
+                "resting_bytes": resting,
                 "expected_resting_bytes": runner.expected_state_bytes,
             }
         )

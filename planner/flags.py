@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.communication.rates import Rate
+from training.cli import rate
 from training.config import AUTO, PRECISIONS, bucket_cap
 from training.errors import UserError
 
@@ -107,18 +107,6 @@ def add_what_if_flags(parser: argparse.ArgumentParser) -> None:
         "--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: as recorded)"
     )
     parser.add_argument("--choice", help="another strategy (default: the recorded one)")
-
-
-def rate(text: str) -> Rate:
-    """The rate of a link.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is none.
-    """
-    try:
-        return Rate.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 COMMANDS = {

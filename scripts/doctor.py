@@ -27,7 +27,7 @@ from doctor.reading.texts import InputError, to_text
 from doctor.reading.topology import find_topologies
 from doctor.report import to_json, write_report
 from doctor.rulebook import rules_as_markdown
-from training.cli import OneLineParser
+from training.cli import OneLineParser, at_least
 
 FOUND = 3
 
@@ -83,16 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rules", action="store_true", help="print every rule in full as Markdown, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
-
-
-def at_least(least: int) -> type:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
-        return value
-
-    return number  # type: ignore[return-value]
 
 
 def positive(text: str) -> float:

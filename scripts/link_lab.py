@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.link_lab import control
-from benchmarks.link_lab.run import Settings, run_at, sweep
-from training.cli import OneLineParser
+from benchmarks.link_lab.run import run_at, sweep
+from training.cli import OneLineParser, rate
 from training.communication.rates import Rate
 from training.errors import UserError
 
@@ -46,17 +46,9 @@ def main() -> int:
             print(control.listing() if is_list else control.change(change.action, change.lab, change.node, change.rate))
             return 0
         options = parse(arguments)
-        settings = Settings(
-            nodes=options.nodes,
-            ranks_per_node=options.nproc_per_node,
-            mtu=options.mtu,
-            delay=options.delay,
-            node_rates=dict(options.node_rate),
-            counters=options.counters,
-        )
         if len(options.rate) > 1:
-            return sweep(options.rate, settings, options.command, options.output_dir)
-        run_at(options.rate[0], settings, options.command, Path())
+            return sweep(options)
+        run_at(options.rate[0], options, options.command, Path())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,7 +71,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.command[0] = str(script if script.is_file() else ROOT / script)
     if len(options.rate) > 1 and options.counters:
         parser.error("--counters is for one rate, not for several")
-    for node, _ in options.node_rate:
+    options.node_rate = dict(options.node_rate)
+    for node in options.node_rate:
         if node >= options.nodes:
             parser.error(f"--node-rate {node}=...: nodes are 0 to {options.nodes - 1}")
     return options
@@ -153,13 +146,6 @@ def between(least: int, most: int) -> type:
         return value
 
     return number  # type: ignore[return-value]
-
-
-def rate(text: str) -> Rate:
-    try:
-        return Rate.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def rates(text: str) -> list[Rate]:

@@ -3,10 +3,11 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from training.errors import speaks_for_node, tell_torchrun
+from training.communication.rates import Rate
+from training.errors import UserError, speaks_for_node, tell_torchrun
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -31,3 +32,27 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"unknown {what} '{name}'; {hint}"
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """A type of a flag: a finite number of this kind."""
+
+    def parse_number(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = float("nan")
+        if not least <= number < float("inf"):
+            whole = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}: must be a {whole}number of at least {least}")
+        return number
+
+    return parse_number
+
+
+def rate(text: str) -> Rate:
+    """A type of a flag: the rate of a link."""
+    try:
+        return Rate.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,5 +1,6 @@
 """Sizes of messages: as a person writes them, as ranges, what memory allows, and what is measured at one size."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +41,14 @@ def parse_size(text: str) -> int:
     """Bytes of `4096`, `1K`, `4M`, `1G` or `1.5MiB`; K, M and G are powers of 1024, as in nccl-tests.
 
     Raises:
-        ValueError: it is not such a size, or not a whole number of bytes above 0.
+        argparse.ArgumentTypeError: it is not such a size, or not a whole number of bytes above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     size = float(found[1]) * UNITS[found[2].upper()] if found else 0.0
     if size < 1 or size != int(size):
-        raise ValueError(f"'{text}' is not a size; write bytes, or such as 1K, 4M or 1G (powers of 1024)")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a size; write bytes, or such as 1K, 4M or 1G (powers of 1024)"
+        )
     return int(size)
 
 

@@ -2,13 +2,13 @@
 
 import csv
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.link_lab.counters import COLUMNS, LinkBytes, read_counters, write_sample
+from benchmarks.link_lab.counters import COLUMNS, read_counters, write_sample
 from benchmarks.link_lab.launch import run_job
 from benchmarks.link_lab.namespaces import lab_network
 from benchmarks.link_lab.state import Lab
@@ -19,25 +19,8 @@ OUTPUT_FLAG = "--output-dir"
 TABLE_FLAG = "--csv"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What stays the same over all rates.
-
-    Attributes:
-        node_rates: Rates of nodes whose link differs from the others'.
-        counters: A CSV file for the counters of every 100 ms.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    mtu: int
-    delay: str | None = None
-    node_rates: Mapping[int, Rate] = field(default_factory=dict)
-    counters: Path | None = None
-
-
-def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir: Path) -> int:
-    """Run `command` at each rate, its results in `<output_dir>/<rate>/`; the exit code is 1 if any run failed.
+def sweep(options: Namespace) -> int:
+    """Run the command at each rate, its results in `<output_dir>/<rate>/`; the exit code is 1 if any run failed.
 
     Raises:
         UserError: the folder cannot be made, or the command names a place for its results itself.
@@ -45,6 +28,7 @@ def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir:
     from analysis.errors import TraceError
     from analysis.report.pages.link_rates import write_link_page  # takes seconds to import
 
+    rates, command, output_dir = options.rate, options.command, options.output_dir
     flag = TABLE_FLAG if Path(command[0]).name == "strategies.py" else OUTPUT_FLAG
     if any(given.split("=")[0] == flag for given in command):
         raise UserError(f"{flag} of the command: with several rates, give the lab's own {OUTPUT_FLAG} (before the --)")
@@ -57,7 +41,7 @@ def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir:
             raise UserError(f"{OUTPUT_FLAG} {output_dir}: cannot make {folder}: {error.strerror}") from error
         target = folder / "strategies.csv" if flag == TABLE_FLAG else folder
         try:
-            run_at(rate, settings, [*command, flag, str(target)], folder)
+            run_at(rate, options, [*command, flag, str(target)], folder)
         except UserError as error:
             print(f"error: {rate}: {error}", file=sys.stderr, flush=True)
             failed.append(str(rate))
@@ -71,21 +55,22 @@ def sweep(rates: list[Rate], settings: Settings, command: list[str], output_dir:
     return 1 if failed else 0
 
 
-def run_at(rate: Rate, settings: Settings, command: list[str], log_folder: Path) -> list[LinkBytes]:
+def run_at(rate: Rate, options: Namespace, command: list[str], log_folder: Path) -> None:
     """Run `command` over links of this rate; print how the lab looks, and at the end what each node sent.
 
     Args:
+        options: The lab's command line.
         log_folder: Where the ranks' standard error is kept if they gave no reason in a line of their own.
 
     Raises:
         UserError: the lab cannot be made, or the job failed.
     """
-    rates = [settings.node_rates.get(node, rate) for node in range(settings.nodes)]
+    rates = [options.node_rate.get(node, rate) for node in range(options.nodes)]
     with (
-        open_csv(settings.counters) if settings.counters else nullcontext() as sample,
-        lab_network(rates, settings.mtu, settings.delay, command) as lab,
+        open_csv(options.counters) if options.counters else nullcontext() as sample,
+        lab_network(rates, options.mtu, options.delay, command) as lab,
     ):
-        print(heading(lab, rate, settings.ranks_per_node), flush=True)
+        print(heading(lab, rate, options.nproc_per_node), flush=True)
         tell_changes = changes_of(lab)
 
         def tick() -> None:
@@ -93,11 +78,10 @@ def run_at(rate: Rate, settings: Settings, command: list[str], log_folder: Path)
             if sample:
                 write_sample(sample, read_counters(lab))
 
-        run_job(lab, command, settings.ranks_per_node, tick, log_folder)
+        run_job(lab, command, options.nproc_per_node, tick, log_folder)
         counted = read_counters(lab)
     for node, each in enumerate(counted):
         print(f"link: node {node} sent {each.sent / 1e6:.2f} MB and received {each.received / 1e6:.2f} MB", flush=True)
-    return counted
 
 
 @contextmanager

@@ -36,7 +36,6 @@ class OwnDump(msgspec.Struct):
     version: int
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-    step: int | None
     entries: list[OwnEntry]
 
 
@@ -92,8 +91,6 @@ class Dump:
     rank: int
     calls: list[Call]
     members: dict[str, frozenset[int]]
-    world_size: int | None = None
-    step: int | None = None
     point_to_point: int = 0
 
 
@@ -124,7 +121,7 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
         for e in dump.entries
     ]
     members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
-    return Dump(path, dump.rank, calls, members, dump.world_size, dump.step)
+    return Dump(path, dump.rank, calls, members)
 
 
 def _from_torch(path: str, dump: TorchDump) -> Dump:

@@ -113,11 +113,7 @@ def test_dumps_of_torch_2_15_on_gloo() -> None:
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
     assert [dump.rank for dump in facts.dumps] == [0, 1, 2]
     (found,) = facts.divergences
-    assert (found.what, found.seq, found.ranks) == (
-        "behind",
-        4,
-        [1],
-    ) and "default_pg" in found.group
+    assert (found.what, found.seq, found.ranks) == ("behind", 4, [1]) and "default_pg" in found.group
 
 
 def test_torch_still_dumps_this_layout(tmp_path: Path) -> None:
