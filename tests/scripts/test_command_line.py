@@ -140,17 +140,13 @@ def test_a_mistake_is_the_first_and_the_last_line_under_torchrun(
     assert f"exitcode  : {code} " in answer.stderr.rpartition("Root Cause")[2]
 
 
+def train_under_torchrun(folder: Path, choice: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["main_ddp.py", "--ddp-choice", choice, *TINY, *flags, "--output-dir", str(folder)]
+    return command("--nproc_per_node=2", *arguments, under=TORCHRUN)
+
+
 def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
-    trained = command(
-        "--nproc_per_node=2",
-        "main_ddp.py",
-        "--ddp-choice",
-        "bucket_ddp_async",
-        *TINY,
-        "--output-dir",
-        str(tmp_path),
-        under=TORCHRUN,
-    )
+    trained = train_under_torchrun(tmp_path, "bucket_ddp_async")
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.count("bucket_ddp_async: done, median step") == 1 and trained.stderr == ""
     (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
@@ -161,15 +157,8 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     repeated = parse_config("", ddp.REGISTRY, arguments=["--config", str(path).replace(".run.json", ".config.toml")])
     assert dataclasses.asdict(repeated) == record["config"]
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
-    reported = command(
-        "scripts/analyze_traces_ddp.py",
-        "--trace-dir",
-        trace_dir,
-        "--select",
-        "all",
-        "--enable-multiprocessing",
-        "--include-last-step",
-    )
+    flags = ["--select", "all", "--enable-multiprocessing", "--include-last-step"]
+    reported = command("scripts/analyze_traces_ddp.py", "--trace-dir", trace_dir, *flags)
     assert reported.returncode == 0 and reported.stderr == "", reported.stderr
     (page,) = (tmp_path / "reports" / "bucket_ddp_async").glob("run_0_*/summary.html")
     assert reported.stdout == f"report: {page}\n"
@@ -210,19 +199,7 @@ def test_sweep_of_sharding(tmp_path: Path) -> None:
 def test_many_runs_end_well(tmp_path: Path) -> None:
     """Leaving the process group is where Gloo is flaky; no run may fail, and no process may stay behind."""
     for attempt in range(30):
-        answer = command(
-            "--nproc_per_node=2",
-            "main_ddp.py",
-            "--ddp-choice",
-            "simple_ddp_async",
-            *TINY,
-            "--max-steps",
-            "2",
-            "--no-profile",
-            "--output-dir",
-            str(tmp_path),
-            under=TORCHRUN,
-        )
+        answer = train_under_torchrun(tmp_path, "simple_ddp_async", "--max-steps", "2", "--no-profile")
         assert answer.returncode == 0, f"run {attempt}: {answer.stderr}"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert left.stdout == ""
