@@ -113,7 +113,7 @@ COMMANDS = {
     "plan": (add_plan_flags, "planner.plan_command"),
     "memory": (add_memory_flags, "planner.memory_command"),
     "record": (add_record_flags, "planner.record_command"),
-    "what-if": (add_what_if_flags, "planner.what_if_command"),
+    "what-if": (add_what_if_flags, "planner.what_if"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
 

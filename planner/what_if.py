@@ -1,4 +1,6 @@
-"""What another setting of a recorded run would give, by a simulation with the run's own compute and collectives.
+"""`scripts/plan.py what-if RUN`: what another setting of a recorded run would give, by a simulation.
+
+It has the run's own compute and collectives:
 
 - Compute: a roofline says how compute is shared out among operators. One factor on it makes the simulated compute of
   the recorded setting as long as it was. How much collectives slowed it down is thus in it.
@@ -8,8 +10,11 @@
 The recorded setting is predicted first, and its error is printed beside every answer.
 """
 
+import argparse
 from dataclasses import dataclass, replace
 from typing import Any
+
+from rich.console import Console
 
 from planner.contracts import OperatorCosts, Scaled, Simulated
 from planner.costs import hardware
@@ -17,10 +22,11 @@ from planner.costs.cluster import Cluster, Link
 from planner.costs.fits import FittedCosts
 from planner.costs.roofline import Roofline
 from planner.costs.volumes import volume
-from planner.plan import setting
+from planner.flags import require_between
+from planner.plan import choices, setting
 from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
-from planner.traced_run import TracedRun
+from planner.traced_run import TracedRun, read_run
 from training.communication.link_model import LinkModel
 from training.communication.rates import Rate
 from training.config import RunConfig
@@ -106,3 +112,59 @@ def recorded_rate(run: TracedRun) -> float:
     if not per_byte:
         raise UserError("the recorded collectives are too small to show the link's rate; --rate needs larger ones")
     return volume(kind, str(run.record["backend"]), run.world_size).busiest / per_byte
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Print the recorded step, the same predicted, and the step of the changed setting.
+
+    Raises:
+        UserError: the run cannot be used, or the setting makes no sense.
+    """
+    require_between(options, "ranks", 1, 2**20)
+    if options.rate is not None and options.rate.bits_per_s is None:
+        raise UserError("--rate: give a number, such as 10gbit; how fast an unshaped link is, only a measurement says")
+    if options.choice is not None:
+        (options.choice,) = choices([options.choice])
+    found = read_run(options.run)
+    what_if = WhatIf(found)
+    same = what_if.answer(Change())
+    error = same.simulated.step_time_s / found.step_s - 1
+    bits = found.record.get("link_bits_per_s")
+    console.print(
+        f"recorded: {found.config.choice} on {found.config.workload}, {found.world_size} ranks over "
+        f"{found.record['backend']}{f', link {Rate(bits)}' if bits else ''}: {found.step_s * 1e3:.1f} ms a step"
+    )
+    console.print(f"{answer_line('the same, predicted', same)}; error {error:+.1%}")
+    change = Change(options.ranks, options.rate, options.bucket_cap_mb, options.choice)
+    if change == Change():
+        return
+    answer = what_if.answer(change)
+    step_s = answer.simulated.step_time_s
+    console.print(answer_line(described(change, answer), answer))
+    low, high = sorted((step_s, step_s / (1 + error)))
+    console.print(
+        f"If that is off by as much as on the recorded setting: {low * 1e3:.1f} to {high * 1e3:.1f} ms; more if the "
+        "setting is far from the recorded one."
+    )
+
+
+def described(change: Change, answer: Answer) -> str:
+    shown = {
+        "ranks": f"{change.ranks} ranks, global batch {answer.config.global_batch_size}",
+        "rate": f"links of {change.rate}",
+        "bucket_cap_mb": f"buckets of {change.bucket_cap_mb} MiB",
+        "choice": str(change.choice),
+    }
+    return "predicted, " + ", ".join(text for name, text in shown.items() if getattr(change, name) is not None)
+
+
+def answer_line(what: str, answer: Answer) -> str:
+    simulated = answer.simulated
+    samples = answer.config.global_batch_size / simulated.step_time_s
+    return (
+        f"{what}: {simulated.step_time_s * 1e3:.1f} ms a step, {samples:.1f} samples/s; communication in flight "
+        f"{simulated.communication_s * 1e3:.1f} ms, exposed {simulated.exposed_s * 1e3:.1f} ms"
+    )

@@ -28,7 +28,6 @@ class Flight:
 
     Attributes:
         cost: What it takes alone.
-        contends: Whether it slows down compute.
         ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
         began_s: When it left its queue.
         latency_left_s, transfer_left_s: What is left of `cost`.
@@ -36,7 +35,6 @@ class Flight:
 
     cost: CollectiveCost
     issued_s: float
-    contends: bool = True
     ready_s: float = float("inf")
     began_s: float | None = None
     ended_s: float | None = None
@@ -86,19 +84,18 @@ class Clock:
         """Compute what takes `seconds` where nothing else goes on."""
         begin, left = self.now_s, seconds
         while left > 0:
-            slowness = self._contention if any(flight.contends for flight in self._active) else 1.0
+            slowness = self._contention if self._active else 1.0
             step = self._step(left * slowness)
             left = left - step / slowness if step < left * slowness else 0.0
         self.compute_s += self.now_s - begin
 
-    def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf"), contends: bool = True) -> Flight:
+    def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf")) -> Flight:
         """Issue a collective, which begins as soon as its queue lets it.
 
         Args:
             ready_s: When it could have begun if no compute that was issued before holds it up.
-            contends: Whether it slows down compute.
         """
-        flight = Flight(cost, self.now_s, contends, ready_s)
+        flight = Flight(cost, self.now_s, ready_s)
         queue.waiting.append(flight)
         self._begin_next(queue)
         owed_s, self._owed_s = self._owed_s, 0.0
@@ -134,8 +131,7 @@ class Clock:
         until_s = flight.began_s + passed_s
         self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flown_until_s))
         self._flown_until_s = max(self._flown_until_s, until_s)
-        if flight.contends:
-            self._owed_s += passed_s * (1 - 1 / self._contention)
+        self._owed_s += passed_s * (1 - 1 / self._contention)
         return until_s
 
     def _end(self, flight: Flight, ended_s: float) -> None:

@@ -59,10 +59,10 @@ class Network:
         costs: CollectiveCosts,
         streams: Streams,
         on_issue: Callable[[Issued, Sequence[Tensor]], None],
-        host_costs: CollectiveCosts | None = None,
+        host_costs: CollectiveCosts,
     ) -> None:
         self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
-        self._streams, self._host_costs = streams, host_costs or costs
+        self._streams, self._host_costs = streams, host_costs
         self._known: dict[tuple[str, int, tuple[int, ...], bool], CollectiveCost] = {}
         self.guards: dict[int, Flight] = {}
 
@@ -84,7 +84,7 @@ class Network:
         on_device = backend == self.cluster.backend
         cost = self._cost(kind, payload_bytes, ranks, on_device)
         ready_s = self._streams.current.reached_s if on_device else float("inf")
-        flight = self.clock.issue(cost, queue, ready_s, contends=on_device)
+        flight = self.clock.issue(cost, queue, ready_s)
         self._on_issue(Issued(kind, payload_bytes, ranks, backend, flight), tensors)
         return flight
 

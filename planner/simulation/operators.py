@@ -229,10 +229,3 @@ def without_data(device: PretendedDevice, memory: MemoryTracker, pretends_cuda: 
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(device)
         yield
-
-
-@contextmanager
-def with_data() -> Iterator[None]:
-    """Within this context, inside `without_data`, tensors are as always."""
-    with _disable_current_modes():
-        yield

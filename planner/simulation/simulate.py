@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ddp
 import sharding
@@ -17,11 +18,12 @@ from planner.contracts import MODEL_STATES, CollectiveCosts, OperatorCosts, Sett
 from planner.costs import hardware
 from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
+from planner.models import first_line
 from planner.simulation.clock import Clock
 from planner.simulation.memory import CUDA_BLOCK, MemoryTracker
 from planner.simulation.network import CannotSimulate, Issued, Network, holds_data
 from planner.simulation.observer import StepObserver
-from planner.simulation.operators import UNSIMULATED, PretendedDevice, with_data, without_data
+from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from planner.simulation.process_group import pretended_world
 from planner.simulation.streams import Streams, pretended_streams
 from sharding.units.unit import nan_placeholder
@@ -66,7 +68,9 @@ def simulate(
         with simulation.running():
             return simulation.measure()
     except UNSIMULATED as error:
-        raise CannotSimulate(f"{setting.choice}: {said(error)}, which needs data that a simulation has not") from error
+        raise CannotSimulate(
+            f"{setting.choice}: {first_line(error)}, which needs data that a simulation has not"
+        ) from error
     finally:
         gc.collect()  # strategies are in reference cycles, which keep all their tensors
 
@@ -220,7 +224,7 @@ def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception as error:
             raise CannotSimulate(
-                f"the model fails on the plan's samples: {type(error).__name__}: {said(error)}"
+                f"the model fails on the plan's samples: {type(error).__name__}: {first_line(error)}"
             ) from error
 
     return call
@@ -233,13 +237,8 @@ def on_data(module: Any, name: str) -> Iterator[None]:
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with with_data():
+        with _disable_current_modes():
             return plain(*args, **kwargs)
 
     with mock.patch.object(module, name, call):
         yield
-
-
-def said(error: BaseException) -> str:
-    """The first line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

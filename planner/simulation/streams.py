@@ -35,7 +35,7 @@ class Streams:
 class Stream:
     """See `torch.cuda.Stream`. Holds the collectives that what follows in it has to wait for."""
 
-    def __init__(self, streams: Streams, priority: int = 0) -> None:
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._waited_until_s = 0.0
         self.flights: list[Flight] = []
@@ -94,7 +94,7 @@ def pretended_streams(streams: Streams) -> Iterator[None]:
             streams.current = before
 
     pretended: dict[str, Any] = {
-        "Stream": lambda priority=0: Stream(streams, priority),
+        "Stream": lambda priority=0: Stream(streams),
         "Event": lambda **_: Event(streams),
         "current_stream": lambda device=None: streams.current,
         "stream": switch,

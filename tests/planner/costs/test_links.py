@@ -70,11 +70,6 @@ def test_an_all_gather_of_broadcasts_sends_no_more_than_it_must() -> None:
         assert one.transfer_s * max(1.0, nodes * one.share) == pytest.approx((nodes - 1) / nodes * P / 1e8)
 
 
-def test_a_reduce_scatter_of_scatters_sends_no_more_than_it_must() -> None:
-    one = LinkCosts(gloo_nodes(4)).cost("scatter", P, (0, 1, 2, 3))
-    assert one.transfer_s * 4 * one.share == pytest.approx(0.75 * P / 1e8)
-
-
 def test_groups_side_by_side_share_a_nodes_link() -> None:
     """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone."""
     cluster = gloo_nodes(2, 4)

@@ -150,8 +150,3 @@ def test_files_that_are_no_record(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(UserError, match=says):
             record.load(path)
-
-
-def test_a_record_is_read_as_it_was_measured(tmp_path: Path, content: dict[str, Any]) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(content))
-    assert record.load(tmp_path / "r.json") == content

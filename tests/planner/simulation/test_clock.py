@@ -63,13 +63,6 @@ def test_contention_lengthens_compute_while_a_collective_is_in_flight(latency: f
     assert clock.now_s == clock.compute_s == pytest.approx(4.0) and flight.ended_s == pytest.approx(3.0)
 
 
-def test_what_does_not_contend_lengthens_nothing() -> None:
-    clock = Clock(2.0)
-    clock.issue(cost(0.0, 3.0), Queue(1), contends=False)
-    clock.compute(4.0)
-    assert clock.now_s == 4.0 and clock.in_flight_s == 3.0
-
-
 @pytest.mark.parametrize("latency", [0.0, 1.0, 3.0])
 def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency: float) -> None:
     """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.

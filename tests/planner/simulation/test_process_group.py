@@ -36,6 +36,7 @@ class World:
             Costs(),
             Streams(self.clock),
             lambda issued, _: self.issued.append(issued),
+            Costs(),
         )
 
     def last(self) -> tuple[str, int, tuple[int, ...]]:
