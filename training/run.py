@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -59,9 +60,10 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
         line = f"error: {config.choice}: {error}"
-        tell_torchrun(line)
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
-        if not error.is_said and (is_first_here or isinstance(error, OneRankError)):
+        prints = not error.is_said and (is_first_here or isinstance(error, OneRankError))
+        tell_torchrun(line, time.time() + (not prints))  # torchrun shows the earliest: the line that is printed
+        if prints:
             print(line, file=sys.stderr, flush=True)
         return 1
     return 0

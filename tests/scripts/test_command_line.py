@@ -137,7 +137,8 @@ def test_a_mistake_is_the_first_and_the_last_line_under_torchrun(
     lines = answer.stderr.splitlines()
     assert lines[0].startswith(expected) and sum(line.startswith("error: ") for line in lines) == 1
     assert lines[-1].startswith("====") and lines[-2] == f"  traceback : {lines[0]}"
-    assert f"exitcode  : {code} " in answer.stderr.rpartition("Root Cause")[2]
+    root_cause = answer.stderr.rpartition("Root Cause")[2]  # torchrun may stop (-15) a rank that is about to leave
+    assert any(f"exitcode  : {seen} " in root_cause for seen in (code, -15))
 
 
 def train_under_torchrun(folder: Path, choice: str, *flags: str) -> subprocess.CompletedProcess[str]:
