@@ -200,10 +200,7 @@ SMOL = ["--model", "SmolLM2-360M"]
         ([*SMOL, *WHERE, "--global-batch-size", "6"], "--global-batch-size 6 does not divide"),
         ([*SMOL, *WHERE, "--precision", "fp16"], "--precision: invalid choice: 'fp16'"),
         ([*SMOL, *WHERE, "--choices", "zero4"], "--choices: unknown strategy 'zero4'; did you mean zero"),
-        (
-            ["--model", "gpt2", *WHERE, "--sequence-length", "2048"],
-            "--sequence-length 2048: openai-community/gpt2 has 1024",
-        ),
+        (["--model", "gpt2", *WHERE, "--sequence-length", "2048"], "openai-community/gpt2 has 1024 positions"),
         ([*SMOL, *WHERE, "--sequence-length", "0"], "--sequence-length 0: must be from 1 to"),
         ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),
         ([*SMOL, *WHERE, "--efficiency", "1.5"], "--efficiency 1.5: give a part above 0 and at most 1"),

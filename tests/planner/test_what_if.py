@@ -19,7 +19,6 @@ from training.errors import UserError
 RUN_ID = "20261121-093000-0001"
 BUSY_US = 799
 """Of `cpu_trace`: 999 us, 200 of which only wait."""
-ALL_REDUCE_US = 300
 
 
 @pytest.fixture
