@@ -307,7 +307,7 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     ],
 )
 def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None:
-    step = simulated(setting(choice, "llama", micro_batches=2, **options))
+    step = simulated(setting(choice, micro_batches=2, **options))
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
 
 
@@ -399,7 +399,7 @@ def everything_global() -> list[Any]:
 def test_nothing_is_left_behind(fails: bool) -> None:
     before, alive = everything_global(), simulations_alive()
     make: Callable[[], Any] = BranchesOnWeights if fails else Square
-    for kind in ("cpu", "cuda"):
+    for kind in ("cuda",) if fails else ("cpu", "cuda"):
         try:
             simulated(replace(setting("zero3"), make_module=make), kind=kind)
         except CannotSimulate:
