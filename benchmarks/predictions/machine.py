@@ -30,7 +30,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"workload": "mlp", "depth": 6, "width": 256},
     "mlp-wide": {"workload": "mlp", "depth": 8, "width": 1024},
 }
-"""What each name stands for; small enough for a machine of a few GB."""
 HERE = "loopback"
 STATES = ("parameters", "gradients", "optimizer_state", "buffers")
 MIB = 2**20

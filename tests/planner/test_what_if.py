@@ -19,7 +19,6 @@ from training.errors import UserError
 RUN_ID = "20261121-093000-0001"
 BUSY_US = 799
 """Of `cpu_trace`: 999 us, 200 of which only wait."""
-ALL_REDUCE_US = 300
 
 
 @pytest.fixture
@@ -69,10 +68,9 @@ def test_another_setting(run_folder: Path, tmp_path: Path) -> None:
     assert four.config.global_batch_size == 2 * same.config.global_batch_size
     assert four.simulated.exposed_s > same.simulated.exposed_s
     shaped = WhatIf(read_run(written(tmp_path / "shaped", link_bits_per_s=10**9)))
-    times = [shaped.answer(Change(rate=Rate(rate))).simulated.step_time_s for rate in (10**8, 5 * 10**8, 10**9)]
-    assert times == sorted(times, reverse=True) and times[2] == pytest.approx(
-        shaped.answer(Change()).simulated.step_time_s
-    )
+    times = [shaped.answer(Change(rate=Rate(rate))).simulated.step_time_s for rate in (10**8, 10**9)]
+    assert times[0] > times[1]
+    assert times[1] == pytest.approx(shaped.answer(Change()).simulated.step_time_s)
 
 
 def test_the_command(run_folder: Path) -> None:

@@ -16,12 +16,8 @@ from tests.plans import case, made, simulation
 
 def outcomes(tasks: list[tuple[Case, str]], jobs: int | None = None) -> list[Outcome]:
     """As many milliseconds as the cluster has ranks; zero3 cannot be simulated."""
-    return [
-        Outcome(choice, None, "why")
-        if choice == "zero3"
-        else Outcome(choice, simulation(there.cluster.world_size, 0, 1))
-        for there, choice in tasks
-    ]
+    steps = [None if choice == "zero3" else simulation(there.cluster.world_size, 0, 1) for there, choice in tasks]
+    return [Outcome(choice, step) for (_, choice), step in zip(tasks, steps, strict=True)]
 
 
 def test_page_says_all_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,14 +34,8 @@ def test_page_says_all_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_settings_of_those_choices_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recommended one, the fastest (which does not fit), and the one with the smallest peak."""
     monkeypatch.setattr(variations, "outcomes", outcomes)
-    steps = {
-        "simple_ddp": (100, 8),
-        "flat_ddp": (90, 30),
-        "bucket_ddp_async": (95, 8),
-        "zero1": (130, 7),
-        "zero3": (150, 5),
-    }
-    plan = made(**{name: simulation(ms, 20, peak) for name, (ms, peak) in steps.items()})
+    steps = {"simple_ddp": (100, 8), "flat_ddp": (90, 30), "bucket_ddp_async": (95, 8), "zero3": (150, 5)}
+    plan = made(zero1=simulation(130, 20, 7), **{name: simulation(ms, 20, gib) for name, (ms, gib) in steps.items()})
     frame = what_else(plan, 1e9)
     assert set(frame.choice) == {"bucket_ddp_async", "flat_ddp", "zero3"}
     of_flat = frame[frame.choice == "flat_ddp"].set_index("setting").step_time_ms

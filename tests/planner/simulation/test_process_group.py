@@ -92,15 +92,12 @@ def test_each_kind_is_told_with_its_payload_and_ranks_hold_the_same(world: World
     assert world.last() == ("barrier", 0, ALL)
 
 
-def test_sums_and_averages_of_what_all_hold(world: World) -> None:
+def test_sums_averages_and_objects_of_what_all_hold(world: World) -> None:
     total, mean, most = floats(3), floats(3), floats(3)
     dist.all_reduce(total)
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     assert total.equal(RANKS * floats(3)) and mean.equal(floats(3)) and most.equal(floats(3))
-
-
-def test_objects(world: World) -> None:
     seen: list[object] = [None] * RANKS
     dist.all_gather_object(seen, {"rank": 1})
     assert seen == [{"rank": 1}] * RANKS

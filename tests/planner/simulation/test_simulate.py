@@ -232,18 +232,15 @@ def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-def gradient_seconds(calls: int) -> float:
-    """What `calls` all-reduces of the gradients of `plain`, one after the other, and the two exchanges take."""
-    elements, tensors = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 6
-    return calls * LATENCY + 4 * elements / RATE + exchange_seconds(tensors)
-
-
 EXCHANGED = (2 * 24, 2 * (32 + 8 * 6))
 """Bytes of the two exchanges of two ranks, of a model of six tensors."""
+EXCHANGE_S = 2 * LATENCY + sum(EXCHANGED) / RATE
 
 
-def exchange_seconds(tensors: int) -> float:
-    return 2 * LATENCY + 2 * (24 + 32 + 8 * tensors) / RATE
+def gradient_seconds(calls: int) -> float:
+    """What `calls` all-reduces of the gradients of `plain`, one after the other, and the two exchanges take."""
+    elements = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1
+    return calls * LATENCY + 4 * elements / RATE + EXCHANGE_S
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -253,7 +250,7 @@ def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     expected = gradient_seconds(6)
     if kind == "cuda":
         of_host = [LinkCosts(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
-        expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - exchange_seconds(6)
+        expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - EXCHANGE_S
     assert step.exposed_s == pytest.approx(expected)
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
     operators = [span for span in step.spans if span.lane == "compute"]
@@ -310,7 +307,7 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     ],
 )
 def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None:
-    step = simulated(setting(choice, "llama", micro_batches=2, **options))
+    step = simulated(setting(choice, micro_batches=2, **options))
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
 
 
@@ -361,10 +358,10 @@ def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said
         simulated(replace(setting("simple_ddp"), make_module=make))
 
 
-@pytest.mark.parametrize(("choice", "said"), [("deepspeed_zero2", "DeepSpeed"), ("zero9", "no such choice")])
-def test_choices_that_cannot_be_are_refused(choice: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        simulated(setting(choice))
+def test_choices_that_cannot_be_are_refused() -> None:
+    for choice, said in (("deepspeed_zero2", "DeepSpeed"), ("zero9", "no such choice")):
+        with pytest.raises(UserError, match=said):
+            simulated(setting(choice))
 
 
 def test_operators_without_costs_are_listed() -> None:
@@ -402,7 +399,7 @@ def everything_global() -> list[Any]:
 def test_nothing_is_left_behind(fails: bool) -> None:
     before, alive = everything_global(), simulations_alive()
     make: Callable[[], Any] = BranchesOnWeights if fails else Square
-    for kind in ("cpu", "cuda"):
+    for kind in ("cuda",) if fails else ("cpu", "cuda"):
         try:
             simulated(replace(setting("zero3"), make_module=make), kind=kind)
         except CannotSimulate:
