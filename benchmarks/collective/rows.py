@@ -49,10 +49,8 @@ def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
 
 def link_rate() -> float | None:
     """Bits a second of a shaped link, if the environment gives it (the link lab sets it)."""
-    try:
-        return float(os.environ["LINK_BITS_PER_S"])
-    except (KeyError, ValueError):
-        return None
+    rate = os.environ.get("LINK_BITS_PER_S")
+    return float(rate) if rate else None
 
 
 def busbw_over_algbw(collective: str, world_size: int) -> float:
