@@ -203,10 +203,6 @@ def from_sizes(
     Raises:
         UserError: no model can have these sizes.
     """
-    sizes = {"d-model": d_model, "d-ff": d_ff, "layers": layers, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
-    for name, value in sizes.items():
-        if value is not None and not 1 <= value <= MOST_WIDTH:
-            raise UserError(f"--{name} {value}: must be a whole number from 1 to {MOST_WIDTH}")
     if heads is None:
         if d_model % HEAD_WIDTH:
             raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")

@@ -4,7 +4,7 @@ import argparse
 
 from rich.console import Console
 
-from planner.flags import chosen_model, require_between
+from planner.flags import chosen_model
 from training.errors import UserError
 
 
@@ -14,8 +14,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the command line makes no sense, there is no such device, or the file cannot be written.
     """
-    require_between(options, "sequence_length", 1, 1_000_000)
-    require_between(options, "repeats", 1, 1000)
     sizes = options.micro_batch_sizes.split(",")
     if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > 6:
         said = f"--micro-batch-sizes {options.micro_batch_sizes}"

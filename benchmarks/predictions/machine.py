@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predictions.held import Held, finish
-from planner.contracts import CollectiveCosts, OperatorCosts
+from planner.contracts import CollectiveCosts, Costs, OperatorCosts, Setting
 from planner.costs import hardware, record
-from planner.costs.fits import FittedCosts
-from planner.costs.links import LinkCosts
-from planner.costs.roofline import Roofline
-from planner.plan import choices, setting
+from planner.costs.links import FittedCosts, LinkCosts
+from planner.plan import choices
 from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
 from training.cli import unknown_name
@@ -138,19 +136,20 @@ def compare(
     cluster, rank = hardware.cluster(f"{ranks}xcpu", HERE), longest_rank(config, ranks)
     batches = first_micro_batches(config, ranks, rank)
     batch_bytes = sum(tensor.untyped_storage().nbytes() for batch in batches for tensor in batch.values())
-    operators: OperatorCosts = Roofline(cluster.device)
+    operators: OperatorCosts = cluster.device
     if measured["record"]:
         operators = record.operator_costs("record", measured["record"], cluster.device, "fp32")
-    rows = []
+    rows: list[Held] = []
+    costs = Costs(operators, collectives or LinkCosts(cluster))
     for name in names:
-        one = setting(replace(config, choice=name), module_maker(config), lambda: [dict(batch) for batch in batches])
-        found = simulate(one, cluster, operators, collectives or LinkCosts(cluster), rank=rank)
+        one = Setting(replace(config, choice=name), module_maker(config), lambda: [dict(batch) for batch in batches])
+        found = simulate(one, cluster, costs, rank)
         row, held = measured["choices"][name], measured["choices"][name]["memory"][rank]
         resting = sum(found.memory.at_rest.get(state, 0) for state in STATES) / MIB
         peak = (found.memory.peak_bytes - batch_bytes) / MIB  # the batch is in no measured peak
         real = sum(held[f"{state}_bytes"] for state in STATES) / MIB
-        rows.append(Held(where, name, "at rest", "MiB", resting, real))
-        rows.append(Held(where, name, "peak", "MiB", peak, held["peak_bytes"] / MIB))
+        rows.append((where, name, "at rest", "MiB", resting, real))
+        rows.append((where, name, "peak", "MiB", peak, held["peak_bytes"] / MIB))
         if "step_ms" in row:
-            rows.append(Held(where, name, "step", "ms", found.step_time_s * 1e3, row["step_ms"]))
+            rows.append((where, name, "step", "ms", found.step_time_s * 1e3, row["step_ms"]))
     return rows

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from planner.contracts import CollectiveCost
 from planner.simulation.clock import Queue
-from planner.simulation.network import TIMEOUT, Network, PretendedWork, holds_data, nbytes
+from planner.simulation.network import TIMEOUT, Issued, Network, PretendedWork, holds_data, nbytes
 
 AT_ONCE = {"gloo": 2, "nccl": 1}
 """Collectives of one group that run at once: Gloo has two threads for each group, NCCL one stream."""
@@ -78,8 +79,13 @@ class PretendedGroup(dist.ProcessGroup):
     def _issue(self, kind: str, payload: int, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
         backend = self._backend_of(tensors)
         queue = self._queues.setdefault(backend, Queue(AT_ONCE[backend]))
-        flight = self._network.issue(queue, self.ranks, backend, kind, payload, tensors)
-        return PretendedWork(self._network, flight, outputs)
+        network, cost = self._network, CollectiveCost(0.0, 0.0, "")
+        if len(self.ranks) > 1:
+            cost = network.costs[backend].cost(kind, payload, self.ranks)
+        streams, is_on_device = network.streams, backend == network.cluster.backend
+        flight = streams.clock.issue(cost, queue, streams.current.reached_s if is_on_device else float("inf"))
+        network.on_issue(Issued(kind, payload, self.ranks, backend, flight), tensors)
+        return PretendedWork(network, flight, outputs)
 
     def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """A flat tensor as large as `parts` together, where Gloo makes one (torch 2.15): for what a scatter's root

@@ -10,7 +10,6 @@ from torch._subclasses import FakeTensorMode
 from planner.contracts import OperatorCall
 from planner.costs import hardware
 from planner.costs.cluster import Device
-from planner.costs.roofline import Roofline
 from planner.costs.timing import Operators
 from training.errors import UserError
 
@@ -150,14 +149,15 @@ def test_clusters_that_make_no_sense() -> None:
 def test_roofline_by_hand() -> None:
     """Of an A100, which reaches half of 19.5 TFLOP/s in float32, of 156 in TF32, and of 2.039 TB/s."""
     device = hardware.device("A100-80GB", efficiency=0.5)
-    roofline = Roofline(replace(device, launch_s=1e-6))
+    roofline = replace(device, launch_s=1e-6)
     assert roofline.seconds(call(10**12, 100)) == pytest.approx(10**12 / 9.75e12 + 1e-6)
     assert roofline.seconds(call(0, 10**9)) == pytest.approx(10**9 / 1.0195e12 + 1e-6)
     assert roofline.seconds(call(0, 0)) == 0
     assert roofline.seconds(call(10**12, 100, "complex64")) is None
     convolution = replace(call(10**12, 100), name="aten.convolution_backward.default")
     assert roofline.seconds(convolution) == pytest.approx(10**12 / 78e12 + 1e-6)
-    without_tf32 = Roofline(Device("T4", "cuda", 1, {"float32": 1e12}, 1e15))
+    assert roofline.slowed(3).seconds(convolution) == pytest.approx(3 * roofline.seconds(convolution))
+    without_tf32 = Device("T4", "cuda", 1, {"float32": 1e12}, 1e15)
     assert without_tf32.seconds(convolution) == pytest.approx(1.0)
 
 

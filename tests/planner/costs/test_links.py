@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from planner.costs import hardware
 from planner.costs.cluster import Cluster, Link
-from planner.costs.fits import FittedCosts
-from planner.costs.links import BASE_S, LinkCosts
+from planner.costs.links import BASE_S, FittedCosts, LinkCosts
 from planner.costs.volumes import KINDS, volume
 from training.communication.link_model import LinkModel, Piece
 from training.communication.traffic import Collective

@@ -15,7 +15,6 @@ from torch.autograd import DeviceType
 from planner.contracts import OperatorCall
 from planner.costs import hardware, record
 from planner.costs.record import RecordedCosts
-from planner.costs.roofline import Roofline
 from planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number, with_overhead
 from training.data.synthetic import MLP
 from training.errors import UserError
@@ -117,9 +116,9 @@ def test_what_was_recorded_is_answered_as_it_was(content: dict[str, Any]) -> Non
 
 def test_other_shapes_and_operators_go_by_the_ratio_to_a_roofline() -> None:
     """16 samples take twice what the roofline says, and 1024 eight times: 128, between them, about four times."""
-    plain = Roofline(hardware.device("cpu"))
+    plain = hardware.device("cpu")
     recorded = [(product(16), 2 * plain.seconds(product(16))), (product(1024), 8 * plain.seconds(product(1024)))]
-    known = RecordedCosts(recorded, hardware.device("cpu"))
+    known = RecordedCosts(recorded, plain)
     ratios = {n: known.seconds(product(n)) / plain.seconds(product(n)) for n in (1, 16, 128, 1024, 10**6)}
     assert (ratios[1], ratios[16], ratios[1024], ratios[10**6]) == pytest.approx((2, 2, 8, 8))
     assert 3 < ratios[128] < 6
