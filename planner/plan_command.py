@@ -1,18 +1,17 @@
 """`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
 from planner.costs import hardware
 from planner.costs.sources import costs_of
 from planner.flags import chosen_model
-from planner.plan import Case, Outcome, Plan, choices, outcomes
+from planner.plan import Case, Plan, choices, outcomes
 from planner.report.columns import PLAN_COLUMNS, SHOWN
 from planner.report.page import plan_page
 from planner.report.recommendation import reasons
@@ -50,8 +49,9 @@ def planned(options: argparse.Namespace) -> Plan:
     """
     case = case_of(options)
     names = choices(options.choices.split(",") if options.choices else None)
-    found = outcomes([(case, name) for name in names], options.jobs)
-    return Plan(case, list(followed(found, len(names))))
+    found, console = outcomes([(case, name) for name in names], options.jobs), Console(stderr=True)
+    hidden = not console.is_terminal
+    return Plan(case, list(track(found, "simulating", len(names), console=console, transient=True, disable=hidden)))
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -70,13 +70,6 @@ def case_of(options: argparse.Namespace) -> Case:
         raise UserError("--efficiency is for rates of a table; it does not go with --record")
     costs = costs_of(cluster, options.precision, options.record, options.contention)
     return Case(model, cluster, config, options.sequence_length, costs, options.price)
-
-
-def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:
-    """The same, with a progress bar on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield from progress.track(found, total=count, description="simulating")
 
 
 def printed(frame: pd.DataFrame) -> Table:

@@ -15,7 +15,6 @@ same 40 multiprocessors. So there are two tables: one without that, and one with
 """
 
 import argparse
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -63,9 +62,9 @@ def slowness() -> float:
     return COMPUTE_S / simulated("naive", T4).compute_s
 
 
-def predictions(device: Device, contention: float, names: Sequence[str] = tuple(ROWS)) -> list[Held]:
+def predictions(device: Device, contention: float) -> list[Held]:
     where = f"2 x T4, compute x {contention:.2f} beside collectives"
-    steps = {name: 1e3 * simulated(name, device, contention).step_time_s for name in names}
+    steps = {name: 1e3 * simulated(name, device, contention).step_time_s for name in ROWS}
     return [(where, name, "step", "ms", step_ms, ROWS[name][0]) for name, step_ms in steps.items()]
 
 

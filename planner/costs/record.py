@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from planner.contracts import OperatorCall
@@ -106,9 +107,5 @@ def operator_costs(path: str | Path, content: Mapping[str, Any], device: Device,
     here = cpu_name() if device.kind == "cpu" else device.name
     if content["device"] != device.name or (device.kind == "cpu" and content["hardware"] != here):
         raise UserError(f"{path}: recorded on {content['hardware']}, not on {here}; record there")
-    recorded = []
-    for entry in content["operators"]:
-        shapes, dtypes = tuple(map(tuple, entry["shapes"])), tuple(entry["dtypes"])
-        call = OperatorCall(entry["name"], shapes, dtypes, entry["flops"], entry["bytes_moved"])
-        recorded.append((call, entry["seconds"]))
-    return RecordedCosts(recorded, device)
+    operators = [(msgspec.convert(entry, OperatorCall), entry["seconds"]) for entry in content["operators"]]
+    return RecordedCosts(operators, device)

@@ -120,7 +120,7 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     Raises:
         UserError: the operators are not the same every time.
     """
-    began = time.perf_counter()
+    stopwatch, began = Stopwatch(device), time.perf_counter()
     for _ in range(WARM_UP):
         step()
         if time.perf_counter() - began > LONG_ENOUGH_S:
@@ -128,7 +128,9 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     plain, passes = [], []
     for _ in range(repeats):
         step()  # after the profiler, whose notes are in the caches and between freed tensors
-        plain.append(step_seconds(step, device))
+        begin = stopwatch.mark()
+        step()
+        plain.append(stopwatch.seconds_since_first([begin, stopwatch.mark()])[1])
         passes.append(operator_seconds(step, device))
     calls = passes[0][0]
     if any(other != calls for other, _ in passes):
@@ -136,14 +138,6 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     seconds = [median(values) for values in zip(*(times for _, times in passes), strict=True)]
     times = {"step_s": median(plain), "operators_s": sum(seconds)}
     return list(with_overhead(calls, seconds, times["step_s"])), times
-
-
-def step_seconds(step: Step, device: torch.device) -> float:
-    """What a step takes as it is."""
-    stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    step()
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1]
 
 
 def operator_seconds(step: Step, device: torch.device) -> tuple[list[OperatorCall], list[float]]:

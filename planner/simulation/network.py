@@ -123,9 +123,5 @@ class PretendedFuture(torch.futures.Future):
         return callback(self)
 
 
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def holds_data(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -21,8 +21,8 @@ from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
 from planner.models import first_line
 from planner.simulation.clock import Clock
-from planner.simulation.memory import CUDA_BLOCK, MemoryTracker
-from planner.simulation.network import CannotSimulate, Issued, Network, holds_data
+from planner.simulation.memory import MemoryTracker
+from planner.simulation.network import CannotSimulate, Issued, Network
 from planner.simulation.observer import StepObserver
 from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from planner.simulation.process_group import pretended_world
@@ -75,11 +75,7 @@ class Simulation:
         self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
         self.streams = Streams(self.clock)
-        self.memory = MemoryTracker(
-            CUDA_BLOCK if self.is_cuda else 1,
-            now=lambda: self.clock.now_s,
-            counts=(lambda tensor: not holds_data(tensor)) if self.is_cuda else (lambda tensor: True),
-        )
+        self.memory = MemoryTracker(self.is_cuda, now=lambda: self.clock.now_s)
         by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
         self.network = Network(cluster, by_backend, self.streams, self._on_issue)
         guards = self.network.guards
