@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, DEVICES, PRECISIONS, bucket_cap
+from training.config import AUTO, PRECISIONS, bucket_cap
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
     add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16: autocast (default: fp32)")
-    add("--device", choices=DEVICES, default=AUTO, help="auto: a GPU if there is one")
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
 
 

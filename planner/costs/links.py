@@ -26,11 +26,7 @@ ALIKE = {"scatter": "broadcast"}
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Costs on any cluster, with nothing measured: hops x latency + bytes / rate.
-
-    Raises:
-        UserError: from `cost`, of a kind that is unknown.
-    """
+    """Costs on any cluster, with nothing measured: hops x latency + bytes / rate."""
 
     cluster: Cluster
 

@@ -11,7 +11,6 @@ Each operator gets an equal part of it, so that the times of a record add up to 
 
 import datetime
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -32,8 +31,8 @@ from training.records.record import device_name, package_versions
 from training.strategy import MicroBatch
 
 MARK = "planner operator "
-WARM_UP, LONG_ENOUGH_S = 3, 5.0
-"""Steps before the first that counts, or fewer if they take so many seconds. The first makes optimizer states."""
+WARM_UP = 2
+"""Steps before the first that counts. The first makes optimizer states."""
 Step = Callable[[], object]
 
 
@@ -120,11 +119,9 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     Raises:
         UserError: the operators are not the same every time.
     """
-    stopwatch, began = Stopwatch(device), time.perf_counter()
+    stopwatch = Stopwatch(device)
     for _ in range(WARM_UP):
         step()
-        if time.perf_counter() - began > LONG_ENOUGH_S:
-            break
     plain, passes = [], []
     for _ in range(repeats):
         step()  # after the profiler, whose notes are in the caches and between freed tensors

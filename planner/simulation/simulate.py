@@ -32,8 +32,6 @@ from training.errors import UserError
 from training.loop import train
 from training.strategy import Strategy, sample_count
 
-__all__ = ["CannotSimulate", "simulate"]
-
 NEEDS_DATA = (
     "ddp.link_fit:measure_all_reduce",
     "reference.fsdp2:require_elementwise",

@@ -2,6 +2,7 @@
 can be worked out by hand."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -18,12 +19,12 @@ from planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall,
 from planner.costs.cluster import Cluster, Device, Link
 from planner.costs.links import LinkCosts
 from planner.simulation.memory import CUDA_BLOCK
-from planner.simulation.simulate import CannotSimulate, Simulation, adamw, host_of, simulate
+from planner.simulation.network import CannotSimulate
+from planner.simulation.simulate import Simulation, adamw, host_of, simulate
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import REFUSALS, all_choices, load
 from tests.ranks import RankPool
 from training.config import RunConfig, StrategyOptions
-from training.data.synthetic import MLP
 from training.errors import UserError
 from training.profiling.memory import storage_bytes
 from training.profiling.memory_timeline import record_step_memory
@@ -84,10 +85,12 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 EVERY = [(choice, case, kind) for _, choice in CHOICES for case in range(len(CASES)) for kind in ("cpu", "cuda")]
-SAMPLE = EVERY[::11]  # has every choice, every case and both kinds
 
 
-@pytest.mark.parametrize(("choice", "case", "kind"), SAMPLE)
+@pytest.mark.parametrize(
+    ("choice", "case", "kind"),  # without those marked as exhaustive: every choice, every case and both kinds
+    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 11 > 0)) for index, one in enumerate(EVERY)],
+)
 def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str) -> None:
     model, micro_batches, options = CASES[case]
     one = setting(choice, model, micro_batches, clip_grad_norm=1.0, **options)
@@ -99,23 +102,14 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
     with simulation.running():
         step = simulation.measure()
         assert isinstance(simulation.strategy, Strategy)
-        announced: dict[str, tuple[int, int]] = {}
+        announced, seen = Counter[str](), Counter[str]()
         for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
-            calls, size = announced.get(part.kind, (0, 0))
-            announced[part.kind] = (calls + part.count, size + part.payload_bytes)
-        assert issued_by_kind(simulation) == announced
-        kinds = {issued.kind for issued in simulation.observer.issued}
-    assert ("scatter" in kinds) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
+            announced.update({part.kind: part.count, f"bytes of {part.kind}": part.payload_bytes})
+        for issued in simulation.observer.issued:
+            seen.update({issued.kind: 1, f"bytes of {issued.kind}": issued.payload_bytes})
+    assert seen == announced
+    assert ("scatter" in seen) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
     require_whole(step)
-
-
-def issued_by_kind(simulation: Simulation) -> dict[str, tuple[int, int]]:
-    """Number and payload bytes of the collectives that the measured step has issued."""
-    totals: dict[str, tuple[int, int]] = {}
-    for issued in simulation.observer.issued:
-        calls, size = totals.get(issued.kind, (0, 0))
-        totals[issued.kind] = (calls + 1, size + issued.payload_bytes)
-    return totals
 
 
 def require_whole(step: Simulated) -> None:
@@ -129,12 +123,6 @@ def require_whole(step: Simulated) -> None:
         assert 0 <= span.start_s <= span.end_s <= step.step_time_s + 1e-9
         assert span.start_s >= lanes.get(span.lane, 0.0) - 1e-9, f"{span.lane}: one thing after the other"
         lanes[span.lane] = span.end_s
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("choice", "case", "kind"), [one for one in EVERY if one not in SAMPLE])
-def test_the_collectives_of_every_case(choice: str, case: int, kind: str) -> None:
-    test_the_collectives_are_those_that_the_strategy_announces(choice, case, kind)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -191,39 +179,27 @@ def test_cuda_rounds_every_allocation() -> None:
     assert held["optimizer_state"] == 3 * tensors * CUDA_BLOCK, "a fused optimizer keeps step counters there, too"
 
 
-def layers() -> MLP:
-    return MLP(depth=4, width=64)
-
-
-def one_batch_of_layers() -> list[dict[str, Tensor]]:
-    return [{"inputs": torch.ones(3, 64), "targets": torch.ones(3, 64)}]
-
-
-def two_batches_of_tokens() -> list[dict[str, Tensor]]:
-    return [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
-
-
-def peak_of_real_ranks(choice: tuple[str, str], make_module: Any, make_batches: Any) -> tuple[int, int]:
+def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
     """Most bytes allocated in a step, and those of the batch, which were there before."""
-    strategy, batches = load(choice)(make_module(), adamw, StrategyOptions()), make_batches()
+    strategy = load(choice)(llama_classifier(), adamw, StrategyOptions())
+    batches = [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
     for _ in range(2):  # in the first, DDP has not settled
         recorded = record_step_memory(strategy, 3 * len(batches), batches, None)
     assert recorded is not None
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
 
-@pytest.mark.parametrize("choice", ["zero1", "zero2", "pytorch_zero3"])
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str) -> None:
-    """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends: here one of four layers."""
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, ("sharding", choice), layers, one_batch_of_layers)
-    one = replace(setting(choice), make_module=layers, make_micro_batches=one_batch_of_layers)
-    assert simulated(one).memory.peak_bytes - batch == pytest.approx(reached, rel=0.005)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
-def test_peak_memory_of_every_choice(ranks: RankPool, choice: tuple[str, str]) -> None:
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, llama_classifier, two_batches_of_tokens)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(one, marks=[pytest.mark.exhaustive] * (one[1] not in ("zero1", "zero2", "pytorch_zero3")))
+        for one in CHOICES
+    ],
+    ids="-".join,
+)
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends."""
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice)
     predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
     assert predicted - batch == pytest.approx(reached, rel=0.01)
 
