@@ -56,8 +56,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
     add("--html", type=Path, metavar="FILE", help="write a page with table and pictures there")
-    seconds = "of --html: seconds for simulating other settings; 0: none (default: 60)"
-    add("--grid-seconds", type=amount, default=60.0, help=seconds)
     add("--csv", type=Path, metavar="FILE", help="write the table there")
 
 

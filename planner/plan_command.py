@@ -15,7 +15,6 @@ from planner.plan import Case, Plan, choices, outcomes
 from planner.report.columns import PLAN_COLUMNS, SHOWN
 from planner.report.page import plan_page
 from planner.report.recommendation import reasons
-from planner.report.variations import what_else
 from planner.report.wording import certainty, headline, notes
 from training.config import RunConfig
 from training.errors import UserError
@@ -36,8 +35,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
     if options.html is not None:
-        others = what_else(plan, options.grid_seconds, options.jobs) if options.grid_seconds else None
-        write(options.html, "--html", plan_page(plan, others))
+        write(options.html, "--html", plan_page(plan))
         console.print(f"open {options.html}")
 
 

@@ -112,7 +112,7 @@ def test_operators_without_costs_are_named() -> None:
 
 def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     """On the real simulator: choices of both families, one that cannot be simulated, table, CSV and page."""
-    files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--html", str(tmp_path / "plan.html"), "--grid-seconds", "0"]
+    files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--html", str(tmp_path / "plan.html")]
     where = [*WHERE, "--price", "0.8", "--jobs", "1"]
     answer = plan(*TINY, *where, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
