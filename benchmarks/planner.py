@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     t4, memory, lab = (commands.add_parser(name, allow_abbrev=False) for name in ("t4", "memory", "lab"))
-    memory.set_defaults(rates="loopback", rounds=0, output_dir=None, grad_accum_steps=2)
+    memory.set_defaults(rates="loopback", rounds=0, grad_accum_steps=2)
     lab.set_defaults(grad_accum_steps=1)
     default = "(default: %(default)s)"
     for command, models, choices in ((memory, "sample,mlp", None), (lab, "mlp-wide", HAND_WRITTEN)):
@@ -38,7 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
         add("--ranks", type=int, default=2, help=f"number of real ranks over Gloo {default}")
     add("--rates", default="loopback", help=f"of links, such as 250mbit,1gbit, which needs root {default}")
     add("--rounds", type=int, default=5, help=f"of three steps of a choice; the median counts {default}")
-    add("--output-dir", type=Path, default=Path("planner_lab"), help="what is there is not measured again")
     for command in (t4, memory, lab):
         command.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
     return parser

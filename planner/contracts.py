@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from training.config import StrategyOptions
+from training.config import RunConfig
 from training.strategy import MicroBatch
 
 MODEL_STATES = ("parameters", "gradients", "optimizer_state")
@@ -50,18 +49,6 @@ class OperatorCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Operator costs in which each operator takes `factor` times as long."""
-
-    costs: OperatorCosts
-    factor: float
-
-    def seconds(self, call: OperatorCall) -> float | None:
-        known = self.costs.seconds(call)
-        return None if known is None else known * self.factor
-
-
-@dataclass(frozen=True)
 class CollectiveCost:
     """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
 
@@ -95,23 +82,36 @@ class CollectiveCosts(Protocol):
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What operators and collectives take, and how far that may be off.
+
+    Attributes:
+        contention: How many times as long compute takes while a collective is in flight; at least 1.
+        compute_error: Largest relative error of the time of operators.
+        sources: Where the figures come from, a sentence each.
+    """
+
+    operators: OperatorCosts
+    collectives: CollectiveCosts
+    contention: float = 1.0
+    compute_error: float = 0.0
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Setting:
     """What is trained, and how.
 
     Attributes:
-        choice: Name in `ddp.CHOICES` or `sharding.CHOICES`.
+        config: Choice, options of the strategy and clipping, as the runner takes them.
         make_module: Makes the model; called where tensors hold no data.
         make_micro_batches: Makes one rank's micro-batches of one optimizer step. Called where tensors hold data, so
             that a model may look for padding.
-        make_optimizer: As `Strategy` takes it.
     """
 
-    choice: str
+    config: RunConfig
     make_module: Callable[[], nn.Module]
     make_micro_batches: Callable[[], Sequence[MicroBatch]]
-    make_optimizer: Callable[[Any], torch.optim.Optimizer]
-    options: StrategyOptions = field(default_factory=StrategyOptions)
-    clip_grad_norm: float | None = None
 
 
 @dataclass(frozen=True)

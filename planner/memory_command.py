@@ -6,27 +6,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.accounting import (
-    PRECISIONS,
-    STAGES,
-    Decoder,
-    Term,
-    formula,
-    least_ranks,
-    state_bytes,
-    total,
-)
-from planner.flags import chosen_model, require_between
+from planner.accounting import PRECISIONS, STAGES, Decoder, Term, formula, least_ranks, state_bytes, total
+from planner.flags import chosen_model
 from training.errors import UserError
 
 GB, GIB = 1e9, 2**30
-BOUNDS = {
-    "parameters": (1, 1e15),
-    "ranks": (1, 1_000_000),
-    "micro_batch_size": (1, 1_000_000),
-    "sequence_length": (1, 10_000_000),
-    "device_memory_gib": (0.001, 1e6),
-}
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -35,8 +19,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: its values make no sense.
     """
-    for name, (least, most) in BOUNDS.items():
-        require_between(options, name, least, most)
     name, parameters, activations = counted(options)
     console.print(f"{name}: Psi = {total(parameters):,.0f} parameters")
     if len(parameters) > 1:

@@ -51,14 +51,12 @@ class Model:
     Attributes:
         type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
         config: What differs from that configuration's defaults.
-        source: Where its numbers come from.
         parameters: Of the published model with its published head; None if nothing is published.
     """
 
     name: str
     type: str
     config: Mapping[str, Any]
-    source: str
     parameters: int | None = None
 
     @property
@@ -131,7 +129,7 @@ class Model:
 def table() -> dict[str, Model]:
     """The built-in models, by name on the hub."""
     return {
-        name: Model(name, entry["type"], entry["config"], entry["source"], entry["parameters"])
+        name: Model(name, entry["type"], entry["config"], entry["parameters"])
         for name, entry in tomllib.loads(TABLE.read_text()).items()
     }
 
@@ -182,7 +180,7 @@ def from_file(path: Path) -> Model:
     if content["model_type"] not in CONFIG_MAPPING_NAMES:
         raise UserError(f"--model {file}: {unknown_name('model_type', content['model_type'], CONFIG_MAPPING_NAMES)}")
     config = {name: value for name, value in content.items() if name not in NOT_OF_THE_SHAPE}
-    return checked(Model(str(path), content["model_type"], config, f"{file.name} in {file.absolute().parent.name}/"))
+    return checked(Model(str(path), content["model_type"], config))
 
 
 def from_sizes(
@@ -203,10 +201,6 @@ def from_sizes(
     Raises:
         UserError: no model can have these sizes.
     """
-    sizes = {"d-model": d_model, "d-ff": d_ff, "layers": layers, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
-    for name, value in sizes.items():
-        if value is not None and not 1 <= value <= MOST_WIDTH:
-            raise UserError(f"--{name} {value}: must be a whole number from 1 to {MOST_WIDTH}")
     if heads is None:
         if d_model % HEAD_WIDTH:
             raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")
@@ -226,7 +220,7 @@ def from_sizes(
         "tie_word_embeddings": True,
     }
     name = f"Llama of {layers} layers, d_model {d_model}, d_ff {d_ff}, {heads} heads, {config['vocab_size']} tokens"
-    return checked(Model(name, "llama", config, "the command line"))
+    return checked(Model(name, "llama", config))
 
 
 def checked(model: Model) -> Model:

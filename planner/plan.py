@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +12,9 @@ import pandas as pd
 
 import ddp
 import sharding
-from planner.contracts import Setting, Simulated
+from planner.contracts import Costs, Setting, Simulated
 from planner.costs.cluster import Cluster
-from planner.costs.sources import LINK_ERROR, Costs
+from planner.costs.sources import LINK_ERROR
 from planner.models import Model
 from planner.report.columns import PLAN_COLUMNS
 from planner.simulation.simulate import simulate
@@ -22,7 +22,6 @@ from training.cli import unknown_name
 from training.config import RunConfig
 from training.errors import UserError
 from training.registry import Registry
-from training.strategy import MicroBatch
 
 FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
 """Choices by the entrypoint that trains with them."""
@@ -66,21 +65,7 @@ class Case:
         """What the simulator runs."""
         count, size = self.config.grad_accum_steps, self.micro_batch_size
         config = replace(self.config, choice=choice)
-        return setting(config, self.model.build, lambda: self.model.micro_batches(count, size, self.sequence_length))
-
-
-def setting(
-    config: RunConfig, make_module: Callable[[], Any], make_micro_batches: Callable[[], Sequence[MicroBatch]]
-) -> Setting:
-    """What the simulator needs to run `config` as the runner would."""
-    return Setting(
-        config.choice,
-        make_module,
-        make_micro_batches,
-        make_optimizer=adamw,
-        options=config.strategy_options(),
-        clip_grad_norm=config.clip_grad_norm,
-    )
+        return Setting(config, self.model.build, lambda: self.model.micro_batches(count, size, self.sequence_length))
 
 
 @dataclass(frozen=True)
@@ -97,13 +82,6 @@ class Outcome:
     reason: str = ""
 
 
-def adamw(parameters: Any) -> Any:
-    """The optimizer of the runner (`training.run`)."""
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
 def choices(wanted: Sequence[str] | None = None) -> list[str]:
     """All choices of both families in display order, or the wanted ones of them.
 
@@ -117,13 +95,6 @@ def choices(wanted: Sequence[str] | None = None) -> list[str]:
     return [name for name in known if not wanted or name in wanted]
 
 
-def distinct(names: Sequence[str]) -> dict[str, str]:
-    """Each of these choices with the first of them that is the same class: `baseline` is `bucket_ddp_async`."""
-    first: dict[str, str] = {}
-    locations = {name: registry.location(name) for registry in FAMILIES.values() for name in registry.sentences}
-    return {name: first.setdefault(locations[name], name) for name in names}
-
-
 def entrypoint_of(choice: str) -> str:
     return next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
 
@@ -133,12 +104,11 @@ def entrypoint_of(choice: str) -> str:
 
 def outcome(case: Case, choice: str) -> Outcome:
     """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
-    missing, costs = FAMILIES[entrypoint_of(choice)].missing, case.costs
+    missing = FAMILIES[entrypoint_of(choice)].missing
     if choice in missing:
         return Outcome(choice, None, f"not installed; run: {missing[choice]}")
     try:
-        operators, collectives = costs.operators, costs.collectives
-        return Outcome(choice, simulate(case.setting(choice), case.cluster, operators, collectives, costs.contention))
+        return Outcome(choice, simulate(case.setting(choice), case.cluster, case.costs))
     except UserError as error:
         return Outcome(choice, None, str(error))
 

@@ -1,23 +1,20 @@
 """`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
 from planner.costs import hardware
 from planner.costs.sources import costs_of
-from planner.flags import chosen_model, require_between
-from planner.plan import Case, Outcome, Plan, choices, distinct, outcomes
+from planner.flags import chosen_model
+from planner.plan import Case, Plan, choices, outcomes
 from planner.report.columns import PLAN_COLUMNS, SHOWN
 from planner.report.page import plan_page
 from planner.report.recommendation import reasons
-from planner.report.variations import what_else
 from planner.report.wording import certainty, headline, notes
 from training.config import RunConfig
 from training.errors import UserError
@@ -38,8 +35,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
     if options.html is not None:
-        others = what_else(plan, options.grid_seconds, options.jobs) if options.grid_seconds else None
-        write(options.html, "--html", plan_page(plan, others))
+        write(options.html, "--html", plan_page(plan))
         console.print(f"open {options.html}")
 
 
@@ -51,11 +47,9 @@ def planned(options: argparse.Namespace) -> Plan:
     """
     case = case_of(options)
     names = choices(options.choices.split(",") if options.choices else None)
-    same_as = distinct(names)
-    simulated = list(dict.fromkeys(same_as.values()))
-    found = outcomes([(case, name) for name in simulated], options.jobs)
-    by_name = dict(zip(simulated, followed(found, len(simulated)), strict=True))
-    return Plan(case, [replace(by_name[same_as[name]], choice=name) for name in names])
+    found, console = outcomes([(case, name) for name in names], options.jobs), Console(stderr=True)
+    hidden = not console.is_terminal
+    return Plan(case, list(track(found, "simulating", len(names), console=console, transient=True, disable=hidden)))
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -64,11 +58,6 @@ def case_of(options: argparse.Namespace) -> Case:
     Raises:
         UserError: it makes no sense.
     """
-    require_between(options, "price", 0, 1e9)
-    require_between(options, "jobs", 1, 1024)
-    require_between(options, "contention", 1, 1000)
-    require_between(options, "grid_seconds", 0, 86_400)
-    require_between(options, "sequence_length", 1, 1_000_000)
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
     config = RunConfig(**{name: getattr(options, name) for name in names})
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
@@ -79,13 +68,6 @@ def case_of(options: argparse.Namespace) -> Case:
         raise UserError("--efficiency is for rates of a table; it does not go with --record")
     costs = costs_of(cluster, options.precision, options.record, options.contention)
     return Case(model, cluster, config, options.sequence_length, costs, options.price)
-
-
-def followed(found: Iterable[Outcome], count: int) -> Iterator[Outcome]:
-    """The same, with a progress bar on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield from progress.track(found, total=count, description="simulating")
 
 
 def printed(frame: pd.DataFrame) -> Table:

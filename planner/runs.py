@@ -10,7 +10,6 @@ from torch import nn
 from planner import models
 from training.config import RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
-from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.strategy import MicroBatch
 
@@ -51,16 +50,11 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
 
         model = models.find(config.model or hub.MODEL)
         return list(model.micro_batches(config.grad_accum_steps, size, YELP_TOKENS))
-    workload = data_of(config)
+    with torch.device("meta"), alone():  # the model has no memory
+        workload = build_workload(config)
     window = epoch_windows(len(workload.train), config.global_batch_size, config.seed, 0)[0]
     indices = rank_micro_batches(window, rank, world_size, size)
     return [workload.collate([workload.train[index] for index in mine]) for mine in indices]
-
-
-def data_of(config: RunConfig) -> Workload:
-    """The workload with its data; its model has no memory."""
-    with torch.device("meta"), alone():
-        return build_workload(config)
 
 
 @contextmanager

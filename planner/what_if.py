@@ -11,49 +11,23 @@ The recorded setting is predicted first, and its error is printed beside every a
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from planner.contracts import OperatorCosts, Scaled, Simulated
+from planner.contracts import Costs, Setting, Simulated
 from planner.costs import hardware
 from planner.costs.cluster import Cluster, Link
-from planner.costs.fits import FittedCosts
-from planner.costs.roofline import Roofline
+from planner.costs.links import FittedCosts
 from planner.costs.volumes import volume
-from planner.flags import require_between
-from planner.plan import choices, setting
+from planner.plan import choices
 from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
 from planner.traced_run import TracedRun, read_run
 from training.communication.link_model import LinkModel
 from training.communication.rates import Rate
-from training.config import RunConfig
 from training.errors import UserError
-
-
-@dataclass(frozen=True)
-class Change:
-    """What differs from the recorded run; None: nothing.
-
-    Attributes:
-        rate: Of every link.
-        bucket_cap_mb: As `--bucket-cap-mb` of the runner.
-    """
-
-    ranks: int | None = None
-    rate: Rate | None = None
-    bucket_cap_mb: float | str | None = None
-    choice: str | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A simulated step of one setting."""
-
-    config: RunConfig
-    simulated: Simulated
 
 
 class WhatIf:
@@ -67,34 +41,37 @@ class WhatIf:
         self.run = run
         self._device = hardware.device("cpu" if run.kind == "cpu" else str(run.record.get("device_name", "")))
         self._batches = first_micro_batches(run.config, run.world_size)
-        self._operators: OperatorCosts = Roofline(self._device)
-        simulated = self.answer(Change()).simulated
-        self._operators = Scaled(self._operators, run.compute_s / simulated.compute_s)
+        self._device = self._device.slowed(run.compute_s / self.answer().compute_s)
 
-    def answer(self, change: Change) -> Answer:
-        """A step of the changed run. Each rank keeps its own batch, so the global batch grows with the ranks.
+    def global_batch_size(self, ranks: int | None) -> int:
+        """Each rank keeps its own batch, so the global batch grows with the ranks."""
+        return self.run.config.global_batch_size * (ranks or self.run.world_size) // self.run.world_size
+
+    def answer(self, ranks: int | None = None, rate: Rate | None = None, **changes: Any) -> Simulated:
+        """A step of the changed run. None: as recorded.
+
+        Args:
+            rate: Of every link.
+            changes: Other fields of `RunConfig`.
 
         Raises:
             UserError: the change makes no sense, or cannot be simulated.
         """
-        run, ranks = self.run, change.ranks or self.run.world_size
-        changes: dict[str, Any] = {"global_batch_size": run.config.global_batch_size * ranks // run.world_size}
-        changes |= {name: value for name in ("bucket_cap_mb", "choice") if (value := getattr(change, name)) is not None}
-        config, backend = replace(run.config, **changes), str(run.record["backend"])
+        run, backend = self.run, str(self.run.record["backend"])
+        changes = {name: value for name, value in changes.items() if value is not None}
+        config = replace(run.config, global_batch_size=self.global_batch_size(ranks), **changes)
         models = run.collectives
-        if change.rate is not None and change.rate.bits_per_s:
-            factor = change.rate.bits_per_s / 8 / recorded_rate(run)
+        if rate is not None and rate.bits_per_s:
+            factor = rate.bits_per_s / 8 / recorded_rate(run)
             models = {
                 kind: LinkModel(tuple(replace(p, seconds_per_byte=p.seconds_per_byte / factor) for p in model.pieces))
                 for kind, model in models.items()
             }
-        simulated = simulate(
-            setting(config, module_maker(config), lambda: [dict(batch) for batch in self._batches]),
-            Cluster(self._device, 1, ranks, Link("as recorded", 0.0, 1.0), backend=backend),
-            self._operators,
-            FittedCosts(models, backend, run.world_size, "as recorded"),
+        return simulate(
+            Setting(config, module_maker(config), lambda: [dict(batch) for batch in self._batches]),
+            Cluster(self._device, 1, ranks or run.world_size, Link("as recorded", 0.0, 1.0), backend=backend),
+            Costs(self._device, FittedCosts(models, backend, run.world_size, "as recorded")),
         )
-        return Answer(config, simulated)
 
 
 def recorded_rate(run: TracedRun) -> float:
@@ -123,48 +100,40 @@ def run(options: argparse.Namespace, console: Console) -> None:
     Raises:
         UserError: the run cannot be used, or the setting makes no sense.
     """
-    require_between(options, "ranks", 1, 2**20)
     if options.rate is not None and options.rate.bits_per_s is None:
         raise UserError("--rate: give a number, such as 10gbit; how fast an unshaped link is, only a measurement says")
     if options.choice is not None:
         (options.choice,) = choices([options.choice])
     found = read_run(options.run)
     what_if = WhatIf(found)
-    same = what_if.answer(Change())
-    error = same.simulated.step_time_s / found.step_s - 1
+    same, batch = what_if.answer(), what_if.global_batch_size(options.ranks)
+    error = same.step_time_s / found.step_s - 1
     bits = found.record.get("link_bits_per_s")
     console.print(
         f"recorded: {found.config.choice} on {found.config.workload}, {found.world_size} ranks over "
         f"{found.record['backend']}{f', link {Rate(bits)}' if bits else ''}: {found.step_s * 1e3:.1f} ms a step"
     )
-    console.print(f"{answer_line('the same, predicted', same)}; error {error:+.1%}")
-    change = Change(options.ranks, options.rate, options.bucket_cap_mb, options.choice)
-    if change == Change():
+    console.print(f"{answer_line('the same, predicted', same, found.config.global_batch_size)}; error {error:+.1%}")
+    wordings = {
+        "ranks": f"{options.ranks} ranks, global batch {batch}",
+        "rate": f"links of {options.rate}",
+        "bucket_cap_mb": f"buckets of {options.bucket_cap_mb} MiB",
+        "choice": str(options.choice),
+    }
+    changed = [name for name in wordings if getattr(options, name) is not None]
+    if not changed:
         return
-    answer = what_if.answer(change)
-    step_s = answer.simulated.step_time_s
-    console.print(answer_line(described(change, answer), answer))
-    low, high = sorted((step_s, step_s / (1 + error)))
+    answer = what_if.answer(**{name: getattr(options, name) for name in changed})
+    console.print(answer_line(f"predicted, {', '.join(wordings[name] for name in changed)}", answer, batch))
+    low, high = sorted((answer.step_time_s, answer.step_time_s / (1 + error)))
     console.print(
         f"If that is off by as much as on the recorded setting: {low * 1e3:.1f} to {high * 1e3:.1f} ms; more if the "
         "setting is far from the recorded one."
     )
 
 
-def described(change: Change, answer: Answer) -> str:
-    shown = {
-        "ranks": f"{change.ranks} ranks, global batch {answer.config.global_batch_size}",
-        "rate": f"links of {change.rate}",
-        "bucket_cap_mb": f"buckets of {change.bucket_cap_mb} MiB",
-        "choice": str(change.choice),
-    }
-    return "predicted, " + ", ".join(text for name, text in shown.items() if getattr(change, name) is not None)
-
-
-def answer_line(what: str, answer: Answer) -> str:
-    simulated = answer.simulated
-    samples = answer.config.global_batch_size / simulated.step_time_s
+def answer_line(what: str, simulated: Simulated, batch: int) -> str:
     return (
-        f"{what}: {simulated.step_time_s * 1e3:.1f} ms a step, {samples:.1f} samples/s; communication in flight "
-        f"{simulated.communication_s * 1e3:.1f} ms, exposed {simulated.exposed_s * 1e3:.1f} ms"
+        f"{what}: {simulated.step_time_s * 1e3:.1f} ms a step, {batch / simulated.step_time_s:.1f} samples/s; "
+        f"communication in flight {simulated.communication_s * 1e3:.1f} ms, exposed {simulated.exposed_s * 1e3:.1f} ms"
     )

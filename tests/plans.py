@@ -3,9 +3,8 @@
 from unittest import mock
 
 from planner import models
-from planner.contracts import MemoryCurve, Simulated, Span
+from planner.contracts import Costs, MemoryCurve, Simulated, Span
 from planner.costs import hardware
-from planner.costs.sources import Costs
 from planner.plan import Case, Outcome, Plan
 from training.config import RunConfig
 

@@ -15,18 +15,14 @@ same 40 multiprocessors. So there are two tables: one without that, and one with
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from benchmarks.predictions.held import Held, finish
-from planner.contracts import CollectiveCost, OperatorCosts, Scaled, Simulated
+from planner.contracts import CollectiveCost, Costs, Setting, Simulated
 from planner.costs import hardware
-from planner.costs.cluster import Cluster, Link
-from planner.costs.roofline import Roofline
-from planner.plan import setting
+from planner.costs.cluster import Cluster, Device, Link
 from planner.runs import module_maker
 from planner.simulation.simulate import simulate
 from training.communication.link_model import LinkModel, Piece
@@ -36,28 +32,17 @@ MB = 2**20
 COMPUTE_S = (1406.7 - 498.0) / 1e3
 ALL_REDUCE_MS = {10: 2.7, 100: 26.2, 1024: 268.5}  # by payload in MB
 TOKENS = 1024
-CLUSTER = Cluster(hardware.device("T4"), 1, 2, Link("2 x T4", 0.0, 4e9))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One published step. `cap_mb`: of buckets."""
-
-    name: str
-    choice: str
-    measured_ms: float
-    cap_mb: float | str = AUTO
-
-
-ROWS = (
-    Row("naive", "simple_ddp", 1406.7),
-    Row("flat", "flat_ddp", 1365.2),
-    Row("overlap", "simple_ddp_async", 1075.7),
-    Row("buckets of 1 MB", "bucket_ddp_async", 1093, 1),
-    Row("buckets of 10 MB", "bucket_ddp_async", 1120, 10),
-    Row("buckets of 100 MB", "bucket_ddp_async", 1213, 100),
-    Row("buckets of 1000 MB", "bucket_ddp_async", 1360, 1000),
-)
+T4 = hardware.device("T4")
+ROWS: dict[str, tuple[float, str, float | str]] = {
+    "naive": (1406.7, "simple_ddp", AUTO),
+    "flat": (1365.2, "flat_ddp", AUTO),
+    "overlap": (1075.7, "simple_ddp_async", AUTO),
+    "buckets of 1 MB": (1093, "bucket_ddp_async", 1),
+    "buckets of 10 MB": (1120, "bucket_ddp_async", 10),
+    "buckets of 100 MB": (1213, "bucket_ddp_async", 100),
+    "buckets of 1000 MB": (1360, "bucket_ddp_async", 1000),
+}
+"""The published milliseconds of a step, the choice that corresponds, and its `bucket_cap_mb`."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -66,24 +51,30 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    roofline = Roofline(CLUSTER.device)
-    factor = COMPUTE_S / simulated(ROWS[0], roofline).compute_s
+    factor = slowness()
     print(f"compute {COMPUTE_S * 1e3:.1f} ms: the roofline of a T4 for {TOKENS} tokens, times {factor:.3f}")
     factors = (1.0, hardware.table()["contention"]["cuda"]["compute"])
-    finish([held for contention in factors for held in predictions(Scaled(roofline, factor), contention)], options.csv)
+    finish([held for contention in factors for held in predictions(T4.slowed(factor), contention)], options.csv)
 
 
-def predictions(operators: OperatorCosts, contention: float, rows: Sequence[Row] = ROWS) -> list[Held]:
+def slowness() -> float:
+    """By which a T4's roofline gives the published compute."""
+    return COMPUTE_S / simulated("naive", T4).compute_s
+
+
+def predictions(device: Device, contention: float) -> list[Held]:
     where = f"2 x T4, compute x {contention:.2f} beside collectives"
-    steps = [1e3 * simulated(row, operators, contention).step_time_s for row in rows]
-    return [Held(where, row.name, "step", "ms", ms, row.measured_ms) for row, ms in zip(rows, steps, strict=True)]
+    steps = {name: 1e3 * simulated(name, device, contention).step_time_s for name in ROWS}
+    return [(where, name, "step", "ms", step_ms, ROWS[name][0]) for name, step_ms in steps.items()]
 
 
-def simulated(row: Row, operators: OperatorCosts, contention: float = 1.0) -> Simulated:
-    config = RunConfig(workload="transformer-medium", choice=row.choice, bucket_cap_mb=row.cap_mb)
+def simulated(name: str, device: Device, contention: float = 1.0) -> Simulated:
+    _, choice, cap_mb = ROWS[name]
+    config = RunConfig(workload="transformer-medium", choice=choice, bucket_cap_mb=cap_mb)
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    one = setting(config, module_maker(config), lambda: [{"input_ids": ids, "labels": ids.clone()}])
-    return simulate(one, CLUSTER, operators, Published(), contention)
+    one = Setting(config, module_maker(config), lambda: [{"input_ids": ids, "labels": ids.clone()}])
+    cluster = Cluster(device, 1, 2, Link("2 x T4", 0.0, 4e9))
+    return simulate(one, cluster, Costs(device, Published(), contention))
 
 
 class Published:

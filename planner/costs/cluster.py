@@ -1,8 +1,13 @@
 """The pretended cluster: devices, how many of them in each node, and the links between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.contracts import OperatorCall
 from training.errors import UserError
+
+CONVOLUTIONS = "aten.convolution"
+"""Torch computes these as TF32 by default (`torch.backends.cudnn.allow_tf32`), but not products of matrices."""
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that computes.
+    """A device that computes. Its costs of operators are a roofline (Williams, Waterman and Patterson, "Roofline: an
+    insightful visual performance model for multicore architectures", 2009).
 
     Attributes:
         kind: `cuda` or `cpu`.
@@ -42,6 +48,25 @@ class Device:
     launch_s: float = 0.0
     source: str = ""
 
+    def seconds(self, call: OperatorCall) -> float | None:
+        """A launch, and the larger of what arithmetic and what memory takes. None if there is no rate for the dtype."""
+        if not call.bytes_moved:
+            return 0.0
+        compute = 0.0
+        if call.flops:
+            rates, dtype = self.flops_per_s, call.dtypes[0]
+            if dtype == "float32" and call.name.startswith(CONVOLUTIONS) and "tfloat32" in rates:
+                dtype = "tfloat32"
+            if dtype not in rates:
+                return None
+            compute = call.flops / rates[dtype]
+        return self.launch_s + max(compute, call.bytes_moved / self.bytes_per_s)
+
+    def slowed(self, factor: float) -> "Device":
+        """The same, on which each operator takes `factor` times as long."""
+        rates = {dtype: rate / factor for dtype, rate in self.flops_per_s.items()}
+        return replace(self, flops_per_s=rates, bytes_per_s=self.bytes_per_s / factor, launch_s=self.launch_s * factor)
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -53,7 +78,7 @@ class Cluster:
         backend: `nccl` or `gloo`: how collectives are carried out.
 
     Raises:
-        UserError: several nodes without a link between them.
+        UserError: several nodes without a link between them, or too many devices.
     """
 
     device: Device
@@ -66,6 +91,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.nodes > 1 and self.between is None:
             raise UserError(f"{self.nodes} nodes: give the link between them")
+        if self.world_size > MOST_RANKS:
+            raise UserError(f"{self.world_size} devices: at most {MOST_RANKS} are planned for")
 
     @property
     def world_size(self) -> int:

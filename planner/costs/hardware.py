@@ -21,7 +21,6 @@ from training.errors import UserError
 
 TABLE = Path(__file__).parent.parent / "hardware.toml"
 CPU = "cpu"
-MOST_RANKS = 2**20
 
 
 def device(name: str, efficiency: float | None = None) -> Device:
@@ -95,8 +94,6 @@ def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: f
     if parts is None or 0 in numbers:
         raise UserError(f"devices '{gpus}': give how many and which, such as 2xL4, or 4x8xH100 for 4 nodes of 8")
     nodes, ranks = ([1, 1] + numbers)[-2:]
-    if nodes * ranks > MOST_RANKS:
-        raise UserError(f"devices '{gpus}': {nodes * ranks} of them; at most {MOST_RANKS} are planned for")
     if nodes == 1 and between is not None:
         raise UserError(f"a link between nodes ('{between}'), but '{gpus}' is one node; 2x4xL4 would be two nodes of 4")
     of_one = device(parts[3], efficiency)

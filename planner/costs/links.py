@@ -1,16 +1,18 @@
-"""How long collectives take, by algorithm (`planner/costs/volumes.py`) and the latency and rate of links.
+"""How long collectives take, by algorithm (`planner/costs/volumes.py`): from latency and rate of links, or from times
+that were measured with one number of ranks.
 
 Ranks that are all on one node use the link inside it. Otherwise each node's link to the others counts too: a ring
 passes it once in each direction, and groups that run side by side on the same nodes (SPMD) share it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 
 from planner.contracts import CollectiveCost
 from planner.costs.cluster import Cluster
 from planner.costs.volumes import volume
+from training.communication.link_model import LinkModel
 
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
 """Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); the way to Gloo's thread and back (an estimate)."""
@@ -18,15 +20,13 @@ LOW_LATENCY = (0.2, 4.0)
 """NCCL's protocol LL compared with Simple: a hop takes 0.14 to 0.28 of the time, a byte four times (tuning.cc)."""
 TREE_SLOWER = 1 / 0.9
 """Time of a byte in NCCL's trees compared with its rings (tuning.cc)."""
+ALIKE = {"scatter": "broadcast"}
+"""For a kind that was not measured, the kind that resembles it most. All others are computed from all-reduces."""
 
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Costs on any cluster, with nothing measured: hops x latency + bytes / rate.
-
-    Raises:
-        UserError: from `cost`, of a kind that is unknown.
-    """
+    """Costs on any cluster, with nothing measured: hops x latency + bytes / rate."""
 
     cluster: Cluster
 
@@ -62,3 +62,33 @@ class LinkCosts:
         yield latency, transfer
         if backend == "nccl":
             yield latency * LOW_LATENCY[0], transfer * LOW_LATENCY[1]
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Costs of groups of another size, and of kinds that were not measured, are computed from those that were: latency
+    by hops, transfer by bytes.
+
+    Attributes:
+        models: Seconds by payload bytes, for each kind that was measured; at least one.
+        world_size: Ranks that the measurement had.
+        link: Its name.
+    """
+
+    models: Mapping[str, LinkModel]
+    backend: str
+    world_size: int
+    link: str
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        wanted = volume(kind, self.backend, len(ranks))
+        if not wanted.hops:
+            return CollectiveCost(0.0, 0.0, self.link)
+        base = next(name for name in (kind, ALIKE.get(kind, kind), "all_reduce", *self.models) if name in self.models)
+        model, measured = self.models[base], volume(base, self.backend, self.world_size)
+        payload = payload_bytes * wanted.busiest / measured.busiest
+        whole = float(model.seconds(payload))
+        # The link is busy for what exceeds the time of 0 bytes, and at least for its bytes at the highest rate.
+        at_rate = payload * model.pieces[-1].seconds_per_byte
+        transfer = min(whole, max(whole - float(model.seconds(0)), at_rate))
+        return CollectiveCost((whole - transfer) * wanted.hops / measured.hops, transfer, self.link, wanted.share)

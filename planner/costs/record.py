@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from planner.contracts import OperatorCall
 from planner.costs.cluster import Device
-from planner.costs.roofline import Roofline
 from training.errors import UserError
 from training.records.record import cpu_name
 
@@ -34,14 +34,14 @@ class RecordedCosts:
     """
 
     def __init__(self, recorded: Sequence[tuple[OperatorCall, float]], device: Device) -> None:
-        self._roofline = Roofline(device)
+        self._device = device
         times: dict[Key, list[float]] = defaultdict(list)
         for call, seconds in recorded:
             times[key_of(call)].append(seconds)
         self._known = {key: fmean(of_key) for key, of_key in times.items()}
         points: dict[object, set[tuple[float, float]]] = defaultdict(set)
         for call, _ in recorded:
-            work_s, seconds = self._roofline.seconds(call), self._known[key_of(call)]
+            work_s, seconds = device.seconds(call), self._known[key_of(call)]
             if work_s and seconds:
                 for kind in kinds_of(call):
                     points[kind].add((work_s, seconds / work_s))
@@ -52,7 +52,7 @@ class RecordedCosts:
             return 0.0
         if known := self._known.get(key_of(call)):
             return known
-        work_s = self._roofline.seconds(call)
+        work_s = self._device.seconds(call)
         ratios = next((self._ratios[kind] for kind in kinds_of(call) if kind in self._ratios), None)
         if work_s is None or ratios is None:
             return work_s
@@ -107,9 +107,5 @@ def operator_costs(path: str | Path, content: Mapping[str, Any], device: Device,
     here = cpu_name() if device.kind == "cpu" else device.name
     if content["device"] != device.name or (device.kind == "cpu" and content["hardware"] != here):
         raise UserError(f"{path}: recorded on {content['hardware']}, not on {here}; record there")
-    recorded = []
-    for entry in content["operators"]:
-        shapes, dtypes = tuple(map(tuple, entry["shapes"])), tuple(entry["dtypes"])
-        call = OperatorCall(entry["name"], shapes, dtypes, entry["flops"], entry["bytes_moved"])
-        recorded.append((call, entry["seconds"]))
-    return RecordedCosts(recorded, device)
+    operators = [(msgspec.convert(entry, OperatorCall), entry["seconds"]) for entry in content["operators"]]
+    return RecordedCosts(operators, device)

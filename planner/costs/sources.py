@@ -1,33 +1,14 @@
 """Where the costs of a plan come from, and how far they may be off."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from planner.contracts import CollectiveCosts, OperatorCosts
+from planner.contracts import Costs, OperatorCosts
 from planner.costs import hardware, record
 from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
-from planner.costs.roofline import Roofline
 
 ROOFLINE_ERROR, RECORD_ERROR, LINK_ERROR = 0.2, 0.05, 0.3
 """Largest relative errors of the times of operators, by where they come from, and of collectives: assumptions."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What operators and collectives take, and how far that may be off.
-
-    Attributes:
-        contention: How many times as long compute takes while a collective is in flight.
-        compute_error: Largest relative error of the time of operators.
-        sources: Where the figures come from, a sentence each.
-    """
-
-    operators: OperatorCosts
-    collectives: CollectiveCosts
-    contention: float
-    compute_error: float
-    sources: tuple[str, ...] = ()
 
 
 def costs_of(cluster: Cluster, precision: str, path: Path | None = None, contention: float | None = None) -> Costs:
@@ -41,7 +22,7 @@ def costs_of(cluster: Cluster, precision: str, path: Path | None = None, content
     Raises:
         UserError: the record cannot be read, or is of another device or precision.
     """
-    operators: OperatorCosts = Roofline(cluster.device)
+    operators: OperatorCosts = cluster.device
     compute_error = ROOFLINE_ERROR
     of_operators = f"Operators: roofline of {cluster.device.name} ({cluster.device.source})."
     if path:

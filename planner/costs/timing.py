@@ -11,7 +11,6 @@ Each operator gets an equal part of it, so that the times of a record add up to 
 
 import datetime
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -32,8 +31,8 @@ from training.records.record import device_name, package_versions
 from training.strategy import MicroBatch
 
 MARK = "planner operator "
-WARM_UP, LONG_ENOUGH_S = 3, 5.0
-"""Steps before the first that counts, or fewer if they take so many seconds. The first makes optimizer states."""
+WARM_UP = 2
+"""Steps before the first that counts. The first makes optimizer states."""
 Step = Callable[[], object]
 
 
@@ -120,15 +119,15 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     Raises:
         UserError: the operators are not the same every time.
     """
-    began = time.perf_counter()
+    stopwatch = Stopwatch(device)
     for _ in range(WARM_UP):
         step()
-        if time.perf_counter() - began > LONG_ENOUGH_S:
-            break
     plain, passes = [], []
     for _ in range(repeats):
         step()  # after the profiler, whose notes are in the caches and between freed tensors
-        plain.append(step_seconds(step, device))
+        begin = stopwatch.mark()
+        step()
+        plain.append(stopwatch.seconds_since_first([begin, stopwatch.mark()])[1])
         passes.append(operator_seconds(step, device))
     calls = passes[0][0]
     if any(other != calls for other, _ in passes):
@@ -136,14 +135,6 @@ def measure_step(step: Step, device: torch.device, repeats: int) -> tuple[list[d
     seconds = [median(values) for values in zip(*(times for _, times in passes), strict=True)]
     times = {"step_s": median(plain), "operators_s": sum(seconds)}
     return list(with_overhead(calls, seconds, times["step_s"])), times
-
-
-def step_seconds(step: Step, device: torch.device) -> float:
-    """What a step takes as it is."""
-    stopwatch = Stopwatch(device)
-    begin = stopwatch.mark()
-    step()
-    return stopwatch.seconds_since_first([begin, stopwatch.mark()])[1]
 
 
 def operator_seconds(step: Step, device: torch.device) -> tuple[list[OperatorCall], list[float]]:

@@ -1,17 +1,11 @@
-"""How much collectives send over links, by the algorithms of NCCL and Gloo. n ranks, payload of P bytes:
+"""How much collectives of n ranks send over links, by the algorithms of NCCL and Gloo. The payload is P bytes.
 
-| kind | NCCL | Gloo |
-|---|---|---|
-| all_reduce | ring: 2(n-1) hops of P/n | the same |
-| all_gather | ring: n-1 hops of P/n | the same |
-| reduce_scatter | ring: n-1 hops of P/n | torch's ProcessGroupGloo makes it an all-reduce |
-| broadcast | a pipeline along the ring | a binomial tree of l = log2 n levels |
-| scatter | the root sends n-1 parts of P/n | the same |
-| barrier | an all-reduce of nothing | log2 n rounds (dissemination) |
-
-In Gloo's tree the root sends its l copies side by side, so that they arrive together. The first rank that has one sends
-l - 1 copies in the same way: l + (l-1) + ... + 1 times P. In an all-gather of two ranks over Gloo, the first halves of
-the parts take turns on their one connection, so it takes 3/4 P. docs/planner-costs.md compares this with measurements.
+Rings send n-1 parts of P/n, and twice as many for an all-reduce, which is what torch's ProcessGroupGloo makes of a
+reduce-scatter. NCCL broadcasts by a pipeline along the ring, Gloo by a binomial tree of l = log2 n levels. There the
+root sends its l copies side by side, so that they arrive together, and the first rank that has one sends l-1 copies in
+the same way: l + (l-1) + ... + 1 times P. In an all-gather of two ranks over Gloo, the first halves of the parts take
+turns on their one connection, so it takes 3/4 P. Gloo's barrier takes log2 n rounds (dissemination), and NCCL's is an
+all-reduce of nothing. docs/planner-costs.md compares this with measurements.
 
 Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); NCCL,
 src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.cc.
@@ -19,9 +13,6 @@ src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.
 
 from dataclasses import dataclass
 from math import ceil, log2
-
-from training.cli import unknown_name
-from training.errors import UserError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "barrier")
 """Those that strategies issue."""
@@ -49,12 +40,7 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
         kind: One of `KINDS`.
         backend: `nccl` or `gloo`.
         on_each_link: Ranks that share a link, such as a node's. What these send to each other does not count.
-
-    Raises:
-        UserError: there is no such kind.
     """
-    if kind not in KINDS:
-        raise UserError(unknown_name("collective", kind, KINDS))
     links = ceil(ranks / on_each_link)
     if links < 2:
         return Volume(0, 0.0)

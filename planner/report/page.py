@@ -1,13 +1,10 @@
-"""A plan as one HTML file that needs no network: table, memory over time, steps, other settings."""
-
-import pandas as pd
+"""A plan as one HTML file that needs no network: table, memory over time, steps."""
 
 from analysis.report.page import Section, drawing, render, table
 from planner.plan import Plan
 from planner.report.columns import PLAN_COLUMNS
 from planner.report.figures import lanes_figure, memory_figure
 from planner.report.recommendation import reasons, recommended
-from planner.report.variations import COLUMNS
 from planner.report.wording import certainty, headline, notes
 
 BANNER = (
@@ -16,12 +13,8 @@ BANNER = (
 )
 
 
-def plan_page(plan: Plan, others: pd.DataFrame | None = None) -> str:
-    """The page.
-
-    Args:
-        others: Other settings, as `planner.report.variations.what_else` has them; None: none.
-    """
+def plan_page(plan: Plan) -> str:
+    """The page."""
     case = plan.case
     simulated = {outcome.choice: outcome.simulated for outcome in plan.outcomes if outcome.simulated}
     best = recommended(plan.rows)
@@ -47,12 +40,6 @@ def plan_page(plan: Plan, others: pd.DataFrame | None = None) -> str:
                 figure=drawing(lanes_figure(simulated)),
             ),
         ]
-    if others is not None:
-        text = (
-            "The recommended choice, the fastest, and the one with the smallest peak, where one thing differs. With "
-            "more ranks the global batch grows, since each rank keeps its micro-batch."
-        )
-        sections.append(Section("What if", text, table=table("what_if", others, COLUMNS)))
     lines = [*headline(case).splitlines(), *notes(plan.rows), *certainty(plan)]
     return render(
         f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER

@@ -22,15 +22,6 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     return roomy[0] if roomy else min(equal, key=lambda row: row["peak_bytes"], default=None)
 
 
-def contenders(rows: Sequence[Row]) -> list[str]:
-    """Of the choices that could be simulated: the recommended one, the fastest, and the one with the smallest peak."""
-    known = [row for row in rows if row["fits"] != "unknown"]
-    if not known:
-        return []
-    ends = [min(known, key=lambda row: row[column]) for column in ("step_time_ms", "peak_bytes")]
-    return list(dict.fromkeys(row["choice"] for row in (recommended(rows), *ends) if row))
-
-
 def is_roomy(row: Row) -> bool:
     return bool(row["peak_bytes"] <= AMPLE * (row["peak_bytes"] + row["spare_bytes"]))
 

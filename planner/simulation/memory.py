@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from planner.contracts import COMPONENTS, MemoryCurve
+from planner.simulation.network import holds_data
 
 CUDA_BLOCK = 512
 """Bytes; the CUDA caching allocator rounds every request up to a multiple (`kMinBlockSize`)."""
@@ -34,25 +35,24 @@ class MemoryTracker:
     """See the module's docstring.
 
     Args:
-        block: Sizes are rounded up to multiples of it.
+        is_cuda: Whether the rank's device is a GPU. Tensors that hold data lie on its host, and do not count.
         now: The moment, in seconds.
-        counts: Whether a tensor lies where bytes are counted.
     """
 
-    def __init__(self, block: int, now: Callable[[], float], counts: Callable[[Tensor], bool]) -> None:
-        self._block, self._now, self._counts = block, now, counts
+    def __init__(self, is_cuda: bool, now: Callable[[], float]) -> None:
+        self._is_cuda, self._now, self._block = is_cuda, now, CUDA_BLOCK if is_cuda else 1
         self._held: dict[int, Held] = {}
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
         self._is_recording = False
 
     def note(self, tensors: Iterable[Tensor], component: str, anywhere: bool = False) -> None:
-        """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: even where `counts`
-        says no."""
+        """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
+        too."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._held and (anywhere or self._counts(tensor)):
+            if key not in self._held and (anywhere or not (self._is_cuda and holds_data(tensor))):
                 ref = weakref.ref(storage, partial(self._forget, key))
                 held = self._held[key] = Held(0, component, ref)
                 self._resize(held, storage.nbytes())

@@ -1,8 +1,8 @@
-"""What all pretended process groups share: the clock and the costs. And the handles of their collectives."""
+"""What all pretended process groups share, and the handles of their collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.contracts import CollectiveCost, CollectiveCosts
+from planner.contracts import CollectiveCosts
 from planner.costs.cluster import Cluster
-from planner.simulation.clock import Clock, Flight, Queue
+from planner.simulation.clock import Flight
 from planner.simulation.streams import Streams
 from training.errors import UserError
 
@@ -40,65 +40,22 @@ class Issued:
     flight: Flight
 
 
+@dataclass(frozen=True)
 class Network:
-    """See the module's docstring.
-
-    Args:
-        streams: The rank's. What the current one waits for, it alone waits for.
-        on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
-        host_costs: Of collectives of tensors in host memory, where the cluster's backend does not carry them.
+    """What all pretended process groups share.
 
     Attributes:
+        costs: By the backend that carries a collective.
+        streams: The rank's. What the current one waits for, it alone waits for.
+        on_issue: Called with each collective when it is issued, and the tensors that it reads and writes.
         guards: Collectives in flight that C++ code waits for, by storage (`UntypedStorage._cdata`).
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        clock: Clock,
-        costs: CollectiveCosts,
-        streams: Streams,
-        on_issue: Callable[[Issued, Sequence[Tensor]], None],
-        host_costs: CollectiveCosts,
-    ) -> None:
-        self.cluster, self.clock, self._costs, self._on_issue = cluster, clock, costs, on_issue
-        self._streams, self._host_costs = streams, host_costs
-        self._known: dict[tuple[str, int, tuple[int, ...], bool], CollectiveCost] = {}
-        self.guards: dict[int, Flight] = {}
-
-    def issue(
-        self,
-        queue: Queue,
-        ranks: tuple[int, ...],
-        backend: str,
-        kind: str,
-        payload_bytes: int,
-        tensors: Sequence[Tensor],
-    ) -> Flight:
-        """Issue a collective of a group.
-
-        Args:
-            ranks: Of the group, by their numbers in the whole world.
-            backend: That carries it.
-        """
-        on_device = backend == self.cluster.backend
-        cost = self._cost(kind, payload_bytes, ranks, on_device)
-        ready_s = self._streams.current.reached_s if on_device else float("inf")
-        flight = self.clock.issue(cost, queue, ready_s)
-        self._on_issue(Issued(kind, payload_bytes, ranks, backend, flight), tensors)
-        return flight
-
-    def wait(self, flight: Flight) -> None:
-        """What `Work.wait` does: make the current stream wait."""
-        self._streams.current.hold(flight)
-
-    def _cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...], on_device: bool) -> CollectiveCost:
-        key = (kind, payload_bytes, ranks, on_device)
-        if key not in self._known:
-            costs = self._costs if on_device else self._host_costs
-            alone = CollectiveCost(0.0, 0.0, "")
-            self._known[key] = costs.cost(kind, payload_bytes, ranks) if len(ranks) > 1 else alone
-        return self._known[key]
+    cluster: Cluster
+    costs: Mapping[str, CollectiveCosts]
+    streams: Streams
+    on_issue: Callable[[Issued, Sequence[Tensor]], None]
+    guards: dict[int, Flight] = field(default_factory=dict)
 
 
 class PretendedWork(dist._Work):
@@ -114,7 +71,8 @@ class PretendedWork(dist._Work):
         self.scratch: Sequence[Tensor] = ()
 
     def wait(self, timeout: timedelta = TIMEOUT) -> bool:
-        self._network.wait(self.flight)
+        """Make the current stream wait."""
+        self._network.streams.current.hold(self.flight)
         return True
 
     def is_completed(self) -> bool:
@@ -163,10 +121,6 @@ class PretendedFuture(torch.futures.Future):
             return following.value()
         self.wait()
         return callback(self)
-
-
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def holds_data(tensor: Tensor) -> bool:

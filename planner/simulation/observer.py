@@ -1,42 +1,33 @@
-"""Watches the training loop, and keeps what happens in the simulated step that counts."""
+"""What happens in the simulated step that counts."""
 
 from planner.contracts import OperatorCall, Span
-from planner.simulation.clock import Clock
 from planner.simulation.network import Issued
+from training.loop import Unwatched
 
 
-class StepObserver:
-    """Follows the training loop as a profiler does, and records operators and collectives.
+class StepObserver(Unwatched):
+    """Keeps the operators and collectives of a step. The training loop has it in a profiler's place.
 
     Attributes:
         issued: Collectives that the step has issued.
+        computed: Operators, each with its phase, start and end.
     """
 
-    slows_this_step = False
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._compute: list[tuple[OperatorCall, str, float, float]] = []
+    def __init__(self) -> None:
         self._earlier: list[Issued] = []
         self.issued: list[Issued] = []
+        self.computed: list[tuple[OperatorCall, str, float, float]] = []
 
     def start(self) -> None:
         """The step that counts begins. Collectives that are not done yet reach into it."""
         self._earlier = [issued for issued in self.issued if not issued.flight.is_done]
-        self.issued, self._compute = [], []
-
-    def on_compute(self, call: OperatorCall, phase: str, start_s: float) -> None:
-        """An operator is done."""
-        self._compute.append((call, phase, start_s, self._clock.now_s))
-
-    def step(self) -> None:
-        """The training loop's: nothing to do."""
+        self.issued, self.computed = [], []
 
     def spans(self, begin_s: float, end_s: float) -> list[Span]:
         """What lies between two moments; of a collective that reaches beyond them, the part that does."""
         spans = [
             Span("compute", call.name, start - begin_s, end - begin_s, {"call": call, "phase": phase})
-            for call, phase, start, end in self._compute
+            for call, phase, start, end in self.computed
         ]
         free: list[float] = []  # for each lane of communication, when it is free again
         for issued in sorted([*self._earlier, *self.issued], key=lambda each: each.flight.began_s or 0.0):

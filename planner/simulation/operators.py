@@ -82,7 +82,6 @@ class PretendedDevice(TorchDispatchMode):
         super().__init__()
         self._clock, self._costs, self._memory = clock, costs, memory
         self._is_cuda, self._observer, self._guards = is_cuda, observer, guards
-        self._known: dict[OperatorCall, float | None] = {}
         self.without_costs: dict[str, int] = {}
         self.phases: list[str] = []
         self.is_building = False
@@ -169,15 +168,13 @@ class PretendedDevice(TorchDispatchMode):
         call = operator_call(func, args, kwargs, answer)
         if self._is_cuda and call.name in ON_CUDA:
             call = dataclasses.replace(call, name=name_on_cuda(call, kwargs))
-        if call not in self._known:
-            self._known[call] = self._costs.seconds(call)
-        seconds = self._known[call]
+        seconds = self._costs.seconds(call)
         if seconds is None:
             self.without_costs[call.name] = self.without_costs.get(call.name, 0) + 1
         elif seconds > 0:
             start = self._clock.now_s
             self._clock.compute(seconds)
-            self._observer.on_compute(call, self.phases[0] if self.phases else "", start)
+            self._observer.computed.append((call, self.phases[0] if self.phases else "", start, self._clock.now_s))
 
 
 def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from planner.contracts import CollectiveCost
 from planner.simulation.clock import Queue
-from planner.simulation.network import TIMEOUT, Network, PretendedWork, holds_data, nbytes
+from planner.simulation.network import TIMEOUT, Issued, Network, PretendedWork, holds_data
 
 AT_ONCE = {"gloo": 2, "nccl": 1}
 """Collectives of one group that run at once: Gloo has two threads for each group, NCCL one stream."""
@@ -75,11 +76,19 @@ class PretendedGroup(dist.ProcessGroup):
         """The backend that carries `tensors`: beside NCCL, Gloo carries what lies in host memory."""
         return "gloo" if tensors and holds_data(tensors[0]) else self._network.cluster.backend
 
-    def _issue(self, kind: str, payload: int, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
+    def _issue(self, kind: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> PretendedWork:
+        """`tensors`: all that it reads and writes."""
+        parts = len(self.ranks) if kind in ("scatter", "reduce_scatter") else 1  # of which this rank receives one
+        payload = parts * sum(output.nbytes for output in outputs)
         backend = self._backend_of(tensors)
         queue = self._queues.setdefault(backend, Queue(AT_ONCE[backend]))
-        flight = self._network.issue(queue, self.ranks, backend, kind, payload, tensors)
-        return PretendedWork(self._network, flight, outputs)
+        network, cost = self._network, CollectiveCost(0.0, 0.0, "")
+        if len(self.ranks) > 1:
+            cost = network.costs[backend].cost(kind, payload, self.ranks)
+        streams, is_on_device = network.streams, backend == network.cluster.backend
+        flight = streams.clock.issue(cost, queue, streams.current.reached_s if is_on_device else float("inf"))
+        network.on_issue(Issued(kind, payload, self.ranks, backend, flight), tensors)
+        return PretendedWork(network, flight, outputs)
 
     def _scratch(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """A flat tensor as large as `parts` together, where Gloo makes one (torch 2.15): for what a scatter's root
@@ -97,10 +106,10 @@ class PretendedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
         for tensor in tensors:
             self._reduce_here(tensor, opts)
-        return self._issue("all_reduce", nbytes(tensors), tensors, tensors)
+        return self._issue("all_reduce", tensors, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PretendedWork:
-        return self._issue("broadcast", nbytes(tensors), tensors, tensors)
+        return self._issue("broadcast", tensors, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PretendedWork:
         for received, own in zip(outputs, inputs, strict=True):
@@ -108,12 +117,12 @@ class PretendedGroup(dist.ProcessGroup):
                 if holds_data(tensor) and holds_data(own):
                     tensor.copy_(own)
         flat = [tensor for received in outputs for tensor in received]
-        return self._issue("all_gather", nbytes(flat), [*inputs, *flat, *self._scratch(flat)], flat)
+        return self._issue("all_gather", [*inputs, *flat, *self._scratch(flat)], flat)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> PretendedWork:
         if holds_data(output) and holds_data(own):
             output.view(len(self.ranks), -1).copy_(own.reshape(1, -1).expand(len(self.ranks), -1))
-        return self._issue("all_gather", nbytes([output]), [own, output, *self._scratch([output])], [output])
+        return self._issue("all_gather", [own, output, *self._scratch([output])], [output])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PretendedWork:
         for output, parts in zip(outputs, inputs, strict=False):
@@ -121,19 +130,19 @@ class PretendedGroup(dist.ProcessGroup):
                 output.copy_(parts[self._rank])
         sent = [part for parts in inputs for part in parts]
         tensors = [*outputs, *sent, *self._scratch(sent)]
-        return self._issue("scatter", nbytes(outputs) * len(self.ranks), tensors, outputs)
+        return self._issue("scatter", tensors, outputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> PretendedWork:
         if holds_data(output) and holds_data(whole):
             output.view(-1).copy_(whole.view(len(self.ranks), -1)[self._rank])
             self._reduce_here(output, opts)
         scratch = self._scratch([whole])
-        work = self._issue("reduce_scatter", nbytes([whole]), [whole, output, *scratch], [output])
+        work = self._issue("reduce_scatter", [whole, output, *scratch], [output])
         work.scratch = scratch
         return work
 
     def barrier(self, opts: Any = None) -> PretendedWork:
-        return self._issue("barrier", 0, [], [])
+        return self._issue("barrier", [], [])
 
 
 @contextmanager

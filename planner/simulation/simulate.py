@@ -9,19 +9,20 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ddp
 import sharding
-from planner.contracts import MODEL_STATES, CollectiveCosts, OperatorCosts, Setting, Simulated
+from planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from planner.costs import hardware
 from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
 from planner.models import first_line
 from planner.simulation.clock import Clock
-from planner.simulation.memory import CUDA_BLOCK, MemoryTracker
-from planner.simulation.network import CannotSimulate, Issued, Network, holds_data
+from planner.simulation.memory import MemoryTracker
+from planner.simulation.network import CannotSimulate, Issued, Network
 from planner.simulation.observer import StepObserver
 from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from planner.simulation.process_group import pretended_world
@@ -30,8 +31,6 @@ from sharding.units.unit import nan_placeholder
 from training.errors import UserError
 from training.loop import train
 from training.strategy import Strategy, sample_count
-
-__all__ = ["CannotSimulate", "simulate"]
 
 NEEDS_DATA = (
     "ddp.link_fit:measure_all_reduce",
@@ -44,32 +43,22 @@ NEEDS_DATA = (
 """Functions that read results, as `module that calls it:name`. They run on tensors that hold data."""
 
 
-def simulate(
-    setting: Setting,
-    cluster: Cluster,
-    operator_costs: OperatorCosts,
-    collective_costs: CollectiveCosts,
-    contention: float = 1.0,
-    rank: int = 0,
-) -> Simulated:
+def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> Simulated:
     """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
 
     `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
-
-    Args:
-        contention: How many times as long compute takes while a collective is in flight; at least 1.
 
     Raises:
         CannotSimulate: the choice or the model cannot run without data; says why.
         UserError: what the strategy itself refuses.
     """
-    simulation = Simulation(setting, cluster, operator_costs, collective_costs, contention, rank)
+    simulation = Simulation(setting, cluster, costs, rank)
     try:
         with simulation.running():
             return simulation.measure()
     except UNSIMULATED as error:
         raise CannotSimulate(
-            f"{setting.choice}: {first_line(error)}, which needs data that a simulation has not"
+            f"{setting.config.choice}: {first_line(error)}, which needs data that a simulation has not"
         ) from error
     finally:
         gc.collect()  # strategies are in reference cycles, which keep all their tensors
@@ -78,35 +67,25 @@ def simulate(
 class Simulation:
     """A pretended rank with a strategy on it. For the arguments see `simulate`."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        cluster: Cluster,
-        operator_costs: OperatorCosts,
-        collective_costs: CollectiveCosts,
-        contention: float = 1.0,
-        rank: int = 0,
-    ) -> None:
-        self.setting, self.cluster, self.rank = setting, cluster, rank
-        self.clock = Clock(contention)
-        self.observer = StepObserver(self.clock)
+    def __init__(self, setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> None:
+        self.setting, self.rank = setting, rank
+        self.clock = Clock(costs.contention)
+        self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
         self.streams = Streams(self.clock)
-        self.memory = MemoryTracker(
-            CUDA_BLOCK if self.is_cuda else 1,
-            now=lambda: self.clock.now_s,
-            counts=(lambda tensor: not holds_data(tensor)) if self.is_cuda else (lambda tensor: True),
-        )
-        host_costs = LinkCosts(host_of(cluster)) if self.is_cuda else collective_costs
-        self.network = Network(cluster, self.clock, collective_costs, self.streams, self._on_issue, host_costs)
+        self.memory = MemoryTracker(self.is_cuda, now=lambda: self.clock.now_s)
+        by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
+        self.network = Network(cluster, by_backend, self.streams, self._on_issue)
         guards = self.network.guards
-        self.device = PretendedDevice(self.clock, operator_costs, self.memory, self.is_cuda, self.observer, guards)
+        self.device = PretendedDevice(self.clock, costs.operators, self.memory, self.is_cuda, self.observer, guards)
         self.strategy: Strategy | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within this context the strategy exists, and everything is pretended."""
-        make_strategy = load(self.setting.choice)
+        make_strategy = load(self.setting.config.choice)
+        # Within FakeTensorMode, the first backward of a process starts a thread for a GPU, after which none can fork.
+        torch.ones(1, requires_grad=True).backward()
         self.micro_batches = list(self.setting.make_micro_batches())
         nan_placeholder.cache_clear()
         with ExitStack() as stack:
@@ -123,8 +102,8 @@ class Simulation:
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
-            options = replace(self.setting.options, clock=lambda: self.clock.now_s)
-            self.strategy = strategy = make_strategy(module, self.setting.make_optimizer, options)
+            options = replace(self.setting.config.strategy_options(), clock=lambda: self.clock.now_s)
+            self.strategy = strategy = make_strategy(module, adamw, options)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
             for leaf in strategy.gradient_leaves():
@@ -140,7 +119,7 @@ class Simulation:
         clock, observer, strategy = self.clock, self.observer, self.strategy
         assert strategy is not None
         samples = sum(map(sample_count, self.micro_batches))
-        waits = max(1, strategy.settling_steps)
+        waits, clip = max(1, strategy.settling_steps), self.setting.config.clip_grad_norm
         for step in range(waits + 1):
             if step == waits:
                 observer.start()
@@ -148,7 +127,7 @@ class Simulation:
                 self._sort_memory()
                 self.memory.start()
                 begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
-            train(strategy, [(samples, self.micro_batches)], observer, self.setting.clip_grad_norm, lambda _: None)
+            train(strategy, [(samples, self.micro_batches)], observer, clip, lambda _: None)
         end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
         self._sort_memory()
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
@@ -183,6 +162,11 @@ class Simulation:
         if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
             # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
             self.memory.rename("communication", "gradients")
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of the runner (`training.run`)."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def forget_hooks(leaves: Sequence[Tensor]) -> None:

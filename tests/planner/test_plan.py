@@ -13,9 +13,10 @@ import pytest
 
 import sharding
 from planner import models, plan_command
+from planner.contracts import Costs
 from planner.costs import hardware
-from planner.costs.sources import RECORD_ERROR, Costs, costs_of
-from planner.plan import choices, distinct, interval, outcomes, row
+from planner.costs.sources import RECORD_ERROR, costs_of
+from planner.plan import choices, interval, outcomes, row
 from planner.report.columns import PLAN_COLUMNS
 from planner.report.recommendation import reasons, recommended
 from scripts import plan as script
@@ -43,9 +44,6 @@ def test_a_row_says_what_the_simulation_says() -> None:
     assert row["samples_per_second"] == pytest.approx(80) and row["tokens_per_second"] == pytest.approx(80 * 128)
     assert row["exposed_ms"] == pytest.approx(20) and row["exposed_pct"] == pytest.approx(20)
     assert row["cost_per_million_samples"] == pytest.approx(2 * 12 * 1e6 / 80 / 3600)
-
-
-def test_what_does_not_fit_says_by_how_much() -> None:
     (row,) = made(zero1=simulation(100, 20, 22.5)).rows
     assert row["fits"] == "no" and row["spare_bytes"] < 0 and "cost_per_million_samples" not in row
 
@@ -61,8 +59,6 @@ def test_choices_are_those_of_both_families() -> None:
     names = choices()
     assert names[0] == "simple_ddp" and "zero3" in names and "deepspeed_zero3" in names
     assert choices(["zero3", "flat_ddp"]) == ["flat_ddp", "zero3"]
-    same = distinct(["bucket_ddp_async", "zero1", "baseline"])
-    assert list(same.values()) == ["bucket_ddp_async", "zero1", "bucket_ddp_async"]
 
 
 # Recommendation -----------------------------------------------------------------------------------------------------
@@ -78,20 +74,20 @@ def test_the_fastest_that_fits_is_recommended() -> None:
     assert "zero3 has the smallest peak: 5.00 GiB, at 1.50 times the step time" in text
 
 
-def test_of_equally_fast_ones_the_simplest_where_there_is_room() -> None:
-    plan = made(simple_ddp=simulation(101.9, 0, 9), flat_ddp=simulation(100, 0, 8), zero3=simulation(102.1, 0, 1))
-    assert recommended(plan.rows)["choice"] == "simple_ddp"  # type: ignore[index]
-    assert "Equally fast within 2%: flat_ddp; simple_ddp is taken since it is the simplest" in " ".join(
-        reasons(plan.rows)
-    )
-
-
-def test_of_equally_fast_ones_the_leanest_where_there_is_none() -> None:
-    plan = made(simple_ddp=simulation(101.9, 0, 21), flat_ddp=simulation(100, 0, 20), zero3=simulation(102.1, 0, 19))
-    assert recommended(plan.rows)["choice"] == "flat_ddp"  # type: ignore[index]
-    text = " ".join(reasons(plan.rows))
-    assert "simple_ddp; flat_ddp is taken since its peak is the smallest of them." in text
-    assert "allocator keeps unused is not in the peak." in text
+@pytest.mark.parametrize(
+    ("peaks", "taken", "why"),
+    [
+        ((9, 8, 1), "simple_ddp", "flat_ddp; simple_ddp is taken since it is the simplest of them with ample room."),
+        ((21, 20, 19), "flat_ddp", "simple_ddp; flat_ddp is taken since its peak is the smallest of them."),
+    ],
+)
+def test_of_equally_fast_ones_the_simplest_where_there_is_room(peaks: tuple[int, ...], taken: str, why: str) -> None:
+    names, times = ("simple_ddp", "flat_ddp", "zero3"), (101.9, 100, 102.1)
+    of = {name: simulation(ms, 0, peak) for name, ms, peak in zip(names, times, peaks, strict=True)}
+    assert recommended(made(**of).rows)["choice"] == taken  # type: ignore[index]
+    text = " ".join(reasons(made(**of).rows))
+    assert f"Equally fast within 2%: {why}" in text
+    assert ("allocator keeps unused is not in the peak." in text) == (taken == "flat_ddp")
     roomier = made(flat_ddp=simulation(100, 0, 20), zero3=simulation(130, 0, 10))
     assert "With more room the fastest is zero3, 130.0 ms a step." in " ".join(reasons(roomier.rows))
 
@@ -116,7 +112,7 @@ def test_operators_without_costs_are_named() -> None:
 
 def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     """On the real simulator: choices of both families, one that cannot be simulated, table, CSV and page."""
-    files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--html", str(tmp_path / "plan.html"), "--grid-seconds", "0"]
+    files = ["--csv", str(tmp_path / "a" / "plan.csv"), "--html", str(tmp_path / "plan.html")]
     where = [*WHERE, "--price", "0.8", "--jobs", "1"]
     answer = plan(*TINY, *where, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
@@ -153,7 +149,7 @@ def test_memory_prints_terms_and_ranks() -> None:
 
 def test_record_then_plan_with_it(tmp_path: Path) -> None:
     record = tmp_path / "new" / "record.json"
-    flags = ["--micro-batch-sizes", "1", "--repeats", "2", "--device", "cpu", "--output", str(record)]
+    flags = ["--micro-batch-sizes", "1", "--repeats", "2", "--output", str(record)]
     answer = plan("record", *TINY, *flags)
     assert answer.returncode == 0 and "micro-batch of 1: a step takes " in answer.stdout, answer.stderr
     costs = costs_of(hardware.cluster("2xcpu", "loopback"), "fp32", record)
@@ -195,22 +191,21 @@ SMOL = ["--model", "SmolLM2-360M"]
         (["--d-model", "100", "--d-ff", "1", "--layers", "1", *WHERE], "--d-model 100: not a multiple of 64"),
         ([*TINY, "--heads", "5", *WHERE], "--heads 5: --d-model 64 must divide"),
         ([*TINY, "--heads", "4", "--kv-heads", "3", *WHERE], "--kv-heads 3: must divide --heads 4"),
-        (["--d-model", "64", "--d-ff", "0", "--layers", "1", *WHERE], "--d-ff 0: must be a whole number from 1 to"),
+        (
+            ["--d-model", "64", "--d-ff", "0", "--layers", "1", *WHERE],
+            "--d-ff: 0: must be a whole number of at",
+        ),
         ([*SMOL, "--gpus", "2xL40", "--link", "pcie4"], "unknown device 'L40'; did you mean L4"),
         ([*SMOL, *WHERE, "--global-batch-size", "6"], "--global-batch-size 6 does not divide"),
         ([*SMOL, *WHERE, "--precision", "fp16"], "--precision: invalid choice: 'fp16'"),
         ([*SMOL, *WHERE, "--choices", "zero4"], "--choices: unknown strategy 'zero4'; did you mean zero"),
         (["--model", "gpt2", *WHERE, "--sequence-length", "2048"], "openai-community/gpt2 has 1024 positions"),
-        ([*SMOL, *WHERE, "--sequence-length", "0"], "--sequence-length 0: must be from 1 to"),
         ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),
         ([*SMOL, *WHERE, "--efficiency", "1.5"], "--efficiency 1.5: give a part above 0 and at most 1"),
-        ([*SMOL, *WHERE, "--contention", "0.5"], "--contention 0.5: must be from 1"),
         ([*SMOL, *WHERE, "--record", "r.json", "--efficiency", "0.5"], "--efficiency is for rates of a table"),
         ([*SMOL, *WHERE, "--record", "nowhere.json"], "nowhere.json"),
-        ([*SMOL, *WHERE, "--price", "-1"], "--price -1: must be from 0"),
+        ([*SMOL, *WHERE, "--price", "-1"], "--price: -1: must be a number of at least 0"),
         (["memory", "--parameters", "7e9", "--model", "gpt2"], "--parameters: does not go with a model"),
-        (["memory", "--parameters", "7e9", "--precision", "int4"], "--precision: invalid choice: 'int4'"),
-        (["memory", *SMOL, "--ranks", "0"], "--ranks 0: must be from 1"),
         (["record", *SMOL, "--output", "x.json", "--micro-batch-sizes", "1,b"], "--micro-batch-sizes 1,b: up to 6"),
     ],
 )

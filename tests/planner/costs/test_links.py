@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from planner.costs import hardware
 from planner.costs.cluster import Cluster, Link
-from planner.costs.fits import FittedCosts
-from planner.costs.links import BASE_S, LinkCosts
+from planner.costs.links import BASE_S, FittedCosts, LinkCosts
 from planner.costs.volumes import KINDS, volume
 from training.communication.link_model import LinkModel, Piece
 from training.communication.traffic import Collective
-from training.errors import UserError
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
 P = 12 * 2**20
@@ -30,13 +28,10 @@ def both(cluster: Cluster, kind: str, ranks: int | tuple[int, ...]) -> tuple[flo
     return cost.latency_s, cost.transfer_s, cost.share
 
 
-def test_ring_all_reduce_by_hand() -> None:
-    """Four ranks on four nodes: 6 hops of P/4 over links of 100 MB/s and 0.1 ms."""
-    assert both(gloo_nodes(4), "all_reduce", 4) == pytest.approx((GLOO + 6e-4, 1.5 * P / 1e8, 1))
-
-
 def test_gloo_by_hand() -> None:
+    """Four ranks on four nodes, over links of 100 MB/s and 0.1 ms. A ring's all-reduce: 6 hops of P/4."""
     for kind, hops, payloads, share in (
+        ("all_reduce", 6, 6 / 4, 1),
         ("all_gather", 3, 3 / 4, 1),
         ("reduce_scatter", 6, 6 / 4, 1),  # Gloo's is an all-reduce
         ("broadcast", 2, 3, 1 / 4),  # two copies from the root at once, then one from whom it reached
@@ -71,17 +66,14 @@ def test_an_all_gather_of_broadcasts_sends_no_more_than_it_must() -> None:
 
 
 def test_groups_side_by_side_share_a_nodes_link() -> None:
-    """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone."""
+    """2 nodes of 4: a group with one rank on each has a quarter of the link; one of all ranks has it alone. A ring of 8
+    has 14 hops, 2 of them between nodes."""
     cluster = gloo_nodes(2, 4)
+    assert both(cluster, "all_reduce", 8)[0] == pytest.approx(GLOO + 2e-4 + 12e-6)
     assert both(cluster, "all_reduce", (0, 4))[1] == pytest.approx(4 * P / 1e8)
     assert both(cluster, "all_reduce", 8)[1] == pytest.approx(2 * 7 / 8 * P / 1e8)
     assert both(cluster, "all_reduce", (0, 1, 2, 3))[1] == pytest.approx(2 * 3 / 4 * P / 1e11)
     assert both(cluster, "broadcast", 8)[1] == pytest.approx(4 * P / 1e8)
-
-
-def test_hops_between_nodes_are_told_from_those_inside() -> None:
-    """2 nodes of 4: a ring of 8 has 14 hops, 2 of them between nodes."""
-    assert both(gloo_nodes(2, 4), "all_reduce", 8)[0] == pytest.approx(GLOO + 2e-4 + 12e-6)
 
 
 def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops() -> None:
@@ -122,22 +114,31 @@ def test_links_carry_no_less_than_a_strategy_says_it_sends(kind: str, ranks: int
         assert found.busiest * found.share >= sent * 0.999
 
 
-def test_unknown_kinds_give_near_ones() -> None:
-    with pytest.raises(UserError, match="all_reduce"):
-        both(gloo_nodes(2), "allreduce", 2)
-
-
 def line(latency_s: float, seconds_per_byte: float) -> LinkModel:
     return LinkModel((Piece(0.0, latency_s, seconds_per_byte),))
 
 
 TWO = FittedCosts({"all_reduce": line(1e-3, 1e-8), "broadcast": line(2e-3, 1e-8)}, "gloo", 2, "link")
+GATHERS = replace(TWO, models={"all_gather": line(1e-3, 1e-8)})
 
 
-def test_measured_costs_are_taken_as_they_are() -> None:
-    cost = TWO.cost("all_reduce", P, (0, 1))
-    assert (cost.latency_s, cost.transfer_s, cost.share) == pytest.approx((1e-3, P * 1e-8, 1))
-    assert TWO.cost("broadcast", P, (0, 1)).share == 0.5, "of two ranks, each sends one way"
+@pytest.mark.parametrize(
+    ("costs", "kind", "ranks", "latency_ms", "payloads", "share"),
+    [
+        (TWO, "all_reduce", 2, 1, 1, 1),
+        (TWO, "broadcast", 2, 2, 1, 0.5),  # of two ranks, each sends one way
+        (TWO, "scatter", 2, 2, 0.5, 0.5),  # not measured: half the payload goes over the link, as by a broadcast of it
+        (GATHERS, "all_reduce", 2, 2, 1 / 0.75, 1),
+        (TWO, "all_reduce", 4, 3, 1.5, 1),  # of other numbers of ranks by hops and bytes
+        (TWO, "all_reduce", 1, 0, 0, 1),
+    ],
+)
+def test_costs_by_measured_times(
+    costs: FittedCosts, kind: str, ranks: int, latency_ms: float, payloads: float, share: float
+) -> None:
+    cost = costs.cost(kind, P, tuple(range(ranks)))
+    found = cost.latency_s * 1e3, cost.transfer_s, cost.share
+    assert found == pytest.approx((latency_ms, payloads * P * 1e-8, share))
 
 
 def test_a_small_one_keeps_its_link_busy_for_its_bytes_too() -> None:
@@ -145,17 +146,3 @@ def test_a_small_one_keeps_its_link_busy_for_its_bytes_too() -> None:
     pieces = (Piece(0.0, 4e-3, 0.0), Piece(1e6, 0.0, 1e-8))
     cost = replace(TWO, models={"all_reduce": LinkModel(pieces)}).cost("all_reduce", 200_000, (0, 1))
     assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, 2e-3))
-
-
-def test_kinds_that_were_not_measured_are_computed_from_others() -> None:
-    """Of a scatter between two, half the payload goes over the link, as of a broadcast of that half."""
-    cost = TWO.cost("scatter", P, (0, 1))
-    assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, P / 2 * 1e-8))
-    gathers = replace(TWO, models={"all_gather": line(1e-3, 1e-8)}).cost("all_reduce", P, (0, 1))
-    assert (gathers.latency_s, gathers.transfer_s) == pytest.approx((2e-3, P / 0.75 * 1e-8))
-
-
-def test_other_numbers_of_ranks_are_by_hops_and_bytes() -> None:
-    cost = TWO.cost("all_reduce", P, (0, 1, 2, 3))
-    assert (cost.latency_s, cost.transfer_s) == pytest.approx((3e-3, 1.5 * P * 1e-8))
-    assert TWO.cost("all_reduce", P, (0,)).transfer_s == 0

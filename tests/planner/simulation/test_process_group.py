@@ -30,14 +30,8 @@ class World:
         device, link = Device("device", "cpu", 2**30, {}, 1e9), Link("link", LATENCY, RATE)
         self.clock = Clock()
         self.issued: list[Issued] = []
-        self.network = Network(
-            Cluster(device, 2, 4, link, link, backend),
-            self.clock,
-            Costs(),
-            Streams(self.clock),
-            lambda issued, _: self.issued.append(issued),
-            Costs(),
-        )
+        cluster, costs = Cluster(device, 2, 4, link, link, backend), {"nccl": Costs(), "gloo": Costs()}
+        self.network = Network(cluster, costs, Streams(self.clock), lambda issued, _: self.issued.append(issued))
 
     def last(self) -> tuple[str, int, tuple[int, ...]]:
         return self.issued[-1].kind, self.issued[-1].payload_bytes, self.issued[-1].ranks
