@@ -174,21 +174,21 @@ class Lookup(nn.Module):
     def __init__(self, reads: str = "") -> None:
         super().__init__()
         self.reads = reads
-        self.table = nn.Embedding(30, 8)
+        self.embedding = nn.Embedding(30, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         at = (10 * x.abs()).long() % 30
         if self.reads == "checkpoint":
-            hidden = checkpoint(lambda: self.table(at).tanh().mean(1), use_reentrant=False)
+            hidden = checkpoint(lambda: self.embedding(at).tanh().mean(1), use_reentrant=False)
         else:
-            hidden = self.table(at).tanh().mean(1)
+            hidden = self.embedding(at).tanh().mean(1)
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
         if self.reads == "head":
-            scores = functional.linear(hidden, self.table.weight)
-            hidden = hidden + 0.1 * scores.softmax(-1) @ self.table.weight
+            scores = functional.linear(hidden, self.embedding.weight)
+            hidden = hidden + 0.1 * scores.softmax(-1) @ self.embedding.weight
         return answer(self.last(hidden), y)
 
 

@@ -115,12 +115,13 @@ def test_blocks_of_a_transformer() -> None:
     assert [names[id(p)] for p in after] == ["model.norm.weight", "score.weight"]
 
 
-def test_tables_are_lookups_that_nothing_else_reads() -> None:
+def test_embeddings_are_lookups_that_nothing_else_reads() -> None:
     module = build("llama")
     plans = plan_units(module, 1e9)
-    tables = find_embeddings(module, plans)
-    assert tables.modules == [module.model.embed_tokens] and tables.parameters == [module.model.embed_tokens.weight]
-    before, after = around_units(module, plans, tables.parameters)
+    embeddings = find_embeddings(module, plans)
+    assert embeddings.modules == [module.model.embed_tokens]
+    assert embeddings.parameters == [module.model.embed_tokens.weight]
+    before, after = around_units(module, plans, embeddings.parameters)
     assert not before and len(after) == 2
 
     renormed, shared, plain = nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2), nn.Embedding(3, 2)

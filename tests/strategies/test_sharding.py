@@ -147,8 +147,8 @@ def test_unusual_modules(ranks: RankPool, name: str, which: str) -> None:
     check_parity(ranks, ("sharding", name), which, [[[2, 2], [2, 2]]] * 3)
 
 
-def table_in_backward(reads: str) -> set[int]:
-    """Bytes that the table's storage has when a block's gradient is there, in all steps but the first's forward."""
+def embedding_in_backward(reads: str) -> set[int]:
+    """Bytes that the embedding's storage has when a block's gradient is there, in all steps but the first's forward."""
     module = Lookup(reads)
     strategy = make("zero3", module)
     seen: set[int] = set()
@@ -162,9 +162,9 @@ def table_in_backward(reads: str) -> set[int]:
     return seen
 
 
-def test_zero3_frees_a_table_before_backward_that_does_not_read_it(ranks: RankPool) -> None:
-    assert ranks.run(2, table_in_backward, "") == [{0}, {0}]
-    assert ranks.run(2, table_in_backward, "head") == [{4 * 30 * 8}] * 2
+def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: RankPool) -> None:
+    assert ranks.run(2, embedding_in_backward, "") == [{0}, {0}]
+    assert ranks.run(2, embedding_in_backward, "head") == [{4 * 30 * 8}] * 2
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -178,8 +178,8 @@ def test_two_runs_are_bitwise_equal(ranks: RankPool, name: str) -> None:
 
 
 def mistakes_with_zero3() -> dict[str, str]:
-    """A parameter that is written to, one whose data is replaced, and a table that backward reads in a later step only:
-    what this rank says, by what it must say."""
+    """A parameter is written to, its data is replaced, and backward reads an embedding in a later step only: what this
+    rank says, by what it must say."""
     module = build("plain")
     strategy = make("zero3", module)
     weight = module.net[0].weight

@@ -202,13 +202,13 @@ def test_a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: Choice, wh
 def refusals(choice: Choice) -> dict[str, str]:
     """What this rank says, by what it must say in it."""
     is_first, strategy = dist.get_rank() == 0, make(choice, build("plain"))
-    sparse = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
+    sparse = nn.ModuleDict({"embedding": nn.Embedding(4, 2, sparse=True)})
     batches, state = [make_batch("plain", 2, 0)], {"nothing": torch.zeros(1)}
     return {
         "no samples on ranks [1]": message_of(ValueError, strategy.forward_backward, batches if is_first else []),
         "nothing": message_of(ValueError, strategy.load_full_state_dict, state if is_first else {}),
         "between rank 0 and rank 1": message_of(UnsupportedError, make, choice, build("plain" if is_first else "tied")),
-        "embedding table has sparse gradients": message_of(ValueError, make, choice, sparse),
+        "embedding embedding has sparse gradients": message_of(ValueError, make, choice, sparse),
         "weight is complex": message_of(ValueError, make, choice, nn.Linear(2, 1, dtype=torch.complex64)),
         "no trainable parameter": message_of(ValueError, make, choice, nn.ReLU()),
     }
