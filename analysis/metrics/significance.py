@@ -8,7 +8,7 @@ further batches (Schmeiser, "Batch size effects in the analysis of simulation ou
 The batches are tested with Wilcoxon's signed-rank test. Estimate and interval are those of Hodges and Lehmann, which
 belong to this test (Hollander, Wolfe and Chicken, "Nonparametric Statistical Methods", 3rd ed., sections 3.1 to 3.3).
 In simulations with 31 pairs whose neighbours correlate by 0, 0.3 and 0.5, the test calls 5, 8 and 12 % of equal runs
-different at p <= 0.05 (tests/analysis/test_significance.py).
+different at p <= 0.05 (tests/analysis/metrics/test_significance.py).
 
 The limit: no test of two runs sees that the whole machine was slower during one of them. `benchmarks/strategies.py`
 avoids that by alternating choices inside one process group.

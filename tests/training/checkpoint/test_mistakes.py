@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.checkpoints import error_of, here, losses, train_to
 from tests.ranks import RankPool
-from tests.training.test_checkpoint_files import manifest
+from tests.training.checkpoint.test_files import manifest
 from training.checkpoint.saver import Saver
 from training.config import RunConfig
 from training.errors import UserError

@@ -13,7 +13,7 @@ from analysis.report.pages.summary import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.finding import find_windows, group_by_window
 from analysis.traces.reading import parse_trace
-from tests.analysis.test_broken_traces import NAME, steps_at
+from tests.analysis.traces.test_broken_traces import NAME, steps_at
 from tests.traces import cpu_trace, cuda_trace, event, parsed, timeline_of, write
 
 

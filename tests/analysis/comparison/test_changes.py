@@ -11,8 +11,8 @@ import pytest
 from analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding, summary
 from analysis.comparison.compare import Traced
 from analysis.traces.collectives import KINDS as LABELS
+from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.analysis.test_analysis import Cells
-from tests.analysis.test_compare import RHYTHM, timed
 from tests.in_process import compare_runs
 from tests.traces import cpu_trace, record, record_of_eight_steps, write, write_run
 

@@ -15,7 +15,7 @@ from analysis.report.pages.summary import write_summary
 from analysis.summary import analyse_window
 from analysis.traces.collectives import device_collectives, only_group
 from analysis.traces.finding import find_windows
-from tests.analysis.test_exposure import timeline
+from tests.analysis.metrics.test_exposure import timeline
 from tests.traces import cpu_trace, event, parsed, write
 
 

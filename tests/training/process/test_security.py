@@ -14,7 +14,7 @@ from training.data.hub import load_classifier, load_tokenizer
 from training.errors import UserError
 from training.process.loopback import LOOPBACK, LoopbackStore
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FORBIDDEN = {
     ("eval",),
     ("exec",),

@@ -13,7 +13,7 @@ import pytest
 from training.process import environment
 from training.process.environment import TUNABLES, VARIABLE, has_glibc, prepare_process, schedule_as_batch, scheduling
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 needs_glibc = pytest.mark.skipif(
     not has_glibc() or any(map(os.path.exists, environment.OF_GPUS)), reason="glibc, and no GPU"
 )

@@ -13,8 +13,8 @@ import pytest
 from tests.faults.scenarios import SCRIPT
 from tests.ranks import RankPool
 from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN
-from tests.training.test_checkpoint_files import manifest
-from tests.training.test_checkpoints import choices
+from tests.training.checkpoint.test_choices import choices
+from tests.training.checkpoint.test_files import manifest
 from tests.training.test_run import run_here
 from training.checkpoint.manifest import MANIFEST
 
