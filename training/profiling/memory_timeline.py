@@ -57,7 +57,7 @@ class MemoryRecorder:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._device = next(iter(strategy.trainable.values())).device
+        self._device = strategy.device
         self._moments: list[tuple[str, dict[str, int]]] = []
         self._handles: list[Any] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
