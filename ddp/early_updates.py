@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddp.buckets import Bucket
-from training.communication.verdict import norm_of, update_unless
+from training.communication.verdict import norm_of, not_finite, update_unless
 from training.errors import UnsupportedError
 from training.replicated import ReplicatedStrategy
 from training.watch.phases import phase
@@ -41,7 +41,7 @@ class EarlyUpdates:
         """
         self._look_at(bucket.flat)
         strategy = self._strategy
-        found_inf = 1.0 - self.norm().isfinite().float()
+        found_inf = not_finite(self.norm())
         received = dict(zip(strategy.trainable.values(), strategy.watch.received(), strict=True))
         parameters = [parameter for parameter in bucket.parameters if received[parameter]]
         with phase("optimizer"), only(strategy.optimizer, parameters):

@@ -122,7 +122,8 @@ def train_and_record(
                 checkpoints.after_step(result)
 
             all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), earlier)
+            on_each = so_far.following(after_step)
+            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
             checkpoints.finish()
     between_steps("evaluating")
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)

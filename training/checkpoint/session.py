@@ -127,14 +127,17 @@ class Checkpoints:
         if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
             derive_random_states(self._settings["seed"], manifest.step, self._ranks.rank)
 
+    def is_due(self, step: int) -> bool:
+        """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
+        return self._every is not None and (step % self._every == 0 or step == self._last_step)
+
     def after_step(self, result: TrainingResult) -> None:
-        """Save a checkpoint if one is due: every `--checkpoint-every` steps, and after the last step.
+        """Save a checkpoint if one is due.
 
         Raises:
             UserError: on every rank, if that failed.
         """
-        step = len(result.loss)
-        if self._saver and self._every and (step % self._every == 0 or step == self._last_step):
+        if self._saver and self.is_due(len(result.loss)):
             between_steps("saving a checkpoint")
             tensors, texts = random_states(self._ranks.device)
             tensors |= tensors_to_save(self._strategy)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 VERDICT_BYTES = 2 * 8
 """Bytes of the all-reduce, in fp64."""
 
@@ -28,7 +27,14 @@ def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.double() for norm in norms]).sum()
+    return torch.stack(norms).sum(dtype=torch.float64)
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """1.0 if one of `values` is NaN or infinite, else 0.0: an fp32 scalar on their device, by one kernel."""
+    found = torch.zeros((), device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], found, torch.ones((), device=values.device))
+    return found
 
 
 class ReadLater:
@@ -72,7 +78,7 @@ class Verdict:
         both = own.clone()
         dist.all_reduce(both, group=group)
         self.loss = both[0].float()
-        self.found_inf = 1.0 - both.isfinite().all().float()
+        self.found_inf = not_finite(both)
         self._read = ReadLater(torch.stack([both, own]))
 
     @property
