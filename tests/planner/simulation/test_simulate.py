@@ -236,7 +236,8 @@ def test_without_compute_only_communication_is_left() -> None:
     for choice, calls in (("simple_ddp", 6), ("flat_ddp", 1), ("bucket_ddp_async", 1), ("pytorch_ddp", 1)):
         whole = {"bucket_cap_mb": 25.0} if choice == "bucket_ddp_async" else {}
         step = simulated(setting(choice, **whole), seconds=0.0)
-        assert step.step_time_s == pytest.approx(gradient_seconds(calls)), choice
+        second_exchange = 2 * (16 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
+        assert step.step_time_s == pytest.approx(gradient_seconds(calls) + second_exchange), choice
         assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
 
 
@@ -250,7 +251,7 @@ def test_what_overlaps_is_hidden() -> None:
 def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
     """Gathers of the next unit and reductions of the last run beside compute; on CPU it blocks for each."""
     on_cpu, on_cuda = (simulated(setting("pytorch_zero3", "llama"), kind=kind) for kind in ("cpu", "cuda"))
-    assert on_cpu.exposed_s == pytest.approx(on_cpu.communication_s, rel=0.02), "all but the first exchange"
+    assert on_cpu.communication_s - on_cpu.exposed_s < LATENCY, "all but a part of the second exchange"
     assert on_cuda.exposed_s < 0.8 * on_cuda.communication_s
 
 
