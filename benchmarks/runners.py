@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from reference.pytorch_ddp import bucket_bytes
 from training.config import RunConfig
-from training.data.sampling import to_device
+from training.data.copies import to_device
 from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from training.communication.verdict import ReadLater
-from training.data.sampling import evaluation_batches, to_device
+from training.data.copies import to_device
+from training.data.sampling import evaluation_batches
 from training.data.workload import Workload
 from training.strategy import MicroBatch, Strategy
 from training.watch.phases import begin_step, phase

@@ -16,7 +16,8 @@ import torch
 
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
-from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
+from training.data.copies import copied_ahead
+from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
@@ -198,6 +199,13 @@ def micro_batches(
 ) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
     """For each optimizer step from `first` on: the samples in the global batch, and this rank's micro-batches on its
     device."""
+    return copied_ahead(collated(config, workload, ranks, steps, first), ranks.device)
+
+
+def collated(
+    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int
+) -> Iterator[tuple[int, Sequence[dict[str, torch.Tensor]]]]:
+    """The same on the CPU."""
     size, done = config.micro_batch_size(ranks.world_size), 0
     for epoch in range(config.epochs):
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
@@ -207,8 +215,7 @@ def micro_batches(
                 done += 1
                 continue
             mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
-            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
-            yield len(window), [to_device(batch, ranks.device) for batch in batches]
+            yield len(window), [workload.collate([workload.train[index] for index in indices]) for indices in mine]
             done += 1
 
 
