@@ -21,9 +21,12 @@ def read_no_masks() -> None:
     """Let transformers take a mask as one that hides something, and a row of a batch as one sequence, unread."""
     from transformers import masking_utils
 
-    def ignore_bidirectional(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> bool:
+    def ignore_bidirectional(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> Any:
         return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
 
-    masking_utils.fast_all = lambda tensor: False
+    def hides_something(mask: Tensor) -> Any:
+        return False
+
+    masking_utils.fast_all = hides_something
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     masking_utils._ignore_bidirectional_mask_sdpa = ignore_bidirectional
