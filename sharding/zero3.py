@@ -10,13 +10,13 @@ What happens in a step, with units 1 to n:
   whole: backward needs them first.
 - Backward. While unit i computes, unit i-1 is all-gathered again. (Unit n-1 only when unit n is through: activations
   take the most memory at the start of backward.) When all gradients of unit i are made, its parameters are freed and
-  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-1 makes its first gradient: then it
-  is waited for, and the full gradients of unit i are freed. So a rank holds the full gradients of one unit at a time.
-  The root is freed when its own gradients are made: at the start of backward, if it holds only a norm and a head.
+  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-2 makes its first gradient: then it
+  is waited for, and the full gradients of unit i are freed. To wait at unit i-1 already would save the full gradients
+  of one unit, but backward would stop whenever the link is not done yet. The root is freed when its own gradients are made: at the start of backward, if it holds only a norm and a head.
 - Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
-one; at its start also the root.
+two; at its start also the root.
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
 elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
@@ -158,7 +158,7 @@ class Zero3(ShardedStrategy):
     def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, _: Tensor) -> None:
         reduction = self.schedule.reduction_of(bucket)
         if all(other.full is None for other in reduction.buckets):  # the unit's first gradient:
-            self.schedule.finish_reductions()  # the full gradients of the unit before make room for its own
+            self.schedule.make_room()
         bucket.place(slot)
         bucket.missing -= 1
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):

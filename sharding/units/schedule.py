@@ -19,6 +19,10 @@ from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.units.execution_order import AgreedOrder
 from sharding.units.unit import Unit
 
+IN_FLIGHT = 2
+"""Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a
+reduction takes longer than the time until the next unit's first gradient."""
+
 
 class Unshard(NamedTuple):
     """All-gather a unit's parameters."""
@@ -39,7 +43,7 @@ class Schedule:
     Attributes:
         units: All but the root and the embeddings, each once, in the order of their first use.
         keeps_root: The root stays whole after backward, because another micro-batch follows.
-        in_flight: The gradients that are being reduced.
+        in_flight: The gradients that are being reduced, oldest first: those of one action together.
     """
 
     def __init__(self, root: Unit, embeddings: Unit, units: Sequence[Unit]) -> None:
@@ -60,7 +64,7 @@ class Schedule:
         return self._runs[-1] if self._runs else None
 
     def begin_forward(self) -> None:
-        self.in_flight: list[ShardedGradientBucket] = []  # all are finished, or the step was abandoned
+        self.in_flight: list[tuple[ShardedGradientBucket, ...]] = []  # all finished, or the step was abandoned
         self._begin([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
 
     def begin_backward(self) -> None:
@@ -111,12 +115,12 @@ class Schedule:
         if isinstance(action, Unshard):
             action.unit.unshard()
             return
-        self.finish_reductions()
+        self.make_room()
         if action.unit is not self.root or self._root_is_done():
             action.unit.reshard()
         for bucket in action.buckets:
             bucket.start_reduction()
-        self.in_flight = list(action.buckets)
+        self.in_flight.append(action.buckets)
 
     def unshard(self, unit: Unit) -> None:
         """Issue the all-gather of `unit` and all actions before it, unless it is issued already.
@@ -143,11 +147,15 @@ class Schedule:
         while self._rest:
             self.issue_next()
 
-    def finish_reductions(self) -> None:
-        """Wait for the reduce-scatters in flight, and free their full gradients."""
-        for bucket in self.in_flight:
-            bucket.finish_reduction()
-        self.in_flight = []
+    def make_room(self) -> None:
+        """Wait until another unit's gradients may be made: fewer than `IN_FLIGHT` units' are on their way."""
+        self.finish_reductions(IN_FLIGHT - 1)
+
+    def finish_reductions(self, left: int = 0) -> None:
+        """Wait for the oldest reduce-scatters until those of `left` actions are in flight. Free their full gradients."""
+        while len(self.in_flight) > left:
+            for bucket in self.in_flight.pop(0):
+                bucket.finish_reduction()
 
     def _root_is_done(self) -> bool:
         """Whether backward is through with the root: all its gradients are made.

@@ -115,7 +115,7 @@ def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
 
     def look(*_: object) -> None:
         full.append(sum(flat.full.untyped_storage().nbytes() for flat in strategy.flats))
-        received = sum(flat.full_bytes for b in strategy.schedule.in_flight if b.in_flight for flat in [b.flat])
+        received = sum(b.flat.full_bytes for buckets in strategy.schedule.in_flight for b in buckets if b.in_flight)
         held.append(sum(strategy.memory_breakdown().values()) + received // 2)  # what a scatter of two ranks receives
 
     for layer in module.modules():

@@ -1,4 +1,4 @@
-"""In which order batches are copied and waited for. Streams and events of a pretended device write down what is asked."""
+"""In which order batches are copied and waited for: the streams of a pretended device write down what is asked."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -27,6 +27,6 @@ def read_no_masks() -> None:
     def hides_something(mask: Tensor) -> Any:
         return False
 
-    masking_utils.fast_all = hides_something
+    masking_utils.fast_all = hides_something  # type: ignore[assignment]
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     masking_utils._ignore_bidirectional_mask_sdpa = ignore_bidirectional
