@@ -99,7 +99,7 @@ class DeepSpeedZero(Strategy):
         }
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
         self.engine.set_gradient_accumulation_boundary(True)
 
     def forward(self, micro_batch: MicroBatch) -> Any:

@@ -86,7 +86,7 @@ class FSDP2(Strategy):
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
 
     def forward(self, micro_batch: MicroBatch) -> Any:
         self._has_run = True

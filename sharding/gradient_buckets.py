@@ -103,7 +103,8 @@ class ShardedGradientBucket(GradientBucket):
         else:
             if self.full is None:
                 self.full, self._may_free = torch.empty_like(self.flat.full), True
-            self.flat.layout.view(self.full, slot).copy_(gradient)
+                self._places = self.flat.layout.cut(self.full)
+            self._places[slot].copy_(gradient.reshape(-1))
         self._placed.add(slot)
 
     def start_reduction(self) -> None:

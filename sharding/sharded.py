@@ -51,7 +51,7 @@ class ShardedStrategy(Strategy):
         return make_optimizer(list(pieces.values()) or [{"params": []}])
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""

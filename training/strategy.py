@@ -104,6 +104,7 @@ class Strategy(ABC):
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         self.device = next(module.parameters()).device
+        self._modules = list(module.modules())
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
         self._latest_step: tuple[Verdict, Sequence[MicroBatch]] | None = None
@@ -219,6 +220,11 @@ class Strategy(ABC):
         if self._announced is not None:
             _, work = self._announced
             work.wait()
+
+    def buffers(self) -> list[Tensor]:
+        """Those of all modules, each once. `module.buffers()` would walk the whole tree of modules in every step."""
+        found = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
+        return list(dict.fromkeys(found))
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds parameters at this moment."""

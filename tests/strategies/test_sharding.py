@@ -134,7 +134,7 @@ def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int
     for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
         assert (root, block) == (4 * (6 * 20 + 20 + 20 + 1 + 1), 4 * (20 * 20 + 20)), "with an element of padding"
         assert root + block < full <= root + 2 * block
-        assert beyond_rest <= root + 6 * block, "parameters of two; gradients of two with the sum and what a scatter receives"
+        assert beyond_rest <= root + 6 * block, "of two: parameters, gradients, their sum with what is received"
         assert left == 0
 
 
