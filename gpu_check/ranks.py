@@ -52,8 +52,9 @@ def main() -> None:
 def make(name: str, module: nn.Module) -> Strategy:
     """A choice with AdamW. Buckets hold a few parameters each, as those of a large model do."""
     registry = next(registry for registry in REGISTRIES if name in registry.names)
-    small = {"bucket_cap_mb": 0.01} if name in ("bucket_ddp_async", "baseline") else {}
-    return registry.load(name)(module, make_optimizer, StrategyOptions(**small))
+    in_buckets = name in ("bucket_ddp_async", "baseline")
+    options = StrategyOptions(bucket_cap_mb=0.01) if in_buckets else StrategyOptions()
+    return registry.load(name)(module, make_optimizer, options)
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -115,7 +116,7 @@ def waits(names: list[str], ranks: Ranks) -> dict[str, Any]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("always")
-                warnings.showwarning = note
+                warnings.showwarning = note  # type: ignore[assignment]
                 strategy.zero_grad()
                 strategy.forward_backward(step[1])
                 strategy.step()

@@ -1,9 +1,10 @@
 """What is measured: the link, the sweeps, the planner's error, and hand-written choices beside their originals."""
 
 import csv
+import re
 from pathlib import Path
 
-from gpu_check.parts import FAIL, MEASURED, PASS, Machine, Verdict
+from gpu_check.parts import FAIL, MEASURED, PASS, Broken, Machine, Verdict
 
 PAIRS = {"bucket_ddp_async": "pytorch_ddp", "zero1": "pytorch_zero1", "zero3": "pytorch_zero3"}
 """Hand-written choices and their originals."""
@@ -37,7 +38,7 @@ def curve(machine: Machine) -> Verdict:
         machine.run_well(f"all-reduce {backend}", command, limit_s=240)
         for row in rows_of(next(folder.glob("reports/collectives/*_ranks.csv"))):
             found = {"backend": backend, "size, bytes": row["size_bytes"], "median, us": shown(row["p50_us"])}
-            rows.append(found | {"bus bandwidth, GB/s": row["busbw_gb_per_s"]})
+            rows.append(found | {"bus bandwidth, GB/s": f"{float(row['busbw_gb_per_s']):.2f}"})
     best = {b: max(float(r["bus bandwidth, GB/s"]) for r in rows if r["backend"] == b) for b in machine.backends}
     return Verdict(MEASURED, "; ".join(f"{name}: up to {rate:.1f} GB/s" for name, rate in best.items()), rows)
 
@@ -49,7 +50,7 @@ def sweep_sample(machine: Machine) -> Verdict:
 
 
 def sweep_llm(machine: Machine) -> Verdict:
-    """Both sweeps on SmolLM2-360M's architecture in bf16."""
+    """Both sweeps on SmolLM2-360M's architecture in bf16; without GPUs the sharded one, on a small model."""
     if machine.has_gpus:
         flags = ["--workload", "smollm2-360m", "--max-steps", "20", "--global-batch-size", str(4 * machine.ranks)]
     else:
@@ -61,12 +62,13 @@ def sweeps(machine: Machine, name: str, flags: list[str]) -> Verdict:
     """Both sweeps with these flags: all choices run, and traffic and memory are what each one announced."""
     folder, rows = machine.folder / f"sweep {name}", []
     failed = []
-    for family, reports in REPORTS.items():
+    families = ["sharding"] if machine.is_quick and name == "bf16" else list(REPORTS)
+    for family in families:
         command = ["scripts/sweep.py", family, str(machine.ranks), "--output-dir", str(folder), *flags]
         done = machine.run(f"sweep {name} {family}", command, limit_s=900)
         if done.returncode != 0:
             failed.append(f"{family}: exit code {done.returncode}; see sweep {name} {family}.txt")
-        table = folder / reports / "compare.csv"
+        table = folder / REPORTS[family] / "compare.csv"
         for row in rows_of(table) if table.exists() else []:
             failures = int(float(row["audit_failures"] or 0))
             rows.append(
@@ -88,12 +90,25 @@ def sweeps(machine: Machine, name: str, flags: list[str]) -> Verdict:
 def planner(machine: Machine) -> Verdict:
     """Step times that the planner predicts from one recorded run of the sweep, against those that were measured."""
     folder = machine.found.get("sweep sample") or machine.folder / "sweep sample"
+    measured = {
+        row["choice"]: float(row["step_time_ms_median"])
+        for reports in REPORTS.values()
+        for row in rows_of(folder / reports / "compare.csv")
+        if row["step_time_ms_median"]
+    }
     rows = []
     for choice in ("simple_ddp", "bucket_ddp_async", "zero1", "zero3"):
-        flags = ["scripts/plan.py", "what-if", str(folder / "profile" / "simple_ddp_ga"), "--choice", choice]
-        text = machine.run_well(f"planner {choice}", flags, limit_s=200)
-        rows.append({"choice": choice, "planner": text.strip().splitlines()[-1]})
-    return Verdict(MEASURED, f"{len(rows)} predictions beside what was measured", rows)
+        command = ["scripts/plan.py", "what-if", str(folder / "profile" / "simple_ddp_ga"), "--choice", choice]
+        text = machine.run_well(f"planner {choice}", command, limit_s=200)
+        found = re.search(rf"predicted, {choice}: ([\d.]+) ms a step", text)
+        if found is None or choice not in measured:
+            raise Broken(f"no prediction or no measurement of {choice}; see planner {choice}.txt")
+        predicted = float(found[1])
+        error = f"{100 * (predicted / measured[choice] - 1):+.0f} %"
+        times = {"predicted, ms": f"{predicted:.1f}", "measured, ms": f"{measured[choice]:.1f}"}
+        rows.append({"choice": choice, **times, "error": error})
+    line = ", ".join(f"{row['choice']} {row['error']}" for row in rows)
+    return Verdict(MEASURED, f"step times predicted from one recorded run: {line}", rows)
 
 
 def beside_originals(machine: Machine) -> Verdict:

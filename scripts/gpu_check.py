@@ -76,10 +76,11 @@ def check(machine: Machine, parts: list[Part]) -> int:
         colour = {FAIL: "red", SKIPPED: "yellow"}.get(verdict.how, "green")
         seconds = time.monotonic() - start
         console.print(f"[{colour}]{verdict.how:<9}[/] {part.name:<12} {seconds:5.0f} s  ", end="")
-        console.print(verdict.line, markup=False)
+        console.print(verdict.line, markup=False, soft_wrap=True)
         report.write_text(page(machine, verdicts, (time.monotonic() - began) / 60))
     failed = [name for name, verdict in verdicts.items() if verdict.how == FAIL]
-    console.print(f"\n{report}" + (f": {', '.join(failed)} failed; send the folder as an issue" if failed else ""))
+    advice = f": {', '.join(failed)} failed; send the folder as an issue" if failed else ""
+    console.print(f"\n{report}{advice}", markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
