@@ -1,0 +1,117 @@
+"""Runs steps of a strategy on the pretended device, and says what was seen."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddp
+import sharding
+from planner.simulation.process_group import default_group
+from stream_checker.device import Device, pretended_device
+from stream_checker.group import CONFIG, CheckedGroup
+from training.config import StrategyOptions
+from training.loop import Unwatched, train
+from training.strategy import Strategy
+
+RANKS, STEPS = 4, 2
+REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Seen:
+    """What a strategy does in a step, mean over `STEPS` of them.
+
+    Attributes:
+        races: How often each race was found, in all steps.
+        host_waits: By place, how often the host waited for the device, in all steps.
+        stream_waits: How often a stream waited for a collective.
+        copied_bytes: Bytes written by operators that only copy, those of the model among them.
+        losses: Of all steps.
+    """
+
+    races: Counter[str] = field(default_factory=Counter)
+    host_waits: Counter[str] = field(default_factory=Counter)
+    launches: float = 0.0
+    collectives: float = 0.0
+    stream_waits: float = 0.0
+    copied_bytes: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+
+def check(
+    choice: str,
+    make_module: Callable[[], nn.Module],
+    make_batch: Callable[[int], Batch],
+    micro_batches: int = 1,
+    options: StrategyOptions | None = None,
+    clip_grad_norm: float | None = None,
+    is_late: bool = True,
+    before: Callable[[Strategy, CheckedGroup], None] = lambda strategy, group: None,
+) -> Seen:
+    """Train a few steps of `choice` as rank 0 of `RANKS`, and hold every access to memory against the others.
+
+    Args:
+        make_batch: Makes a micro-batch from a seed.
+        is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
+        before: Runs before the recorded steps, when the strategy has settled.
+    """
+    device, groups = Device(), list[CheckedGroup]()
+
+    def make_group(name: str) -> CheckedGroup:
+        groups.append(CheckedGroup(device, 0, RANKS, is_late, name))
+        return groups[0]
+
+    with default_group(make_group, RANKS, CONFIG) as group, pretended_device(device):
+        registry = next(registry for registry in REGISTRIES if choice in registry.names)
+        strategy = registry.load(choice)(make_module(), adamw, options or StrategyOptions())
+        batches = [make_batch(index) for index in range(micro_batches)]
+        step = (RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
+
+        def run(steps: int) -> list[float]:
+            return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
+
+        run(max(2, strategy.settling_steps))
+        before(strategy, group)
+        device.is_recording = True
+        losses = run(STEPS)
+        strategy.finish_communication()
+        device.is_recording = False
+        return seen_by(device, group, losses)
+
+
+def seen_by(device: Device, group: CheckedGroup, losses: Sequence[float]) -> Seen:
+    return Seen(
+        device.memory.races,
+        device.waits,
+        device.launches / STEPS,
+        group.collectives / STEPS,
+        group.waits / STEPS,
+        device.copied_bytes / STEPS,
+        list(losses),
+    )
+
+
+def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Seen:
+    """The same of a loop on one device, for comparison."""
+    device = Device()
+    with pretended_device(device):
+        module = make_module()
+        optimizer = adamw(module.parameters())
+        batches = [make_batch(index) for index in range(micro_batches)]
+        for step in range(2 + STEPS):
+            device.is_recording = step >= 2
+            optimizer.zero_grad()
+            for batch in batches:
+                (module(**batch).loss / micro_batches).backward()
+            optimizer.step()
+        return Seen(device.memory.races, device.waits, device.launches / STEPS, copied_bytes=device.copied_bytes / STEPS)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
