@@ -49,6 +49,7 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, cho
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, choice)
     assert record["world_size"] == 2 and record["choice"] == choice and record["backend"] == "gloo"
+    assert record["backend_class"] == "ProcessGroupGloo"
     assert len(record["step_time_s"]) == len(record["train_loss"]) == 5  # 40 samples in batches of 8
     assert [seconds is None for seconds in record["step_time_s"]] == [False, True, True, True, True]
     assert record["eval"]["samples"] == 13 and record["eval"]["accuracy"] is None
