@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
@@ -182,13 +183,20 @@ def planned_steps(config: RunConfig, samples: int) -> int:
     return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
 
 
-def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy_class: type[Strategy]) -> Strategy:
-    """The strategy over the workload's model."""
+def build_strategy(
+    config: RunConfig,
+    workload: Workload,
+    ranks: Ranks,
+    strategy_class: type[Strategy],
+    group: dist.ProcessGroup | None = None,
+) -> Strategy:
+    """The strategy over the workload's model. `group`: its ranks (default: all)."""
     learning_rate = config.lr or workload.learning_rate
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
         config.strategy_options(),
+        group,
     )
 
 

@@ -105,8 +105,9 @@ def comparison_page(compared: Compared) -> str:
     classes = listed([next(iter(group.values()))["backend_class"] for group in by_class(compared.records)])
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
-        f"over {first['backend']} ({classes}) on {first['device_name']}; global batch {config['global_batch_size']} samples in "
-        f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
+        f"over {first['backend']} ({classes}) on {first['device_name']}; "
+        f"global batch {config['global_batch_size']} samples in {config['grad_accum_steps']} micro-batches a rank, "
+        f"{config['precision']}.",
     ]
     lines += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
     if len(compared.groups) > 1:
