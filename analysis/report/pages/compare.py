@@ -124,7 +124,7 @@ def comparison_page(compared: Compared) -> str:
         )
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
-        fairness_section(compared.differences, "choice"),
+        fairness_section(compared.differences, "choice", [BACKEND_CLASS] if len(compared.groups) > 1 else []),
         conclusion_section(compared),
         Section(
             "Step time",
