@@ -110,7 +110,9 @@ def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int],
             for batch in batches:
                 (module(**batch).loss / micro_batches).backward()
             optimizer.step()
-        return Seen(device.memory.races, device.waits, device.launches / STEPS, copied_bytes=device.copied_bytes / STEPS)
+        return Seen(
+            device.memory.races, device.waits, device.launches / STEPS, copied_bytes=device.copied_bytes / STEPS
+        )
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -29,7 +29,9 @@ class Flight(dist._Work):
         arrive: Puts the results where they belong; None if they are there.
     """
 
-    def __init__(self, group: "CheckedGroup", stream: Stream, tensors: Sequence[Tensor], arrive: Callable[[], None]) -> None:
+    def __init__(
+        self, group: "CheckedGroup", stream: Stream, tensors: Sequence[Tensor], arrive: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._group, self._tensors, self._arrive = group, list(tensors), arrive
         self._outputs = list(tensors)
@@ -177,4 +179,3 @@ class CheckedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Flight:
         return self._issue("barrier", [], [], opts, list)
-

@@ -82,7 +82,9 @@ class Memory:
         self._alive: dict[int, StorageWeakRef] = {}
         self._owner: dict[int, Stream] = {}
 
-    def access(self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: Callable[[], str]) -> None:
+    def access(
+        self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: Callable[[], str]
+    ) -> None:
         """Work in `stream` that reads and writes these tensors."""
         number = stream.tick()
         for tensors, writing in ((reads, False), (writes, True)):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
@@ -60,7 +61,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
-        line = f"error: {config.choice}: {error}"
+        line = f"error: {config.label}: {error}"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
         prints = not error.is_said and (is_first_here or isinstance(error, OneRankError))
         tell_torchrun(line, time.time() + (not prints))  # torchrun shows the earliest: the line that is printed
@@ -115,7 +116,7 @@ def train_and_record(
             config = so_far.config = replace(config, no_profile=True)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
-            training_progress(config.choice, steps, ranks.is_main) as on_step,
+            training_progress(config.label, steps, ranks.is_main) as on_step,
         ):
 
             def after_step(result: TrainingResult) -> None:
@@ -141,8 +142,8 @@ def train_and_record(
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
         for note in strategy.notes:
-            print(f"{config.choice}: {note}", flush=True)
-        print(summary_line(record, str(path)), flush=True)
+            print(f"{config.label}: {note}", flush=True)
+        print(summary_line(config.label, record, str(path)), flush=True)
 
 
 def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
@@ -184,13 +185,20 @@ def planned_steps(config: RunConfig, samples: int) -> int:
     return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
 
 
-def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy_class: type[Strategy]) -> Strategy:
-    """The strategy over the workload's model."""
+def build_strategy(
+    config: RunConfig,
+    workload: Workload,
+    ranks: Ranks,
+    strategy_class: type[Strategy],
+    group: dist.ProcessGroup | None = None,
+) -> Strategy:
+    """The strategy over the workload's model. `group`: its ranks (default: all)."""
     learning_rate = config.lr or workload.learning_rate
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
         config.strategy_options(),
+        group,
     )
 
 
@@ -237,10 +245,10 @@ def require_written(profiler: WindowProfiler) -> None:
         raise UserError(profiler.write_problem)
 
 
-def summary_line(record: dict[str, Any], path: str) -> str:
+def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     """One line on how the run went."""
     evaluation, median = record["eval"], record["step_time_median_s"]
-    parts = [f"{record['choice']}: done"]
+    parts = [f"{label}: done"]
     if median is not None:
         parts.append(f"median step {median * 1000:.0f} ms")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")

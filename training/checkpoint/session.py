@@ -56,7 +56,7 @@ class Checkpoints:
             self._saver = Saver(checkpoint_folder(config), ranks, config.checkpoint_async, config.keep_last)
         if ranks.is_main and self.origin:
             for problem in self.origin.skipped.values():
-                print(f"{config.choice}: skipped: {problem}", flush=True)
+                print(f"{config.label}: skipped: {problem}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
         """Check that the checkpoint is not behind the end of the run. If it is at the end, only the evaluation is left.
@@ -104,7 +104,7 @@ class Checkpoints:
         strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         if self._ranks.is_main:
-            print(f"{config.choice}: resumes after step {self.done} from {self.origin.path}", flush=True)
+            print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
             strategy.notes.append(
