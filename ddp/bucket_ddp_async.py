@@ -84,7 +84,7 @@ class BucketDDP(ReplicatedStrategy):
             self._start(bucket)
         updates_early = self.options.overlap_optimizer and not (self.fitted.is_watching or self.watch.inspects)
         for bucket in self.buckets:  # while the later ones are in flight
-            bucket.work.wait()
+            bucket.wait()
             self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
 
     def norm_of_share(self) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp
@@ -15,6 +14,7 @@ from planner.simulation.process_group import default_group
 from stream_checker.device import Device, pretended_device
 from stream_checker.group import CONFIG, CheckedGroup
 from training.config import StrategyOptions
+from training.data.masks import read_no_masks
 from training.loop import Unwatched, train
 from training.strategy import Strategy
 
@@ -52,20 +52,20 @@ def check(
     options: StrategyOptions | None = None,
     clip_grad_norm: float | None = None,
     is_late: bool = True,
-    before: Callable[[Strategy, CheckedGroup], None] = lambda strategy, group: None,
+    also: Callable[[Strategy], None] = lambda strategy: None,
 ) -> Seen:
     """Train a few steps of `choice` as rank 0 of `RANKS`, and hold every access to memory against the others.
 
     Args:
         make_batch: Makes a micro-batch from a seed.
         is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
-        before: Runs before the recorded steps, when the strategy has settled.
+        also: Something else to do with the strategy, between the first recorded step and the others.
     """
-    device, groups = Device(), list[CheckedGroup]()
+    read_no_masks()
+    device = Device()
 
     def make_group(name: str) -> CheckedGroup:
-        groups.append(CheckedGroup(device, 0, RANKS, is_late, name))
-        return groups[0]
+        return CheckedGroup(device, 0, RANKS, is_late, name)
 
     with default_group(make_group, RANKS, CONFIG) as group, pretended_device(device):
         registry = next(registry for registry in REGISTRIES if choice in registry.names)
@@ -77,9 +77,10 @@ def check(
             return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
 
         run(max(2, strategy.settling_steps))
-        before(strategy, group)
         device.is_recording = True
-        losses = run(STEPS)
+        losses = run(1)
+        also(strategy)
+        losses += run(STEPS - 1)
         strategy.finish_communication()
         device.is_recording = False
         return seen_by(device, group, losses)
@@ -110,9 +111,8 @@ def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int],
             for batch in batches:
                 (module(**batch).loss / micro_batches).backward()
             optimizer.step()
-        return Seen(
-            device.memory.races, device.waits, device.launches / STEPS, copied_bytes=device.copied_bytes / STEPS
-        )
+        copied = device.copied_bytes / STEPS
+        return Seen(device.memory.races, device.waits, device.launches / STEPS, copied_bytes=copied)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,10 +54,10 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.is_recording or func.namespace != "aten" or FakeTensor in types:
+            return func(*args, **kwargs)
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor calls the operators on its own part
-        if not self.is_recording or func.namespace != "aten":
-            return func(*args, **kwargs)
         name = func._schema.name
         inputs = tensors_in((*args, *kwargs.values()))
         if inputs and all(map(self._is_of_host, inputs)):
@@ -74,6 +75,7 @@ class Device(TorchDispatchMode):
         if not is_view(func):
             made = [tensor for tensor in tensors_in(answer) if all(tensor is not old for old in (*reads, *writes))]
             if made:
+                self.memory.allocated(self.current)
                 self._record(name, [], made, launches=not (reads or writes))
             self.launches += 1
             if name in COPIES:
@@ -104,6 +106,20 @@ class Device(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+
+class DeviceEvent(Event):
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def record(self, stream: Stream | None = None) -> None:
+        (stream or self._device.current).record_event(self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._device.current).wait_event(self)
 
 
 def is_view(func: Any) -> bool:
@@ -166,12 +182,14 @@ def pretended_device(device: Device) -> Iterator[None]:
 
     def resize(storage: UntypedStorage, size: int) -> Any:
         if device.is_recording and size < storage.nbytes():
-            device.memory.free(storage, device.current, f"resize_({size}) at {place()}")
+            device.memory.free(storage, f"resize_({size}) at {place()}")
+        if device.is_recording and size > storage.nbytes():
+            device.memory.allocated(device.current)
         return plain_resize(storage, size)
 
     streams = {
         "Stream": device.new_stream,
-        "Event": lambda *_, **__: Event(),
+        "Event": lambda *_, **__: DeviceEvent(device),
         "current_stream": lambda device_=None: device.current,
         "stream": device.switch,
     }

@@ -2,8 +2,9 @@
 """A process group as NCCL's is: a collective runs on a stream of the group, and to wait for it only orders streams.
 
 Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, and a gathered tensor repeats
-this rank's part. Torch 2.15's `nccl` is the model (docs/cuda.md): synchronous collectives run on the current stream, and
-`get_future` makes the current stream wait.
+this rank's part. Torch 2.15's `nccl` is the model (docs/cuda.md): synchronous collectives run on the current stream,
+`get_future` makes the current stream wait, and a collective keeps its inputs alive until it is waited for; its outputs
+live as long as its handle.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +24,23 @@ CONFIG = "cpu:nccl"
 
 
 class Flight(dist._Work):
-    """A collective under way. As nccl2's handle it holds the tensors until it is waited for.
+    """A collective under way.
 
     Args:
         arrive: Puts the results where they belong; None if they are there.
     """
 
     def __init__(
-        self, group: "CheckedGroup", stream: Stream, tensors: Sequence[Tensor], arrive: Callable[[], None]
+        self,
+        group: "CheckedGroup",
+        stream: Stream,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        arrive: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._group, self._tensors, self._arrive = group, list(tensors), arrive
-        self._outputs = list(tensors)
+        self._group, self._inputs, self._outputs, self._arrive = group, inputs, list(outputs), arrive
+        group.inputs.append(inputs)
         self._end = stream.record_event()
         self._is_waited_for = False
 
@@ -44,10 +50,10 @@ class Flight(dist._Work):
         if not self._is_waited_for:
             self._is_waited_for = True
             self._group.waits += device.is_recording
-            self._group.in_flight.discard(self)
+            self._group.inputs = [one for one in self._group.inputs if one is not self._inputs]
             with device.on_host():
-                self._arrive()
-        self._tensors = []
+                if self._arrive is not None:
+                    self._arrive()
         return True
 
     def synchronize(self) -> None:
@@ -65,12 +71,6 @@ class Flight(dist._Work):
         done.set_result(self._outputs)
         return done
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 class CheckedGroup(dist.ProcessGroup):
     """See the module's docstring.
@@ -81,7 +81,7 @@ class CheckedGroup(dist.ProcessGroup):
     Attributes:
         collectives: How many were issued while the device records.
         waits: How often a stream was made to wait for one.
-        in_flight: Those that nobody has waited for.
+        inputs: Of the collectives that nobody has waited for.
     """
 
     def __init__(self, device: Device, rank: int, size: int, is_late: bool, name: str) -> None:
@@ -90,7 +90,7 @@ class CheckedGroup(dist.ProcessGroup):
         self.device, self.is_late = device, is_late
         self.stream = Stream(f"stream of group {name}")
         self.collectives = self.waits = 0
-        self.in_flight: set[Flight] = set()
+        self.inputs: list[Sequence[Tensor]] = []
 
     @property
     def group_name(self) -> str:
@@ -143,15 +143,13 @@ class CheckedGroup(dist.ProcessGroup):
         else:
             with device.on_host():
                 arrive()
-        flight = Flight(self, stream, [*inputs, *outputs], arrive if self.is_late else lambda: None)
-        self.in_flight.add(flight)
-        return flight
+        return Flight(self, stream, inputs, outputs, arrive if self.is_late else None)
 
     def _arrived(self, outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Flight:
         with self.device.on_host():
             for output, value in zip(outputs, values, strict=True):
                 output.copy_(value.view_as(output))
-        return Flight(self, self.device.current, outputs, lambda: None)
+        return Flight(self, self.device.current, (), outputs)
 
     def _sum(self, tensor: Tensor, opts: Any) -> Tensor:
         """Over ranks that all hold the same."""

@@ -81,6 +81,7 @@ class Memory:
         self._accesses: dict[int, list[Access]] = {}
         self._alive: dict[int, StorageWeakRef] = {}
         self._owner: dict[int, Stream] = {}
+        self._freed: dict[str, list[tuple[str, Access]]] = {}  # by stream: what it does not know of freed memory
 
     def access(
         self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: Callable[[], str]
@@ -110,24 +111,31 @@ class Memory:
             known[:] = [o for o in known if (o.stream, o.start, o.end, o.writes) != (stream.name, start, end, False)]
         known.append(Access(stream.name, number, start, end, writes, what()))
 
-    def free(self, storage: UntypedStorage, stream: Stream, what: str) -> None:
-        """Its memory goes back to the allocator now, which may give it to the next tensor of its stream at once.
+    def free(self, storage: UntypedStorage, what: str) -> None:
+        """Its memory goes back to the allocator now, to the pool of the stream that it was allocated in."""
+        self._forget(storage._cdata, what)
 
-        So that stream must know of all accesses by others.
+    def allocated(self, stream: Stream) -> None:
+        """A tensor gets memory in `stream`: perhaps what was freed in it, at once, as torch's caching allocator does.
+
+        So the stream must know by now of what other streams did there.
         """
-        self._forget(storage._cdata, stream, what)
+        for what, old in self._freed.pop(stream.name, ()):
+            if stream.clock[old.stream] < old.number:
+                self.races[f"{what} lets a new tensor have what {old.what} {verb(old)}"] += 1
 
     def look_for_freed(self) -> None:
         """Find storages that Python has let go."""
         for key in [key for key, reference in self._alive.items() if reference.expired()]:
-            self._forget(key, self._owner[key], "the end of its last tensor")
+            self._forget(key, "the end of its last tensor")
 
-    def _forget(self, key: int, stream: Stream, what: str) -> None:
-        for old in self._accesses.pop(key, ()):
-            if old.stream != stream.name and stream.clock[old.stream] < old.number:
-                self._race(f"{what} frees what {old.what} {verb(old)}")
+    def _forget(self, key: int, what: str) -> None:
+        owner = self._owner.pop(key, None)
+        accesses = self._accesses.pop(key, ())
         self._alive.pop(key, None)
-        self._owner.pop(key, None)
+        if owner is not None:
+            unknown = [(what, old) for old in accesses if owner.clock[old.stream] < old.number]
+            self._freed.setdefault(owner.name, []).extend(unknown)
 
     def _race(self, text: str) -> None:
         self.races[text] += 1
