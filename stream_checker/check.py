@@ -1,7 +1,7 @@
 """Runs steps of a strategy on the pretended device, and says what was seen."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Seen:
     Attributes:
         races: How often each race was found, in all steps.
         host_waits: By place, how often the host waited for the device, in all steps.
-        stream_waits: How often a stream waited for a collective.
+        waits_in_backward: How often a stream waited for a collective in backward, where it could compute.
         copied_bytes: Bytes written by operators that only copy, those of the model among them.
         losses: Of all steps.
     """
@@ -39,7 +39,7 @@ class Seen:
     host_waits: Counter[str] = field(default_factory=Counter)
     launches: float = 0.0
     collectives: float = 0.0
-    stream_waits: float = 0.0
+    waits_in_backward: float = 0.0
     copied_bytes: float = 0.0
     losses: list[float] = field(default_factory=list)
 
@@ -77,25 +77,39 @@ def check(
             return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
 
         run(max(2, strategy.settling_steps))
+        waits = waits_in_backward(strategy, group)
         device.is_recording = True
         losses = run(1)
         also(strategy)
         losses += run(STEPS - 1)
         strategy.finish_communication()
         device.is_recording = False
-        return seen_by(device, group, losses)
+        return Seen(
+            device.memory.races,
+            device.waits,
+            device.launches / STEPS,
+            group.collectives / STEPS,
+            sum(waits) / STEPS,
+            device.copied_bytes / STEPS,
+            losses,
+        )
 
 
-def seen_by(device: Device, group: CheckedGroup, losses: Sequence[float]) -> Seen:
-    return Seen(
-        device.memory.races,
-        device.waits,
-        device.launches / STEPS,
-        group.collectives / STEPS,
-        group.waits / STEPS,
-        device.copied_bytes / STEPS,
-        list(losses),
-    )
+def waits_in_backward(strategy: Strategy, group: CheckedGroup) -> list[int]:
+    """From now on, how often a stream waited in each backward pass."""
+    found: list[int] = []
+    before, after = strategy.before_backward, strategy.after_backward
+
+    def begin() -> None:
+        before()
+        found.append(-group.waits)
+
+    def end() -> None:
+        found.append(group.waits)
+        after()
+
+    strategy.before_backward, strategy.after_backward = begin, end  # type: ignore[method-assign]
+    return found
 
 
 def plain_loop(make_module: Callable[[], nn.Module], make_batch: Callable[[int], Batch], micro_batches: int) -> Seen:

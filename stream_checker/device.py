@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN = (str(ROOT / "stream_checker"), str(ROOT / ".venv"))
 WAITING = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"))
 """Operators whose answer the host needs, so it waits until the device has come so far."""
-COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::clone", "aten::chunk_cat"))
+COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::clone")) | frozenset(
+    ("fsdp::chunk_cat", "fsdp::split_with_sizes_copy", "fsdp::all_gather_copy_in")
+)
 
 
 class Device(TorchDispatchMode):
@@ -54,7 +56,7 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_recording or func.namespace != "aten" or FakeTensor in types:
+        if not self.is_recording or func.namespace not in ("aten", "fsdp") or FakeTensor in types:
             return func(*args, **kwargs)
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor calls the operators on its own part

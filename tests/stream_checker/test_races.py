@@ -9,7 +9,11 @@ from torch import nn
 
 import ddp
 import sharding
+from gpu_check.parts import ROOT
+from scripts import check_streams
 from stream_checker.check import Seen, check
+from stream_checker.order import Memory, Stream
+from tests.in_process import run_in_process
 from tests.models import build, make_batch
 from tests.stream_checker.planted import PLANTED, Planted
 from training.config import StrategyOptions
@@ -94,3 +98,73 @@ def test_a_planted_race_is_found(planted: Planted) -> None:
 
 def test_at_least_twelve_are_planted() -> None:
     assert len(PLANTED) >= 12 and len({one.what for one in PLANTED}) == len(PLANTED)
+
+
+def test_the_table_in_the_docs() -> None:
+    done = run_in_process(check_streams, "--markdown")
+    text = (ROOT / "docs" / "streams.md").read_text()
+    assert done.returncode == 0
+    assert done.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
+
+
+def test_the_command_tells_of_a_race() -> None:
+    planted = next(one for one in PLANTED if one.choice == "zero3")
+    with planted.there():
+        done = run_in_process(check_streams, "--choices", "zero3", "--model", planted.model)
+    assert done.returncode == 1 and "race: zero3: " in done.stdout and planted.says in done.stdout
+    assert run_in_process(check_streams, "--choices", "zero4").returncode == 2
+
+
+# The rules, one by one -----------------------------------------------------------------------------------------------
+
+
+def access(memory: Memory, stream: Stream, tensor: torch.Tensor, writes: bool) -> None:
+    memory.access(stream, [] if writes else [tensor], [tensor] if writes else [], lambda: f"{stream.name} touches")
+
+
+@pytest.mark.parametrize("orders", [None, "event", "stream"])
+def test_a_side_stream_must_be_waited_for(orders: str | None) -> None:
+    """A batch that is copied on a stream of its own."""
+    memory, compute, copies, batch = Memory(), Stream("compute"), Stream("copies"), torch.zeros(4)
+    access(memory, copies, batch, writes=True)
+    event = copies.record_event()
+    access(memory, copies, torch.zeros(4), writes=True)
+    if orders == "event":
+        compute.wait_event(event)
+    elif orders == "stream":
+        compute.wait_stream(copies)
+    access(memory, compute, batch, writes=False)
+    assert bool(memory.races) == (orders is None)
+
+
+def test_reads_race_with_writes_alone_and_only_where_they_overlap() -> None:
+    memory, one, other, tensor = Memory(), Stream("one"), Stream("other"), torch.zeros(8)
+    access(memory, one, tensor, writes=False)
+    access(memory, other, tensor, writes=False)
+    access(memory, other, torch.zeros(8), writes=True)
+    assert not memory.races
+    access(memory, one, tensor[:4], writes=True)  # `other` reads it
+    assert len(memory.races) == 1
+    access(memory, other, tensor[4:], writes=False)
+    assert len(memory.races) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("how", ["resize", "drop"])
+def test_freed_memory_is_reused_in_its_stream_at_once(how: str, waits: bool) -> None:
+    memory, compute, other = Memory(), Stream("compute"), Stream("other")
+    tensor = torch.zeros(4)
+    access(memory, compute, tensor, writes=True)
+    other.wait_stream(compute)
+    access(memory, other, tensor, writes=False)
+    if how == "resize":
+        memory.free(tensor.untyped_storage(), "resize_(0)")
+    else:
+        del tensor
+        memory.look_for_freed()
+    if waits:
+        compute.wait_stream(other)
+    memory.allocated(other)  # of another pool
+    assert not memory.races
+    memory.allocated(compute)
+    assert bool(memory.races) != waits
