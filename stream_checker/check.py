@@ -15,6 +15,7 @@ from stream_checker.device import Device, pretended_device
 from stream_checker.group import CONFIG, CheckedGroup
 from training.config import StrategyOptions
 from training.data.masks import read_no_masks
+from training.errors import NonFiniteError
 from training.loop import Unwatched, train
 from training.strategy import Strategy
 
@@ -32,7 +33,7 @@ class Seen:
         host_waits: By place, how often the host waited for the device, in all steps.
         waits_in_backward: How often a stream waited for a collective in backward, where it could compute.
         copied_bytes: Bytes written by operators that only copy, those of the model among them.
-        losses: Of all steps.
+        losses: Of all steps; empty if they are not finite because of a race.
     """
 
     races: Counter[str] = field(default_factory=Counter)
@@ -79,10 +80,15 @@ def check(
         run(max(2, strategy.settling_steps))
         waits = waits_in_backward(strategy, group)
         device.is_recording = True
-        losses = run(1)
-        also(strategy)
-        losses += run(STEPS - 1)
-        strategy.finish_communication()
+        try:
+            losses = run(1)
+            also(strategy)
+            losses += run(STEPS - 1)
+            strategy.finish_communication()
+        except NonFiniteError:  # something was read before it was there
+            if not device.memory.races:
+                raise
+            losses = []
         device.is_recording = False
         return Seen(
             device.memory.races,
