@@ -296,7 +296,8 @@ def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("ddp.link_fit.measure_all_reduce", spy)
     step = simulated(setting("bucket_ddp_async", bucket_cap_mb="auto"))
-    ((keeps_link, _),) = measured
+    ((keeps_link, _, is_known),) = measured
+    assert is_known
     assert keeps_link(2**22) == pytest.approx(2**22 / RATE, rel=0.05)
     require_whole(step)
 
