@@ -5,8 +5,8 @@ disturb the moments at which gradients become ready. The first of the four does 
 in it. Then all-reduces of two sizes are timed. All ranks use the slowest rank's figures, so they make the same plan.
 
 The large one must take much longer than it takes to issue one, or the link's rate does not show. On a slow link some
-hundred kilobytes do; NVLink needs hundreds of megabytes. So its size grows until it takes `LEAST_RATIO` times as long as
-the small one. Where it never does, nothing is fitted.
+hundred kilobytes do; NVLink needs hundreds of megabytes. So its size grows until it takes `LEAST_RATIO` times as long
+as the small one. Where it never does, nothing is fitted.
 
 How much communication slows backward down is not measured: in four steps it cannot be told from noise.
 """
