@@ -143,6 +143,7 @@ class RunConfig:
     max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
 
     precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+    tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS

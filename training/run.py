@@ -90,6 +90,8 @@ def train_and_record(
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     checkpoints = Checkpoints(config, ranks, run_id, package_versions())
+    if config.tf32 and ranks.device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
