@@ -62,8 +62,12 @@ class Peers:
 
     def find_mismatch(self) -> Mismatch | None:
         """Between the ranks on this node."""
-        states = {rank: flight.state() for rank, (flight, _) in self._here.items()} | {self._rank: self._flight.state()}
-        return find_difference({rank: state.entries for rank, state in states.items()}) or find_deadlock(states)
+        flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
+        states = {rank: flight.state() for rank, flight in flights.items()}
+        difference = find_difference({rank: state.entries for rank, state in states.items()})
+        if difference or not all(flight.is_blocked for flight in flights.values()):  # the others may issue more
+            return difference
+        return find_deadlock(states)
 
     # The end -----------------------------------------------------------------------------------------------------
 
