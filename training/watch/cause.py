@@ -145,12 +145,13 @@ def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
     waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
     awaited = _awaited(reports[waiting].state)
     others = [rank for rank in reports if rank not in timed_out]
+    stopped = [rank for rank in others if reports[rank].is_stopped]
     not_issued = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
-    slow_devices = [] if not_issued or awaited is None else _slow_devices(reports, awaited)
-    missing = not_issued or slow_devices or others
-    waiting = next(
-        (rank for rank in timed_out if rank not in missing and _awaited(reports[rank].state) == awaited), waiting
-    )
+    slow_devices: list[int] = []
+    if not stopped and not not_issued and awaited is not None and awaited.state in ON_DEVICE:
+        others = slow_devices = _slow_devices(reports, awaited)
+    missing = stopped or not_issued or others
+    waiting = next((rank for rank in timed_out if rank not in missing), waiting)
     state = reports[waiting].state
     seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
     if not missing:
@@ -159,7 +160,7 @@ def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
     first = missing[0]
     report = reports[first]
     what = "hangs" if report.state else "does not answer"
-    if report.is_stopped:
+    if stopped:
         what = "is stopped (SIGSTOP)"
     elif slow_devices:
         what = "hangs on its device"

@@ -92,9 +92,9 @@ class DeviceCollectives:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # it runs when the graph does
         self._flight.set_state(number, QUEUED)
+        if len(self._open) == RING_ENTRIES:
+            self._open.popitem()  # the oldest tells more than the latest
         self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark_stream(device))
-        if len(self._open) > RING_ENTRIES:
-            self._open.pop(next(iter(self._open)), None)
 
     def issued(self, number: int, work: dist.Work) -> None:
         if (found := self._open.get(number)) is not None:

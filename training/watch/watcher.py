@@ -94,7 +94,7 @@ class Watcher:
         """The backend ends this process when this returns, which it does not: a collective failed or timed out."""
         oldest = self.on_device.oldest
         is_late = oldest is not None and oldest.is_overdue
-        self.end(ExitReason.now("timeout" if is_late else "collective", "the backend's watchdog aborts the process"))
+        self.end(ExitReason.now("timeout" if is_late else "collective", "the backend ends the process"))
 
     def _watch(self) -> None:
         """The body of the thread."""
@@ -174,7 +174,7 @@ class Watcher:
                     self._keep_flight(rank, report.state)
             self._report(ending, reports)
             peers.say_reported()
-        tell_torchrun(f"error: {ending.message}", reason.time_s)
+        tell_torchrun(f"error: {ending.message}", reason.time_s + 1)  # torchrun shows the earliest: the one reported
         for rank in silent:  # a process that is stopped would keep torchrun waiting for 30 s
             peers.kill(rank)
         if not rank0_reports:
