@@ -45,7 +45,13 @@ def test_every_fault(tmp_path: Path, name: str) -> None:
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
 
 
-@pytest.mark.parametrize("name", [scenario.name for scenario in ON_LATE_DEVICE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(scenario.name, marks=pytest.mark.slow if number > 0 else ())
+        for number, scenario in enumerate(ON_LATE_DEVICE)
+    ],
+)
 def test_faults_of_ranks_whose_collectives_a_device_runs(tmp_path: Path, name: str) -> None:
     """Where `Work.wait` does not wait, as on NCCL."""
     (scenario,) = [scenario for scenario in ON_LATE_DEVICE if scenario.name == name]

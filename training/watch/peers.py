@@ -12,6 +12,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from training.distributed import host_barrier
 from training.watch.cause import RankReport
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.mismatch import Mismatch, find_deadlock, find_difference
@@ -41,7 +42,7 @@ class Peers:
             if other != rank and node == node_name():
                 with suppress(OSError):
                     self._here[other] = (FlightRecorder.open(Path(path)), int(pid))
-        dist.barrier()
+        host_barrier()
         flight.unlink()
         self._store.set_timeout(timedelta(seconds=3))
         self._elsewhere = [other for other in range(world_size) if other not in {rank, *self._here}]

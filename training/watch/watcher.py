@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from training.distributed import host_barrier
 from training.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from training.watch.cause import Ending, RankReport, first_cause
 from training.watch.exit_reason import ExitReason, text_of
@@ -189,7 +188,7 @@ def watched(rank: int, world_size: int, report: Report, keep_flight: KeepFlight)
     with recorded_collectives(watcher.flight, watcher.on_device, watcher.aborted):
         try:
             yield watcher
-            dist.barrier()
+            host_barrier()
         except BaseException as error:
             if isinstance(error, OneRankError) or not isinstance(error, AgreedError):
                 watcher.fail(error)
