@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.link_lab.counters import link_bytes
 from benchmarks.runners import Runner, over_ranks
-from training.distributed import Ranks
+from training.distributed import Ranks, host_barrier
 
 WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3
@@ -39,13 +39,13 @@ def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> tuple[
 
 def timed(runner: Runner, device: torch.device) -> tuple[float, float]:
     """Seconds from all ranks' start of a round to this rank's end of it; bytes sent over the link until all ended."""
-    dist.barrier()
+    host_barrier()
     before, start = sent_bytes(), time.perf_counter()
     runner.steps(STEPS_PER_ROUND)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
-    dist.barrier()
+    host_barrier()
     return seconds, sent_bytes() - before
 
 

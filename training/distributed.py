@@ -132,10 +132,31 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
         gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
-        dist.barrier()
+        host_barrier()
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether `group` carries CPU tensors, so that an exchange of them does not wait for a device."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def host_barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks of `group` (default: all) have called this.
+
+    `torch.distributed.barrier` goes over NCCL where the group has it (torch 2.15), and waits for all that the device
+    has to do. So does this in a group that cannot carry CPU tensors.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "join the process group first"
+    if not has_cpu_backend(group):
+        dist.barrier(group)
+        return
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
 
 
 def from_rank0(make: Callable[[], Result]) -> Result:

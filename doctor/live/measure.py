@@ -93,6 +93,8 @@ def _serve(
     """Body of a process of `measure_here`."""
     import torch.distributed as dist
 
+    from training.distributed import host_barrier
+
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     try:
         connection.send(("here", None, rank))
@@ -100,7 +102,7 @@ def _serve(
         _join(device, store=store, rank=rank, world_size=ranks)
         for pair, seconds in _measure(rank, ranks, device, size_bytes, timeout_s, connection):
             connection.send(("time", pair, seconds * 1e3))
-        dist.barrier()
+        host_barrier()
     except Exception as error:  # the parent must know of any error
         connection.send(("failed", None, str(error).splitlines()[0][:200]))
 
@@ -149,6 +151,8 @@ def _measure(
     import torch
     import torch.distributed as dist
 
+    from training.distributed import host_barrier
+
     data = torch.ones(max(1, size_bytes // 4), device=device)
     for pair in combinations(range(ranks), 2):
         group = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout_s))
@@ -165,4 +169,4 @@ def _measure(
             if rank == pair[0]:
                 yield pair, statistics.median(times[WARMUP:])
             dist.destroy_process_group(group)
-        dist.barrier()  # the next pair must have the links to itself
+        host_barrier()  # the next pair must have the links to itself

@@ -2,7 +2,7 @@
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`. `kind` is one of `FAULTS`. `at` is
 `forward`, `backward`, `optimizer`, `trace`, or `collective` (the first one after forward). Ranks that torchrun has
-restarted have no fault.
+restarted have no fault. With DEVICE=late, gradients are reduced by a device that only pretends (`late_device.py`).
 """
 
 import os
@@ -114,6 +114,18 @@ def swap_gradients(strategy: Any) -> None:
     dist.all_reduce = all_reduce
 
 
+def skip_collective(strategy: Any) -> None:
+    """This rank issues one all-reduce less, and goes on."""
+    import torch.distributed as dist
+
+    plain = dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> None:
+        dist.all_reduce = plain
+
+    dist.all_reduce = all_reduce
+
+
 def overflow(strategy: Any) -> None:
     """The first gradient becomes infinite, also when the step is repeated to find out where."""
     next(iter(strategy.gradient_leaves())).register_hook(lambda gradient: gradient + float("inf"))
@@ -145,6 +157,8 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "raise": fail,
     "stop": lambda strategy: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
+    "sleep": lambda strategy: time.sleep(1000),
+    "skip": skip_collective,
     "exit": lambda strategy: os._exit(0),
     "memory": eat_memory,
     "extra": extra_collective,
@@ -214,7 +228,18 @@ def with_fault(real: type, plan: Plan) -> type:
     return Faulty
 
 
+def on_late_device() -> None:
+    """Put the device that pretends in its place, and plant faults in it."""
+    from tests.faults import late_device
+
+    backend = late_device.install()
+    FAULTS["device"] = lambda strategy: backend.device.hang()
+    FAULTS["abort"] = lambda strategy: backend.abort_process()
+
+
 def main() -> int:
+    if os.environ.get("DEVICE") == "late":
+        on_late_device()
     plan = Plan(os.environ["FAULT"])
     choice = sys.argv[sys.argv.index("--ddp-choice") + 1]
     registry = (ddp if choice in ddp.CHOICES else sharding).REGISTRY

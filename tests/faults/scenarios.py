@@ -41,6 +41,7 @@ class Scenario:
         hangs: Whether the run ends by the timeout of collectives.
         only: The choices in which it can be planted; empty for all.
         flags: Of the run, in addition to the usual ones.
+        device: `late` for a device that pretends (`late_device.py`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Scenario:
     rank: int = 1
     only: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    device: str = ""
 
     def fits(self, choice: str) -> bool:
         """Whether the fault can be planted in `choice`."""
@@ -90,6 +92,18 @@ SCENARIOS = (
     ),
     Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
 )
+
+LONG = ("--epochs", "100000", "--no-profile")
+ON_LATE_DEVICE = (
+    Scenario("hangs in forward", "sleep:at=forward", "hung", "rank 1 hangs in step 5 during forward", hangs=True),
+    Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
+    Scenario("device hangs", "device:at=forward", "hung", "rank 1 hangs on its device", False, True, flags=LONG),
+    Scenario("one all-reduce less", "skip:at=collective", "mismatched", "differs between ranks"),
+    Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
+    Scenario("killed in forward", "kill:at=forward", "killed", "was killed"),
+    Scenario("the backend aborts", "abort:at=forward", "failed", "the backend ends the process"),
+)
+"""Faults of ranks whose gradients a device reduces."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +170,7 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = os.environ | {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment)}
-    environment |= {MARK: mark, "OMP_NUM_THREADS": "1"}
+    environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "DEVICE": scenario.device}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT, *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.scenarios import MARK, ROOT, SCENARIOS, TINY, Scenario, processes_of, run_scenario
+from tests.faults.scenarios import MARK, ON_LATE_DEVICE, ROOT, SCENARIOS, TINY, Scenario, processes_of, run_scenario
 from tests.training.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
@@ -42,6 +43,19 @@ def test_some_faults(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in {*dict(QUICK), *SAMPLED}])
 def test_every_fault(tmp_path: Path, name: str) -> None:
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(scenario.name, marks=pytest.mark.slow if number > 0 else ())
+        for number, scenario in enumerate(ON_LATE_DEVICE)
+    ],
+)
+def test_faults_of_ranks_whose_collectives_a_device_runs(tmp_path: Path, name: str) -> None:
+    """Where `Work.wait` does not wait, as on NCCL."""
+    (scenario,) = [scenario for scenario in ON_LATE_DEVICE if scenario.name == name]
+    require_ends_well(replace(scenario, device="late"), "simple_ddp", tmp_path)
 
 
 @pytest.mark.parametrize(

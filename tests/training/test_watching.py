@@ -264,6 +264,12 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
         (ValueError("timed out"), False, "failed"),
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), False, "connection"),
         (RuntimeError("Timed out waiting 6000ms for recv operation"), True, "timeout"),
+        (
+            dist.DistBackendError("Watchdog caught collective operation timeout: NCCL operation timed out"),
+            False,
+            "timeout",
+        ),
+        (dist.DistBackendError("NCCL operation failed"), False, "collective"),
         (RuntimeError("op.preamble.length <= op.nbytes"), True, "collective"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.distributed import has_cpu_backend
 from training.errors import NonFiniteError, UnsupportedError
 from training.watch import sequence
 
@@ -69,7 +70,7 @@ class StepAgreement:
 
     def __init__(self, group: dist.ProcessGroup, module_device: torch.device) -> None:
         self._group, self._size = group, dist.get_world_size(group)
-        self.device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else module_device
+        self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
     def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> Pending:
         """Tell the others what this rank holds. `lacks_any`: it has no micro-batch to repeat if others hold more."""

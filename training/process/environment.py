@@ -26,11 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 
 ENVIRONMENT = {
-    "KINETO_LOG_LEVEL": "6",  # no profiler noise where there is no GPU
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """What libraries read when they are imported."""
+KINETO, QUIET, WARNINGS = "KINETO_LOG_LEVEL", "6", "2"
+"""How much the profiler says (libkineto's `LoggerOutputType`). Without a GPU all of it is noise. With one, a warning
+says that CUPTI lacks the permission to trace; the only other sign is a trace without kernels."""
 VARIABLE = "GLIBC_TUNABLES"
 TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
 """No thread caches; no separate pages for large tensors; keep up to 4 GiB of free memory.
@@ -42,7 +44,9 @@ def prepare_process() -> None:
     """Set all of it. Call it first, since it may restart the process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not any(Path(path).exists() for path in OF_GPUS):
+    has_gpu = any(Path(path).exists() for path in OF_GPUS)
+    os.environ.setdefault(KINETO, WARNINGS if has_gpu else QUIET)
+    if not has_gpu:
         schedule_as_batch()
         keep_freed_memory()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from training.watch.exit_reason import ExitReason
 from training.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
-from training.watch.rank_state import Entry, RankState
+from training.watch.rank_state import ON_DEVICE, Entry, RankState
 
 COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
@@ -142,23 +142,60 @@ def _interrupted(reports: Reports, ranks: Sequence[int]) -> Ending:
 
 def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
     """Ranks waited in a collective until its timeout. The cause is the rank that did not join it."""
-    waiting = _least_recent(reports, timed_out)
-    state = reports[waiting].state
-    awaited = (state.waits_for or state.last) if state else None
-    seconds = f"{time.time() - state.progress_s:.0f} s" if state else "its whole timeout"
+    waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
+    awaited = _awaited(reports[waiting].state)
     others = [rank for rank in reports if rank not in timed_out]
-    missing = [rank for rank in others if _is_behind(reports[rank].state, awaited)] or others
+    stopped = [rank for rank in others if reports[rank].is_stopped]
+    not_issued = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
+    slow_devices: list[int] = []
+    if not stopped and not not_issued and awaited is not None and awaited.state in ON_DEVICE:
+        others = slow_devices = _slow_devices(reports, awaited)
+    missing = stopped or not_issued or others
+    waiting = next((rank for rank in timed_out if rank not in missing), waiting)
+    state = reports[waiting].state
+    seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
     if not missing:
         message = f"every rank waits for another; rank {waiting} for {seconds} {state or ''}"
         return _ending(HUNG, waiting, state, message)
     first = missing[0]
     report = reports[first]
-    what = "is stopped (SIGSTOP)" if report.is_stopped else "hangs" if report.state else "does not answer"
+    what = "hangs" if report.state else "does not answer"
+    if stopped:
+        what = "is stopped (SIGSTOP)"
+    elif slow_devices:
+        what = "hangs on its device"
     message = f"rank {first} {what} {report.state or ''}".rstrip()
     if len(missing) > 1:
         message = f"ranks {', '.join(map(str, missing))} did not join; {message}"
-    message += f"; rank {waiting} waited {seconds} for it in {awaited or 'a collective'}"
+    if waiting not in missing:
+        message += f"; rank {waiting} waited {seconds} for it in {awaited or 'a collective'}"
     return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
+
+
+def _awaited(state: RankState | None) -> Entry | None:
+    return (state.waits_for or state.last) if state else None
+
+
+def _waits_since(state: RankState | None) -> float:
+    """When what a rank waits for was issued, or when it made progress last."""
+    if state is None:
+        return 0.0
+    return state.waits_for.time_s if state.waits_for else state.progress_s
+
+
+def _slow_devices(reports: Reports, awaited: Entry) -> list[int]:
+    """Ranks that have issued `awaited`, but whose devices are further from its end than others."""
+    places = {
+        rank: ON_DEVICE.index(entry.state)
+        for rank, report in reports.items()
+        for entry in (report.state.entries if report.state else ())
+        if (entry.group, entry.seq) == (awaited.group, awaited.seq) and entry.state in ON_DEVICE
+    }
+    least, most = min(places.values(), default=0), max(places.values(), default=0)
+    may_end_alone = awaited.root >= 0  # a root that only sends does not wait for the others to receive
+    if least == most or (may_end_alone and least > 0):
+        return []
+    return [rank for rank, place in places.items() if place == least]
 
 
 def _least_recent(reports: Reports, ranks: Sequence[int]) -> int:

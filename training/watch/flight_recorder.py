@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from training.watch.exit_reason import ExitReason
-from training.watch.rank_state import Entry, RankState
+from training.watch.rank_state import COMPLETED, ISSUED, STATES, Entry, RankState
 
 RING_ENTRIES = 2048
 TEXT_BYTES = 32768
@@ -36,7 +36,7 @@ class _Slot(ctypes.Structure):
         ("root", ctypes.c_int32),
         ("parameter", ctypes.c_int32),
         ("time_s", ctypes.c_double),
-        ("is_completed", ctypes.c_bool),
+        ("state", ctypes.c_uint8),
         ("kind", ctypes.c_char * 24),
         ("dtype", ctypes.c_char * 16),
         ("group", ctypes.c_char * 24),
@@ -53,6 +53,7 @@ class _Page(ctypes.Structure):
         ("progress_s", ctypes.c_double),
         ("count", ctypes.c_int64),
         ("waiting", ctypes.c_int64),
+        ("stalled", ctypes.c_int64),
         ("is_finished", ctypes.c_bool),
         ("exit_reason", ctypes.c_char * TEXT_BYTES),
         ("ring", _Slot * RING_ENTRIES),
@@ -82,7 +83,8 @@ class FlightRecorder:
         os.truncate(descriptor, CRASH_OFFSET)
         recorder = cls(descriptor, path)
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        recorder._page.rank, recorder._page.waiting = rank, -1
+        page = recorder._page
+        page.rank, page.waiting, page.stalled = rank, -1, -1
         recorder.set_phase(-1, "starting")
         return recorder
 
@@ -122,20 +124,28 @@ class FlightRecorder:
         page, now = self._page, time.time()
         number = page.count
         texts = (kind.encode(), dtype.encode(), group.encode())
-        slot = _Slot(number, seq, elements, root, parameter, now, False, *texts)
+        slot = _Slot(number, seq, elements, root, parameter, now, STATES.index(ISSUED), *texts)
         page.ring[number % RING_ENTRIES] = slot  # one copy, so that a reader hardly ever sees a half of it
         page.count, page.progress_s = number + 1, now
         return number
 
     def complete(self, number: int) -> None:
+        self.set_state(number, COMPLETED)
+
+    def set_state(self, number: int, state: str) -> None:
+        """`state`: one of `rank_state.STATES`."""
         slot = self._page.ring[number % RING_ENTRIES]
         if slot.number == number:
-            slot.is_completed = True
+            slot.state = STATES.index(state)
         self._page.progress_s = time.time()
 
     def set_waiting(self, number: int) -> None:
-        """The owner waits for this collective; -1 for none."""
+        """The owner's training thread waits for this collective; -1 for none."""
         self._page.waiting = number
+
+    def set_stalled(self, number: int) -> None:
+        """The owner's device does not get past this collective; -1 for none."""
+        self._page.stalled = number
 
     def set_exit_reason(self, reason: ExitReason) -> None:
         """Record why the owner ends. A later call replaces the reason."""
@@ -184,13 +194,19 @@ class FlightRecorder:
         """How many collectives the owner has issued."""
         return self._page.count
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the owner's training thread waits for a collective."""
+        return self._page.waiting >= 0
+
     def state(self) -> RankState:
         """What the owner does. A collective that is being overwritten at this moment is left out."""
         page, count = self._page, self.count
         found = {number: self._entry(number) for number in range(max(0, count - RING_ENTRIES), count)}
         entries = tuple(entry for entry in found.values() if entry is not None)
         phase = page.phase.decode(errors="replace")
-        return RankState(page.rank, page.step, phase, entries, found.get(page.waiting), page.progress_s)
+        waits_for = next((found.get(number) for number in sorted((page.waiting, page.stalled)) if number >= 0), None)
+        return RankState(page.rank, page.step, phase, entries, waits_for, page.progress_s)
 
     def _entry(self, number: int) -> Entry | None:
         slot = _Slot.from_buffer_copy(self._page.ring[number % RING_ENTRIES])
@@ -204,6 +220,6 @@ class FlightRecorder:
             slot.group.decode(),
             slot.root,
             slot.parameter,
-            "completed" if slot.is_completed else "issued",
+            STATES[slot.state],
             slot.time_s,
         )

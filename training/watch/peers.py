@@ -12,6 +12,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from training.distributed import host_barrier
 from training.watch.cause import RankReport
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.mismatch import Mismatch, find_deadlock, find_difference
@@ -41,7 +42,7 @@ class Peers:
             if other != rank and node == node_name():
                 with suppress(OSError):
                     self._here[other] = (FlightRecorder.open(Path(path)), int(pid))
-        dist.barrier()
+        host_barrier()
         flight.unlink()
         self._store.set_timeout(timedelta(seconds=3))
         self._elsewhere = [other for other in range(world_size) if other not in {rank, *self._here}]
@@ -62,8 +63,12 @@ class Peers:
 
     def find_mismatch(self) -> Mismatch | None:
         """Between the ranks on this node."""
-        states = {rank: flight.state() for rank, (flight, _) in self._here.items()} | {self._rank: self._flight.state()}
-        return find_difference({rank: state.entries for rank, state in states.items()}) or find_deadlock(states)
+        flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
+        states = {rank: flight.state() for rank, flight in flights.items()}
+        difference = find_difference({rank: state.entries for rank, state in states.items()})
+        if difference or not all(flight.is_blocked for flight in flights.values()):  # the others may issue more
+            return difference
+        return find_deadlock(states)
 
     # The end -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 LOOP = "training loop"
 """The phase between the named parts of a step."""
+ON_DEVICE = QUEUED, STARTED, COMPLETED = ("queued", "started", "completed")
+"""How far a device is with a collective that it runs: not there yet, in it, past it."""
+ISSUED = "issued"
+STATES = (ISSUED, *ON_DEVICE)
+"""Of a collective. One that is done when `Work.wait` returns goes from `issued` to `completed`."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Entry:
         elements: Of the whole tensor: for a gather or scatter, of all ranks together.
         root: Rank in the group that sends or receives everything; -1 for collectives without a root.
         parameter: For an all-reduced gradient, the number of its trainable parameter, from 1; 0 if that is not known.
-        state: `issued` or `completed`.
+        state: One of `STATES`.
         time_s: When it was issued, in seconds since the epoch.
     """
 
@@ -41,7 +46,7 @@ class RankState:
     Attributes:
         step: Optimizer steps done before this one; -1 outside training.
         entries: Its latest collectives, oldest first.
-        waits_for: The collective that it waits for; None if it waits for none.
+        waits_for: The oldest collective in which its training thread or its device waits; None if neither does.
         progress_s: When it last issued or completed a collective or changed its phase, in seconds since the epoch.
     """
 
@@ -69,7 +74,7 @@ class RankState:
             return f"in {self.waits_for}"
         if self.last is None:
             return None
-        return f"with {self.last} under way" if self.last.state == "issued" else f"after {self.last}"
+        return f"after {self.last}" if self.last.state == "completed" else f"with {self.last} under way"
 
     def __str__(self) -> str:
         return f"{self.when}, {self.collective}" if self.collective else self.when

@@ -7,6 +7,9 @@ digest, and for an all-reduced gradient the number of its parameter, because two
 Ranks compare digests in the exchange at the end of every step (`communication.agreement`), which costs 8 bytes. If the
 digests differ, the ranks compare what they have recorded.
 
+A collective is completed once `Work.wait` has returned. Where that only orders streams, as on NCCL, `on_device.py`
+follows it further.
+
 Strategies do not know of this. A process has one `CollectiveRecorder` or none; without one the digest is always 0.
 """
 
@@ -20,11 +23,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Backend
 
 from training.errors import SequenceError
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
 from training.watch.mismatch import ADVICE, UNEVEN, find_difference
+from training.watch.on_device import DeviceCollectives, only_orders_streams
 from training.watch.phases import current_step
 
 HOOK_ID = 7_318_211
@@ -53,14 +58,16 @@ SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
 class CollectiveRecorder:
     """Writes the collectives of this process into `flight`. Use it through `recorded_collectives`."""
 
-    def __init__(self, flight: FlightRecorder) -> None:
-        self._flight = flight
+    def __init__(self, flight: FlightRecorder, on_device: DeviceCollectives, on_abort: Callable[[], None]) -> None:
+        self._flight, self._on_device, self._on_abort = flight, on_device, on_abort
         self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []  # with its ranks and its name
+        self._aborting: list[Backend] = []  # those that tell before they end the process
         self._digests: dict[str, int] = defaultdict(int)  # by name of a group
         self._seqs: dict[str, int] = defaultdict(int)
         self._issuing: dict[str, int] = {}  # number of the collective that a group is issuing now
         self._open: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()  # numbers of those that are not completed
         self._latest: dist.Work | None = None
+        self._timeouts: dict[tuple[str, torch.device], float | None] = {}
         self.gradients: GradientWatch | None = None
 
     def follow(self, group: dist.ProcessGroup) -> None:
@@ -72,13 +79,21 @@ class CollectiveRecorder:
         self._groups.append((group, members, name))
         group.register_pre_hook(HOOK_ID, self._before(name, label))
         group.register_post_hook(HOOK_ID, self._after(name))
+        for backend in map(group._get_backend, group._device_types):
+            if backend.supports_abort_hooks:
+                backend.register_abort_hook(HOOK_ID, self._on_abort)
+                self._aborting.append(backend)
 
     def stop(self) -> None:
         """Remove all hooks and references to groups, which would delay the end of these groups."""
         for group, _, _ in self._groups:
             group.unregister_pre_hook(HOOK_ID)
             group.unregister_post_hook(HOOK_ID)
+        for backend in self._aborting:
+            backend.unregister_abort_hook(HOOK_ID)
         self._groups.clear()
+        self._aborting.clear()
+        self._on_device.clear()
         self._latest = self.gradients = None
 
     def digest(self, group: dist.ProcessGroup) -> int:
@@ -119,7 +134,10 @@ class CollectiveRecorder:
             elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
             parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
             seqs[name] = seq = seqs[name] + 1
-            issuing[name] = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
+            issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
+            if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
+                queue = name if kind not in ("send", "recv") else None
+                self._on_device.issue(number, queue, tensors[0].device, timeout_s)
             if kind not in UNEVEN:
                 value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * parameter
                 digests[name] = (digests[name] * 6_364_136_223_846_793_005 + value) % 2**DIGEST_BITS
@@ -129,8 +147,12 @@ class CollectiveRecorder:
     def _after(self, name: str) -> Callable[[Any], None]:
         def hook(call: Any) -> None:
             number = self._issuing.pop(name, None)
-            if number is None or call.work is None:
+            if number is None:
                 return
+            if call.work is None:
+                self._on_device.ordered(number)
+                return
+            self._on_device.issued(number, call.work)
             self._latest = call.work  # while Python holds it, the caller of the collective gets this same object
             self._open[call.work] = number
 
@@ -138,6 +160,17 @@ class CollectiveRecorder:
 
     def _parameter_of(self, tensor: torch.Tensor) -> int:
         return self.gradients.number_at(tensor) if self.gradients is not None else 0
+
+    def _timeout_on_device(self, name: str, tensor: torch.Tensor) -> float | None:
+        """Seconds that a collective of `tensor` may take; None if it is done once `Work.wait` has returned."""
+        if tensor.is_cpu:
+            return None
+        key = (name, tensor.device)
+        if key not in self._timeouts:
+            backend = c10d._resolve_process_group(c10d.GroupName(name))._get_backend(tensor.device)
+            seconds = backend.options._timeout.total_seconds()
+            self._timeouts[key] = seconds if only_orders_streams(backend, tensor.device) else None
+        return self._timeouts[key]
 
     def wait(self, plain: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
         """`Work.wait`, recorded. If it raises, the record still shows the collective that the rank waited for."""
@@ -147,7 +180,8 @@ class CollectiveRecorder:
         self._flight.set_waiting(number)
         answer = plain(work, *args, **kwargs)
         self._flight.set_waiting(-1)
-        self._flight.complete(number)
+        if not self._on_device.ordered(number):
+            self._flight.complete(number)
         return answer
 
 
@@ -171,13 +205,19 @@ _recorder: CollectiveRecorder | None = None
 
 
 @contextmanager
-def recorded_collectives(flight: FlightRecorder) -> Iterator[None]:
+def recorded_collectives(
+    flight: FlightRecorder, on_device: DeviceCollectives | None = None, on_abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`.
 
     The default process group must exist.
+
+    Args:
+        on_device: Follows those that a device runs. Its owner calls `look`.
+        on_abort: A backend calls it before it ends the process because a collective failed or timed out.
     """
     global _recorder
-    recorder = _recorder = CollectiveRecorder(flight)
+    recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort)
     plain_wait, plain_new = dist.Work.wait, c10d._new_group_with_tag
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:

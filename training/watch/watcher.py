@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from training.distributed import host_barrier
 from training.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
 from training.watch.cause import Ending, RankReport, first_cause
 from training.watch.exit_reason import ExitReason, text_of
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.mismatch import Mismatch
+from training.watch.on_device import DeviceCollectives
 from training.watch.peers import REPORT_S, SETTLE_S, Peers
 from training.watch.phases import record_phases_in
 from training.watch.processes import SignalReceiver, kills_for_memory
@@ -32,7 +32,7 @@ from training.watch.sequence import recorded_collectives
 
 LOOK_EVERY_S = 0.25
 LOOK_ELSEWHERE_EVERY_S = 1.0
-STALL_S = 2.0
+COMPARE_AFTER_S = 2.0
 """Without progress for this long, a rank compares what the ranks on its node have issued."""
 LEAVE_S = 10.0
 """How long a rank may take to leave after an error that every rank raises."""
@@ -51,6 +51,7 @@ class Watcher:
 
     def __init__(self, rank: int, world_size: int, report: Report, keep_flight: KeepFlight) -> None:
         self.flight = FlightRecorder.create(rank)
+        self.on_device = DeviceCollectives(self.flight)
         self._rank, self._world_size = rank, world_size
         self._report, self._keep_flight = report, keep_flight
         self._ending = threading.Lock()
@@ -86,7 +87,13 @@ class Watcher:
 
     def fail(self, error: BaseException) -> NoReturn:
         """An error of this rank alone."""
-        self.end(ExitReason.of(error, in_collective=self.flight.state().waits_for is not None))
+        self.end(ExitReason.of(error, in_collective=self.flight.is_blocked))
+
+    def aborted(self) -> None:
+        """The backend ends this process when this returns, which it does not: a collective failed or timed out."""
+        oldest = self.on_device.oldest
+        is_late = oldest is not None and oldest.is_overdue
+        self.end(ExitReason.now("timeout" if is_late else "collective", "the backend ends the process"))
 
     def _watch(self) -> None:
         """The body of the thread."""
@@ -119,7 +126,11 @@ class Watcher:
                 has_one_ended = self._peers.has_one_ended_elsewhere()
             if has_one_ended:
                 self.end(ExitReason.now("noticed", "another rank has ended"))
-            if time.time() - self.flight.progress_s > STALL_S:
+            self.on_device.look()
+            if (oldest := self.on_device.oldest) is not None and oldest.is_overdue:
+                text = f"a collective is not done {oldest.waited_s:.0f} s after its issue"
+                self.end(ExitReason.now("timeout", f"{text}, of {oldest.timeout_s:.0f} s that it may take"))
+            if time.time() - self.flight.progress_s > COMPARE_AFTER_S:
                 counts = self._peers.counts()
                 if suspected or counts != compared:
                     found = self._peers.find_mismatch()
@@ -162,7 +173,7 @@ class Watcher:
                     self._keep_flight(rank, report.state)
             self._report(ending, reports)
             peers.say_reported()
-        tell_torchrun(f"error: {ending.message}", reason.time_s)
+        tell_torchrun(f"error: {ending.message}", reason.time_s + 1)  # torchrun shows the earliest: the one reported
         for rank in silent:  # a process that is stopped would keep torchrun waiting for 30 s
             peers.kill(rank)
         if not rank0_reports:
@@ -174,10 +185,10 @@ def watched(rank: int, world_size: int, report: Report, keep_flight: KeepFlight)
     """Within this context the ranks watch each other. An error of one ends them all with one report. Collective."""
     watcher = Watcher(rank, world_size, report, keep_flight)
     watcher.start()
-    with recorded_collectives(watcher.flight):
+    with recorded_collectives(watcher.flight, watcher.on_device, watcher.aborted):
         try:
             yield watcher
-            dist.barrier()
+            host_barrier()
         except BaseException as error:
             if isinstance(error, OneRankError) or not isinstance(error, AgreedError):
                 watcher.fail(error)

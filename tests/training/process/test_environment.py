@@ -51,6 +51,7 @@ def test_a_process_starts_anew_once(tmp_path: Path, preset: dict[str, str], expe
 @pytest.mark.parametrize(("gpu", "library"), [(True, "glibc 2.36"), (False, "musl"), (False, None)])
 def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, library: str | None) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(environment.KINETO, raising=False)
     monkeypatch.setattr(environment, "OF_GPUS", [tmp_path] if gpu else [])
     monkeypatch.setattr(os, "confstr", lambda name: library)
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started anew"))
@@ -60,6 +61,8 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     prepare_process()
     assert VARIABLE not in os.environ
     assert asked == ([] if gpu else [os.SCHED_BATCH])
+    warning = 2  # the level at which libkineto says that CUPTI lacks a permission
+    assert (int(os.environ[environment.KINETO]) <= warning) == gpu
 
 
 OF_A_THREAD = f"""
