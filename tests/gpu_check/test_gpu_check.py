@@ -77,12 +77,12 @@ def test_every_part_is_documented() -> None:
 
 def test_parts_on_ranks(tmp_path: Path) -> None:
     """Two of the parts that need real ranks, as a user would run them."""
-    command = [sys.executable, "scripts/gpu_check.py", "--only", "environment,backends,parity", "--output-dir"]
+    command = [sys.executable, "scripts/gpu_check.py", "--only", "environment,parity", "--output-dir"]
     done = subprocess.run(
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gloo is ProcessGroupGloo" in done.stdout and "14 of 14 as one process" in done.stdout
+    assert "14 of 14 as one process" in done.stdout
     assert json.loads((tmp_path / "out" / "environment.json").read_text())["torch"]
 
 
