@@ -72,7 +72,7 @@ def run_ended(facts: Facts) -> Match | None:
 
 def watchdog_timeout(facts: Facts) -> Match | None:
     """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
-    ranks = {timeout.rank for timeout in (*facts.timeouts, *facts.gave_up)}
+    ranks = {timeout.rank for timeout in facts.timeouts} | {one.rank for one in facts.gave_up}
     if not ranks:
         return None
     size = max((process.world_size or 0 for process in facts.processes), default=0)
@@ -87,7 +87,7 @@ def watchdog_timeout(facts: Facts) -> Match | None:
         details = [f"{gave_up}{after} in group {groups}; this backend does not say in which collective."]
     if silent := set(range(size)) - ranks:
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
-    return Match(list(dict.fromkeys(timeout.line for timeout in (*facts.timeouts, *facts.gave_up))), details)
+    return Match([timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up], details)
 
 
 def different_versions(facts: Facts) -> Match | None:
