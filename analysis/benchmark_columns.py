@@ -5,7 +5,7 @@ from analysis.columns import Column
 RESULT_COLUMNS = {
     "collective": Column("collective", "", "what was measured; `sharding.` before what the project's strategies call"),
     "world_size": Column("ranks", "", "processes that took part"),
-    "backend": Column("backend", "", "gloo or nccl"),
+    "backend": Column("backend", "", "gloo, nccl or nccl-legacy"),
     "device": Column("device", "", "where the tensors were: cpu or cuda"),
     "link_bits_per_s": Column("link", "Mbit/s", "rate of the shaped link, where `LINK_BITS_PER_S` says it", 1e-6, 0),
     "from_rank": Column("from", "", "of a pair: the rank that sends"),

@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -239,6 +239,7 @@ OUTCOME_COLUMNS = {
     "audit_failures": Column("audit", "", "checks of audit.csv that fail"),
     "world_size": Column("ranks", "", "ranks in the run"),
     "backend": Column("backend", "", "gloo or nccl"),
+    "backend_class": Column("class", "", "torch's class that carried the tensors; ratios are among rows of one class"),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
 COMPARISON_COLUMNS = {

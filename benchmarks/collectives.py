@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from benchmarks.collective.sizes import parse_size, size_range
 from training.cli import OneLineParser, at_least, unknown_name
-from training.config import RunConfig
+from training.config import BACKENDS, RunConfig
 from training.errors import UserError
 
 COLLECTIVES = (
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--spread", type=parse_size, default=0, help=spread)
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    add("--backend", default="auto", help="auto, gloo or nccl (default: %(default)s)")
+    add("--backend", default="auto", help=f"{', '.join(BACKENDS)} (default: %(default)s)")
     add("--timeout-minutes", type=float, default=10.0, help="how long a call may wait for a rank (default: 10)")
     add("--output-dir", type=Path, default=Path(), help="root of reports/ (default: the current folder)")
     return parser

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.variants import LOCAL
 from reference.pytorch_ddp import bucket_bytes
 from training.config import RunConfig
-from training.data.sampling import to_device
+from training.data.copies import to_device
 from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks
@@ -23,7 +24,7 @@ from training.profiling.stopwatch import Stopwatch
 from training.run import build_strategy, seed_everything
 from training.strategy import MicroBatch, Strategy
 
-PLAIN = ("local", "bare_loop")
+PLAIN = (LOCAL, "bare_loop")
 """A step without communication, and a loop around PyTorch DDP without this project's runtime."""
 
 
@@ -54,15 +55,20 @@ class Runner:
     phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
 
-def make_runner(config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]]) -> Runner:
-    """`config.choice` on one global batch of its workload, the same for every choice."""
+def make_runner(
+    config: RunConfig,
+    ranks: Ranks,
+    load_strategy: Callable[[str], type[Strategy]],
+    group: dist.ProcessGroup | None = None,
+) -> Runner:
+    """`config.choice` over `group` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
     workload = build_workload(config)
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
-        return plain_runner(config.choice, workload, batches, ranks)
+        return plain_runner(config.choice, workload, batches, ranks, group)
     model_size = ModelSize.of(workload.model)
-    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), group)
 
     def steps(count: int) -> None:
         train(strategy, [(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
@@ -87,12 +93,14 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
     return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 
-def plain_runner(name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks) -> Runner:
+def plain_runner(
+    name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks, group: dist.ProcessGroup | None
+) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
     size = ModelSize.of(workload.model)
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
-    model: Any = DistributedDataParallel(module) if name == "bare_loop" else module
+    model: Any = DistributedDataParallel(module, process_group=group) if name == "bare_loop" else module
     stopwatch = Stopwatch(ranks.device)
     phase_seconds: list[tuple[float, float, float]] = []
 

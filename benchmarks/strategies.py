@@ -9,6 +9,9 @@ go on into the next step, and is waited for at the end of the round. A choice is
 ratio to the reference in the same round. `local` is the same step without communication; exposed time is the
 difference to it. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 
+With `@` a choice runs over a backend of its own: `pytorch_ddp@nccl-legacy`. Two choices over different backend classes
+get no ratio, since it would have two causes; one choice over both does.
+
 Where the link's rate is known (`--link-rate`; the link lab sets it), each choice has a bound: forward, then backward or
 its bytes on the wire at that rate, whichever takes longer, then the optimizer, all as `local` takes them.
 
@@ -18,7 +21,7 @@ its bytes on the wire at that rate, whichever takes longer, then the optimizer, 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +36,15 @@ if __name__ == "__main__":
 
 import ddp
 import sharding
-from benchmarks.variants import SETTINGS, parse_variant
+from benchmarks.variants import LOCAL, SETTINGS, parse_variant
 from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
-from training.config import RunConfig
+from training.config import BACKENDS, RunConfig
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
-LOCAL = "local"
 MIB = 2**20
+RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,7 +53,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--choices",
         required=True,
-        help=f"comma-separated; of {', '.join(names)}; each may carry settings ({', '.join(SETTINGS)}), as in "
+        help=f"comma-separated; of {', '.join(names)}; each may name its backend, as in "
+        f"pytorch_ddp@nccl-legacy, and carry settings ({', '.join(SETTINGS)}), as in "
         "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
@@ -67,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend", default="auto", help=f"of choices that name none; {', '.join(BACKENDS)}")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     choices = options.choices.split(",")
@@ -106,12 +110,15 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     """Measure all choices; the table that docs/command-line.md describes (the same on every rank)."""
     import pandas as pd
 
+    from benchmarks.groups import Groups
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
     from benchmarks.runners import make_runner, measure_memory
+    from training.distributed import backend_class
 
-    runners, rows = {}, []
+    runners, rows, groups = {}, [], Groups(ranks)
     for label, fields in options.variants.items():
-        runner = runners[label] = make_runner(replace(config, **fields), ranks, load_strategy)
+        group = groups.over(fields.get("backend"), label)
+        runner = runners[label] = make_runner(replace(config, **fields), ranks, load_strategy, group)
         resting, peak = measure_memory(runner, ranks.device)
         rows.append(
             {
@@ -125,6 +132,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
                 "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
+                "backend_class": None if label == LOCAL else backend_class(group, ranks.device),
                 "elements": runner.elements,
                 "resting_bytes": resting,
                 "expected_resting_bytes": runner.expected_state_bytes,
@@ -135,14 +143,28 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
         times, sent = time_rounds(runners, options.rounds, ranks)
         ratios = times.div(times[options.against], axis="index")
         table["sent_bytes_median"], table["step_ms_median"] = sent.median(), times.median()
-        table["ratio_median"] = ratios.median()
-        table["ratio_p25"], table["ratio_p75"] = ratios.quantile(0.25), ratios.quantile(0.75)
+        for column, quantile in zip(RATIOS, (0.5, 0.25, 0.75), strict=True):
+            table[column] = ratios.quantile(quantile)
+        classes = {row["choice"]: row["backend_class"] for row in rows}
+        table.loc[two_causes(classes, options.variants, options.against), RATIOS] = float("nan")
         table["exposed_ms_median"] = times.sub(times[LOCAL], axis="index").median()
         if options.link_rate:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()
     table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
     return table
+
+
+def two_causes(classes: Mapping[str, str | None], variants: Mapping[str, Mapping[str, Any]], against: str) -> list[str]:
+    """Rows whose ratio to `against` would have two causes: another choice, and another backend class.
+
+    Args:
+        classes: Backend class by label; None for what does not communicate.
+        variants: Fields of `RunConfig` by label.
+    """
+    base = classes[against]
+    others = [label for label, found in classes.items() if found is not None and base is not None and found != base]
+    return [label for label in others if variants[label]["choice"] != variants[against]["choice"]]
 
 
 def load_strategy(name: str) -> Any:
@@ -166,7 +188,8 @@ def show(table: Any, options: argparse.Namespace) -> None:
     columns |= {"peak, MiB": (table.peak_bytes / MIB, 1), "at rest, MiB": (table.resting_bytes / MIB, 2)}
     columns |= {"formula, MiB": (table.expected_resting_bytes / MIB, 2)}
     texts = {heading: values.map(f"{{:.{digits}f}}".format) for heading, (values, digits) in columns.items()}
-    shown = pd.DataFrame({"choice": table.choice, **texts})
+    over = {"over": table.backend_class} if table.backend_class.nunique() > 1 else {}
+    shown = pd.DataFrame({"choice": table.choice, **over, **texts}).replace({None: "–", "nan": "–"})
     print(*table.attrs["notes"], title, shown.to_string(index=False), sep="\n")
     if options.csv:
         table.to_csv(options.csv, index=False)

@@ -1,13 +1,16 @@
-"""Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`."""
+"""Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`, or
+`pytorch_ddp@nccl-legacy` over a backend of its own."""
 
 import argparse
 import dataclasses
 from collections.abc import Sequence
 
 from training.cli import exit_with_error, unknown_name
-from training.config import RunConfig, bucket_cap
+from training.config import AUTO, RunConfig, bucket_cap, split_label
 from training.errors import UserError
 
+LOCAL = "local"
+"""A step without communication."""
 SETTINGS = {
     "bucket_cap_mb": bucket_cap,
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
@@ -18,14 +21,19 @@ SETTINGS = {
 
 
 def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
-    """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`.
+    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`.
 
     Leaves the process with one line where the text makes no sense.
     """
-    choice, *pairs = text.split(":")
+    label, *pairs = text.split(":")
+    choice, backend = split_label(label)
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
     fields: dict[str, object] = {"choice": choice}
+    if backend is not None:
+        fields["backend"] = backend
+        if backend == AUTO or choice == LOCAL:
+            exit_with_error(f"{text}: {'name a backend' if backend == AUTO else f'{LOCAL} does not communicate'}")
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in SETTINGS:

@@ -15,7 +15,8 @@ REGISTRY = Registry(
         "simple_ddp_async": ("ddp.simple_ddp_async:AsyncDDP", "a non-blocking all-reduce as each gradient is ready"),
         "bucket_ddp_async": ("ddp.bucket_ddp_async:BucketDDP", "non-blocking all-reduces of buckets of gradients"),
         "pytorch_ddp": ("reference.pytorch_ddp:PyTorchDDP", "torch.nn.parallel.DistributedDataParallel"),
-    }
+    },
+    on_legacy_nccl=("bucket_ddp_async", "pytorch_ddp"),
 )
 CHOICES = REGISTRY.names
 load = REGISTRY.load

@@ -84,15 +84,15 @@ class BucketDDP(ReplicatedStrategy):
             self._start(bucket)
         updates_early = self.options.overlap_optimizer and not (self.fitted.is_watching or self.watch.inspects)
         for bucket in self.buckets:  # while the later ones are in flight
-            bucket.work.wait()
+            bucket.wait()
             self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
 
-    def share_is_finite(self) -> bool:
-        return self.early.all_finite()
+    def norm_of_share(self) -> Tensor:
+        return self.early.norm()
 
-    def step(self) -> None:
+    def update(self) -> None:
         with self.early.rest():
-            self.fitted.time_update(super().step)
+            self.fitted.time_update(super().update)
 
     def learned(self) -> list[list[str]] | None:
         return self.fitted.names([bucket.parameters for bucket in self.buckets])

@@ -21,6 +21,9 @@ import numpy as np
 
 USUAL_BYTES = 25 * 2**20
 """PyTorch DDP's default."""
+LEAST_GAIN = 0.02
+"""The share of the time until all buckets are done that a plan must save. Less is within the error of what it is made
+of."""
 MOST_PIECES = 96
 """Gradients are planned in about this many pieces at most; small neighbours form one piece."""
 Cost = Callable[[np.ndarray], np.ndarray]
@@ -153,15 +156,28 @@ def coarse_ends(timeline: Timeline) -> list[int]:
     return ends
 
 
+def usual_ends(timeline: Timeline) -> list[int]:
+    """The boundaries of buckets of the usual size."""
+    ends: list[int] = []
+    held = 0
+    for index, payload in enumerate(timeline.payload):
+        if held and (held + payload > USUAL_BYTES or timeline.kind[index] != timeline.kind[index - 1]):
+            ends.append(index)
+            held = 0
+        held += payload
+    return [*ends, len(timeline.payload)]
+
+
+def choose(timeline: Timeline) -> list[int]:
+    """The boundaries of `plan`, if they are predicted to be worth it; otherwise those of the usual size."""
+    planned, usual = plan(timeline), usual_ends(timeline)
+    return planned if finish_time(timeline, planned) < (1 - LEAST_GAIN) * finish_time(timeline, usual) else usual
+
+
 def describe(timeline: Timeline, ends: Sequence[int]) -> str:
     """A plan in one sentence, compared with buckets of the usual size."""
     sizes = [sum(timeline.payload[start:end]) / 2**20 for start, end in pairwise([0, *ends])]
-    usual: list[int] = []
-    start = 0
-    for end in range(1, len(timeline.payload) + 1):
-        if end == len(timeline.payload) or sum(timeline.payload[start : end + 1]) > USUAL_BYTES:
-            usual.append(end)
-            start = end
+    usual = usual_ends(timeline)
     planned, otherwise = finish_time(timeline, ends), finish_time(timeline, usual)
     if len(sizes) == 1:
         shape = f"1 bucket of {sizes[0]:.2f} MiB fits"

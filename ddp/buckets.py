@@ -21,16 +21,30 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.work: Any = None
+        self._abandoned: list[Any] = []
+        self._allocate()
         self.reset()
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split([p.numel() for p in self.parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
 
     def reset(self) -> None:
         """Begin a new step: all gradients are still to come."""
+        if self.work is not None:  # of a step that was abandoned: the all-reduce may go on in the old buffer
+            self._abandoned.append((self.work, self.flat))
+            self._allocate()
         self.missing = len(self.parameters)
-        self.work: Any = None
+        self.work = None
+
+    def wait(self) -> None:
+        """Wait for the all-reduce of the bucket, and so for those that came before it."""
+        self.work.wait()
+        self.work = None
+        self._abandoned.clear()
 
     def place_gradient(self, slot: int) -> None:
         """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values.

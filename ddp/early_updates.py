@@ -2,6 +2,7 @@
 
 Without `--overlap-optimizer` each rank looks at its share of the bucket, and the optimizer runs at the end of the step.
 With it each rank looks at the whole bucket and updates the bucket's parameters at once, unless a value is not finite.
+The host does not wait to know that: the optimizer decides it on the device.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 
 from ddp.buckets import Bucket
+from training.communication.verdict import norm_of, not_finite, update_unless
 from training.errors import UnsupportedError
 from training.replicated import ReplicatedStrategy
-from training.strategy import are_finite
 from training.watch.phases import phase
 
 
@@ -26,29 +27,33 @@ class EarlyUpdates:
 
     def begin_step(self) -> None:
         self._updated: set[nn.Parameter] = set()
-        self._sums: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
 
     def check(self, bucket: Bucket) -> None:
         """Look at this rank's share of `bucket`."""
         rank, size, numel = self._strategy.data_parallel_rank, self._strategy.data_parallel_size, len(bucket.flat)
-        self._sums.append(bucket.flat[numel * rank // size : numel * (rank + 1) // size].sum(dtype=torch.float32))
+        self._look_at(bucket.flat[numel * rank // size : numel * (rank + 1) // size])
 
     def check_and_update(self, bucket: Bucket) -> None:
         """Look at the whole of `bucket`, and update its parameters if all is finite so far.
 
         Only those that received a gradient on this rank: whether another rank used the others is known later.
         """
-        self._sums.append(bucket.flat.sum(dtype=torch.float32))
-        if not are_finite(self._sums):
-            return
-        received = dict(zip(self._strategy.trainable.values(), self._strategy.watch.received(), strict=True))
+        self._look_at(bucket.flat)
+        strategy = self._strategy
+        found_inf = not_finite(self.norm())
+        received = dict(zip(strategy.trainable.values(), strategy.watch.received(), strict=True))
         parameters = [parameter for parameter in bucket.parameters if received[parameter]]
-        with phase("optimizer"), only(self._strategy.optimizer, parameters):
-            self._strategy.optimizer.step()
+        with phase("optimizer"), only(strategy.optimizer, parameters):
+            update_unless(found_inf, strategy.optimizer, strategy.optimizer.step)
         self._updated.update(parameters)
 
-    def all_finite(self) -> bool:
-        return are_finite(self._sums)
+    def _look_at(self, gradients: torch.Tensor) -> None:
+        self._norms.append(norm_of([gradients], gradients.device))
+
+    def norm(self) -> torch.Tensor:
+        """Of all that was looked at, as `Strategy.norm_of_share` answers."""
+        return torch.stack(self._norms).sum()
 
     @contextmanager
     def rest(self) -> Iterator[None]:

@@ -10,10 +10,14 @@ from itertools import pairwise
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.bucket_plan import describe, plan
+from ddp.bucket_plan import USUAL_BYTES, choose, describe, usual_ends
 from ddp.link_fit import WATCHED_STEPS, LinkFit
 from training.config import StrategyOptions
 
+UNKNOWN = (
+    f"buckets of {USUAL_BYTES // 2**20} MiB: large all-reduces took hardly longer than small ones, so nothing could be "
+    "fitted to this link"
+)
 Assignment = list[list[nn.Parameter]]
 """The parameters of each bucket, in the order in which buckets are all-reduced."""
 
@@ -50,9 +54,9 @@ class FittedBuckets:
             self._watch.begin_step()
             return None
         self.is_watching = False
-        order, timeline = self._watch.timeline(self._updates_early)
-        ends = plan(timeline)
-        self.note = describe(timeline, ends)
+        order, timeline, is_known = self._watch.timeline(self._updates_early)
+        ends = choose(timeline) if is_known else usual_ends(timeline)
+        self.note = describe(timeline, ends) if is_known else UNKNOWN
         return [order[start:end] for start, end in pairwise([0, *ends])]
 
     def on_gradient(self, parameter: Tensor) -> None:

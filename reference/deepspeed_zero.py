@@ -59,14 +59,13 @@ class DeepSpeedZero(Strategy):
         self.require_supported()
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
-        device = next(self.module.parameters()).device
         require_elementwise(make_optimizer)
         make_groups = self.options.parameter_groups
         optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger
-                self.deepspeed = load_deepspeed(device)
+                self.deepspeed = load_deepspeed(self.device)
                 self.engine, self.zero, _, _ = self.deepspeed.initialize(
                     model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
                 )
@@ -100,7 +99,7 @@ class DeepSpeedZero(Strategy):
         }
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
         self.engine.set_gradient_accumulation_boundary(True)
 
     def forward(self, micro_batch: MicroBatch) -> Any:
@@ -125,9 +124,8 @@ class DeepSpeedZero(Strategy):
                 "one, and ranks must use the same"
             )
 
-    def step(self) -> None:
+    def update(self) -> None:
         self.engine.step()
-        self.optimizer_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees all gradients, because DeepSpeed has none that could be set to zero."""
@@ -138,8 +136,7 @@ class DeepSpeedZero(Strategy):
             self.zero.averaged_gradients[group] = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        device = next(self.module.parameters()).device
-        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, device)
+        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, self.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)

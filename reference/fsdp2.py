@@ -53,7 +53,7 @@ class FSDP2(Strategy):
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
-        mesh = DeviceMesh.from_group(self.process_group, next(self.module.parameters()).device.type)
+        mesh = DeviceMesh.from_group(self.process_group, self.device.type)
         self.root = Root(self.module)
         try:
             for block in find_blocks(self.module):
@@ -86,7 +86,7 @@ class FSDP2(Strategy):
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
 
     def forward(self, micro_batch: MicroBatch) -> Any:
         self._has_run = True
@@ -109,8 +109,7 @@ class FSDP2(Strategy):
         super().abandon_step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        device = next(self.module.parameters()).device
-        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, device)
+        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, self.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)

@@ -19,6 +19,7 @@ from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
 from scripts.runs import FAMILIES, report_root_of
 from training.cli import OneLineParser
+from training.config import LEGACY_NCCL, labelled
 
 WORSE_THAN_ALLOWED = 3
 
@@ -82,7 +83,8 @@ def of_family(options: argparse.Namespace) -> int:
     """Compare the latest runs of all choices."""
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    trained = [name for name in family.registry.sentences if (root / "profile" / name).is_dir()]
+    labels = [labelled(name, backend) for backend in (None, LEGACY_NCCL) for name in family.registry.sentences]
+    trained = [label for label in labels if (root / "profile" / label).is_dir()]
     page = report_on_choices(root, family.report_root, trained, failed=[], allowed=options.allow_different)
     print(f"\nreport: {page}")
     return 0

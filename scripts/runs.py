@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ddp
 import sharding
-from training.config import RunConfig
+from training.config import LEGACY_NCCL, RunConfig, labelled, split_label
 from training.flags import parse_config
 from training.registry import Registry
 
@@ -29,8 +29,9 @@ FAMILIES = {
 }
 
 
-def report_root_of(choice: str) -> str:
+def report_root_of(label: str) -> str:
     """Root folder of the reports on a choice; that of the replicated ones for a choice that no registry has."""
+    choice, _ = split_label(label)
     of_choice = (family.report_root for family in FAMILIES.values() if choice in family.registry.sentences)
     return next(of_choice, FAMILIES["ddp"].report_root)
 
@@ -50,18 +51,31 @@ class Runs:
     checkpoint_dir: Path | None
     flags: list[str]
 
-    def arguments(self, choice: str) -> list[str]:
+    def labels(self) -> list[str]:
+        """Names of all runs: a run of each choice, and where torch has two NCCL classes, runs over the older one."""
+        from training.distributed import has_two_nccl_classes  # imports torch
+
+        registry = self.family.registry
+        labels = [self.config(name).label for name in registry.names]
+        if has_two_nccl_classes(self.config(registry.names[0])):
+            labels += [labelled(name, LEGACY_NCCL) for name in registry.on_legacy_nccl]
+        return labels
+
+    def arguments(self, label: str) -> list[str]:
         """The run's own command line."""
+        choice, backend = split_label(label)
         arguments = ["--ddp-choice", choice, "--output-dir", str(self.output_dir), *self.flags]
+        if backend is not None:
+            arguments += ["--backend", backend]
         if self.checkpoint_dir is not None:  # each run needs its own folder
-            arguments += ["--checkpoint-dir", str(self.checkpoint_dir / choice)]
+            arguments += ["--checkpoint-dir", str(self.checkpoint_dir / label)]
         return arguments
 
-    def config(self, choice: str) -> RunConfig:
+    def config(self, label: str) -> RunConfig:
         """Exits with one line where the flags make no sense."""
-        return parse_config("", self.family.registry, arguments=self.arguments(choice))
+        return parse_config("", self.family.registry, arguments=self.arguments(label))
 
-    def has_begun(self, choice: str) -> bool:
+    def has_begun(self, label: str) -> bool:
         """Whether an interrupted run has left checkpoints from which this run would continue.
 
         Raises:
@@ -70,11 +84,11 @@ class Runs:
         from training.checkpoint.manifest import checkpoints_in
         from training.checkpoint.origin import checkpoint_folder
 
-        config = self.config(choice)
+        config = self.config(label)
         return config.checkpoint_every is not None and bool(checkpoints_in(checkpoint_folder(config)))
 
 
-def train(choice: str, ranks: int, arguments: list[str]) -> bool:
+def train(label: str, ranks: int, arguments: list[str]) -> bool:
     """Run one choice under `torchrun`, in this process; False if it failed, after one line that says why."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -92,6 +106,6 @@ def train(choice: str, ranks: int, arguments: list[str]) -> bool:
             else:
                 why = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
             if not why.startswith("error: "):  # the rank has not printed it as one line
-                print(f"error: {choice}: rank {rank} failed: {why}", file=sys.stderr)
+                print(f"error: {label}: rank {rank} failed: {why}", file=sys.stderr)
             return False
     return True

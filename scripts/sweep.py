@@ -21,11 +21,11 @@ from scripts.sweep_state import SweepState
 from training.cli import OneLineParser, exit_with_error
 from training.errors import UserError
 from training.flags import with_config_file
-from training.process.environment import ENVIRONMENT
+from training.process.environment import quiet_libraries
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
-QUIET = ENVIRONMENT | {
+QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
 }
@@ -143,19 +143,20 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
 
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []
-    for choice in family.registry.names:
-        if choice in state.finished:
-            print(f"{choice}: finished before", flush=True)
+    labels = runs.labels()
+    for label in labels:
+        if label in state.finished:
+            print(f"{label}: finished before", flush=True)
             continue
-        arguments = [str(ROOT / family.script), *runs.arguments(choice)]
-        if resumes and runs.has_begun(choice):
+        arguments = [str(ROOT / family.script), *runs.arguments(label)]
+        if resumes and runs.has_begun(label):
             arguments.append("--resume")
-        if train(choice, runs.ranks, arguments):
-            succeeded.append(choice)
-            state.add(choice)
+        if train(label, runs.ranks, arguments):
+            succeeded.append(label)
+            state.add(label)
         else:
-            failed.append(choice)
-    succeeded.sort(key=family.registry.names.index)
+            failed.append(label)
+    succeeded.sort(key=labels.index)
     try:
         page = report_on_choices(output_dir, family.report_root, succeeded, failed)
     except TraceError as error:
@@ -163,9 +164,7 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
         return 1
     if not failed:
         state.close()
-    print(
-        f"\n{len(succeeded)} of {len(family.registry.names)} choices in {time.monotonic() - started:.0f} s; open {page}"
-    )
+    print(f"\n{len(succeeded)} of {len(labels)} runs in {time.monotonic() - started:.0f} s; open {page}")
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -19,6 +19,7 @@ REGISTRY = Registry(
         "deepspeed_zero3": ("reference.deepspeed_zero:DeepSpeedZero3", "DeepSpeed, stage 3: parameters too"),
     },
     extras={f"deepspeed_zero{stage}": "deepspeed" for stage in (1, 2, 3)},
+    on_legacy_nccl=("baseline", "zero1", "pytorch_zero1"),
 )
 CHOICES = REGISTRY.names
 load = REGISTRY.load

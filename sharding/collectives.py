@@ -40,9 +40,15 @@ def free(tensor: Tensor | None) -> None:
         tensor.untyped_storage().resize_(0)
 
 
+_device_types_of_gloo: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group sends tensors of this device through Gloo."""
-    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+    if group not in _device_types_of_gloo:
+        backends = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+        _device_types_of_gloo[group] = {device_type for device_type, backend in backends if backend == "gloo"}
+    return device.type in _device_types_of_gloo[group]
 
 
 _groups_of_roots: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()

@@ -25,6 +25,7 @@ class GradientBucket:
         self.flat = flat
         self.allocate()
         self.in_flight: Pending | None = None
+        self._abandoned: list[object] = []
         self.reset()
 
     def allocate(self) -> None:
@@ -33,7 +34,8 @@ class GradientBucket:
 
     def reset(self) -> None:
         """Begin a new step: no gradient is here, and none is in the shard."""
-        if self.in_flight:  # of a step that was abandoned; it may go on writing into the old tensor
+        if self.in_flight:  # of a step that was abandoned: the reduction may go on in the old tensors
+            self._abandoned.append((self.in_flight, self.tensors()))
             self.allocate()
         self.shard: Tensor | None = None
         self.in_flight = None
@@ -64,10 +66,16 @@ class GradientBucket:
         self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
         self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group)
 
+    def wait(self) -> None:
+        """Wait for the reduce-scatter in flight, and so for those that came before it."""
+        assert self.in_flight is not None
+        self.in_flight.wait()
+        self._abandoned.clear()
+
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter, if one is in flight."""
         if self.in_flight:
-            self.in_flight.wait()
+            self.wait()
             self.in_flight = None
             for parameter in self.flat.parameters:
                 parameter.grad = None  # what is left there is this rank's own part
@@ -103,7 +111,8 @@ class ShardedGradientBucket(GradientBucket):
         else:
             if self.full is None:
                 self.full, self._may_free = torch.empty_like(self.flat.full), True
-            self.flat.layout.view(self.full, slot).copy_(gradient)
+                self._places = self.flat.layout.cut(self.full)
+            self._places[slot].copy_(gradient.reshape(-1))
         self._placed.add(slot)
 
     def start_reduction(self) -> None:
@@ -118,7 +127,7 @@ class ShardedGradientBucket(GradientBucket):
 
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:
-            self.in_flight.wait()
+            self.wait()
             self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
             if self._may_free:  # a gradient that autograd made may share its memory with another
                 free(self.full)

@@ -51,7 +51,7 @@ class ShardedStrategy(Strategy):
         return make_optimizer(list(pieces.values()) or [{"params": []}])
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
@@ -106,7 +106,7 @@ class ShardedStrategy(Strategy):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         pieces = [piece for bucket in self.buckets for piece in bucket.flat.pieces.values()]
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
-        return clip_shards(gradients, max_norm, self.process_group, self._agreement.device)
+        return clip_shards(gradients, max_norm, self.process_group, self.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)

@@ -97,8 +97,8 @@ class Zero1(ShardedStrategy):
 
     # Optimizer: update the shard, then all-gather parameters -----------------------------------------------------
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
+        super().update()
         for flat in reversed(self.flats):  # the order in which forward needs them
             self.arrivals.start(flat, all_gather(flat.full, self.process_group))
 

@@ -10,13 +10,14 @@ What happens in a step, with units 1 to n:
   whole: backward needs them first.
 - Backward. While unit i computes, unit i-1 is all-gathered again. (Unit n-1 only when unit n is through: activations
   take the most memory at the start of backward.) When all gradients of unit i are made, its parameters are freed and
-  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-1 makes its first gradient: then it
-  is waited for, and the full gradients of unit i are freed. So a rank holds the full gradients of one unit at a time.
-  The root is freed when its own gradients are made: at the start of backward, if it holds only a norm and a head.
+  its gradients are reduce-scattered. The reduce-scatter is in flight until unit i-2 makes its first gradient: then it
+  is waited for, and the full gradients of unit i are freed. To wait at unit i-1 already would save the full gradients
+  of one unit, but backward would stop whenever the link is not done yet. The root is freed when its own gradients are
+  made: at the start of backward, if it holds only a norm and a head.
 - Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
-one; at its start also the root.
+two; at its start also the root.
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
 elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
@@ -111,7 +112,7 @@ class Zero3(ShardedStrategy):
         unit.running += 1
         index = self.schedule.units.index(unit)
         for earlier in self.schedule.units[:index]:
-            if self.order.is_over(earlier) and not earlier.running:
+            if not (earlier.is_sharded or earlier.running) and self.order.is_over(earlier):
                 earlier.reshard()
         self._unshard_now(unit)
         self._prefetch_in_forward(index + 1)
@@ -157,10 +158,12 @@ class Zero3(ShardedStrategy):
 
     def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, _: Tensor) -> None:
         reduction = self.schedule.reduction_of(bucket)
-        if all(other.full is None for other in reduction.buckets):  # the unit's first gradient:
-            self.schedule.finish_reductions()  # the full gradients of the unit before make room for its own
+        if bucket.full is None and all(other.full is None for other in reduction.buckets):  # the unit's first gradient
+            self.schedule.make_room()
         bucket.place(slot)
         bucket.missing -= 1
+        if bucket.missing:
+            return
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):
             self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
         self.schedule.reduce_what_is_ready()
@@ -214,4 +217,5 @@ class Zero3(ShardedStrategy):
 
 def tensors_with_gradient(tree: Any) -> list[Tensor]:
     """The tensors among a module's inputs or outputs that backward makes gradients for."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -84,7 +84,8 @@ def train_to(
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
     try:
-        result = train(strategy, steps(checkpoints.done, last), Unwatched(), None, checkpoints.after_step, earlier)
+        todo = steps(checkpoints.done, last)
+        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, earlier, checkpoints.is_due)
         checkpoints.finish()
     finally:
         checkpoints.close()

@@ -197,7 +197,7 @@ def llama_classifier() -> nn.Module:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     return LlamaForSequenceClassification(
-        LlamaConfig(
+        LlamaConfig(  # type: ignore[call-arg]
             hidden_size=16,
             intermediate_size=24,
             num_hidden_layers=2,
@@ -249,7 +249,7 @@ BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return {**MODELS, **UNUSUAL, **dict.fromkeys(BRANCHES, Branching), "normed": Normed, "deep": Deep}[name]()
+    return {**MODELS, **UNUSUAL, **dict.fromkeys(BRANCHES, Branching), "normed": Normed, "deep": Deep}[name]()  # type: ignore[operator]
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:

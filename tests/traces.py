@@ -97,6 +97,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "ended": {"how": "completed"},
         "world_size": 2,
         "backend": "gloo",
+        "backend_class": "ProcessGroupGloo",
         "device_name": "cpu",
         "parameters": 1000,
         "samples_per_second": 8 / step,

@@ -15,12 +15,14 @@ from training.errors import UserError
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "gloo", "nccl")
+NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
+"""Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
+BACKENDS = ("auto", "gloo", NCCL, LEGACY_NCCL)
 AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 7
+RECORD_VERSION = 8
 """Version of the run record's format (`docs/run-record.md`)."""
 
 
@@ -141,8 +143,11 @@ class RunConfig:
     max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
 
     precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+    tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
-    backend: str = _communication(AUTO, "auto is NCCL with CUDA and Gloo without", choices=BACKENDS)
+    backend: str = _communication(
+        AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
+    )
     timeout_minutes: float = _communication(
         10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
     )
@@ -226,6 +231,11 @@ class RunConfig:
         )
         self.strategy_options()
 
+    @property
+    def label(self) -> str:
+        """Names the run's folders: the choice, or `<choice>@nccl-legacy`, so that the two classes never mix."""
+        return labelled(self.choice, self.backend if self.backend == LEGACY_NCCL else None)
+
     def strategy_options(self) -> StrategyOptions:
         return StrategyOptions(
             bucket_cap_mb=self.bucket_cap_mb,
@@ -266,6 +276,17 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def labelled(choice: str, backend: str | None) -> str:
+    """`<choice>@<backend>`, or the choice alone."""
+    return choice if backend is None else f"{choice}@{backend}"
+
+
+def split_label(label: str) -> tuple[str, str | None]:
+    """The choice and the backend of `labelled`."""
+    choice, _, backend = label.partition("@")
+    return choice, backend or None
 
 
 def flag_name(field_name: str) -> str:

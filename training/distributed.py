@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from training.config import RunConfig
+from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
 
 Result = TypeVar("Result")
@@ -21,7 +21,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. `rank` counts over all nodes."""
+    """This process among all.
+
+    Attributes:
+        rank: Counted over all nodes.
+        backend: As on the command line: `gloo`, `nccl` or `nccl-legacy`.
+    """
 
     rank: int
     world_size: int
@@ -29,12 +34,42 @@ class Ranks:
     backend: str
 
     @property
+    def library(self) -> str:
+        """What carries the messages: `gloo` or `nccl`."""
+        return library_of(self.backend)
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
+def library_of(backend: str) -> str:
+    """`nccl` for both of torch's NCCL backends, otherwise `gloo`."""
+    return NCCL if backend in (NCCL, LEGACY_NCCL) else "gloo"
+
+
+def group_config(backend: str) -> str:
+    """What torch's functions that make a process group take as `backend`.
+
+    With NCCL, CPU tensors go over Gloo, so that small exchanges do not make the host wait for the device.
+    """
+    return f"cpu:gloo,cuda:{backend}" if library_of(backend) == NCCL else backend
+
+
+def backend_class(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The class that carries `group`'s tensors on `device`, such as `ProcessGroupGloo` or `ProcessGroupNCCL2`."""
+    backend = group._get_backend(device)
+    return type(getattr(backend, "wrapped_pg", backend)).__name__  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def has_two_nccl_classes(config: RunConfig) -> bool:
+    """Whether a run with `config` gets torch's newer NCCL class, so that the older one is another."""
+    is_default = config.backend in (AUTO, NCCL) and config.device != "cpu"
+    return is_default and torch.cuda.is_available() and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
 def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
-    """The device of this rank, and `gloo` or `nccl`: what the flags say, or CUDA and NCCL if there is a GPU.
+    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
 
     Raises:
         UserError: not started by `torchrun`; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
@@ -52,13 +87,13 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     if config.device == "cuda" and not has_cuda:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
     use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
-    backend = config.backend if config.backend != "auto" else "nccl" if use_cuda else "gloo"
-    if backend == "nccl" and not use_cuda:
-        raise UserError("--backend nccl needs CUDA devices; use --backend gloo")
+    backend = config.backend if config.backend != AUTO else NCCL if use_cuda else "gloo"
+    if library_of(backend) == NCCL and not use_cuda:
+        raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")
     if not use_cuda:
         return torch.device("cpu"), backend
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if local_ranks > gpus and (backend == "nccl" or config.backend == "auto"):
+    if local_ranks > gpus and (library_of(backend) == NCCL or config.backend == AUTO):
         raise UserError(
             f"{local_ranks} ranks on this node but only {gpus} GPU{'s' if gpus > 1 else ''}, and NCCL takes one rank a "
             f"GPU; use --nproc_per_node={gpus}, or --backend gloo to share GPUs"
@@ -69,8 +104,6 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
 @contextmanager
 def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     """Within this context the default process group exists.
-
-    With NCCL, CPU tensors go over Gloo, so that small exchanges do not make the host wait for the device.
 
     Raises:
         UserError: see `choose_device_and_backend`.
@@ -85,7 +118,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
         # Ranks that torchrun restarts get the old store, which still has the addresses of the dead ranks.
         attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            group_config(backend),
             store=attempt,
             rank=rank,
             world_size=size,

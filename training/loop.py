@@ -1,6 +1,7 @@
 """The training loop and the evaluation. They are the same for every strategy and know none of them."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import tee, zip_longest
@@ -9,7 +10,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from training.data.sampling import evaluation_batches, to_device
+from training.communication.verdict import ReadLater
+from training.data.copies import to_device
+from training.data.sampling import evaluation_batches
 from training.data.workload import Workload
 from training.strategy import MicroBatch, Strategy
 from training.watch.phases import begin_step, phase
@@ -68,33 +71,52 @@ def train(
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
     earlier: TrainingResult | None = None,
+    is_due: Callable[[int], bool] = lambda step: False,
 ) -> TrainingResult:
     """Train over `steps`.
 
+    A loss is read a step after it was made, so that the host need not wait for the device.
+
     Args:
         clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
-        on_step: Called with the result after each step.
+        on_step: Called with the result of each step once its loss is known: before the next step, or after it.
         earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
+        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
     """
     result = earlier or TrainingResult()
+    unread: deque[tuple[ReadLater, float | None, int]] = deque()
+
+    def read(unread_steps: int) -> None:
+        """Read losses until those of so many steps are left."""
+        while len(unread) > unread_steps:
+            loss, step_time_s, samples = unread.popleft()
+            result.loss.append(loss.tensor().item())
+            result.step_time_s.append(step_time_s)
+            result.samples.append(samples)
+            on_step(result)
+
     strategy.module.train()
     start = time.perf_counter()
     for (samples, micro_batches), following in with_following(steps):
         begin_step(strategy.optimizer_steps)
         strategy.zero_grad()
-        loss = strategy.forward_backward(micro_batches)
+        loss = ReadLater(strategy.forward_backward(micro_batches))
         if following is not None:
             strategy.announce(following[1])
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step()
-        result.loss.append(loss.item())
-        result.step_time_s.append(None if profiler.slows_this_step else time.perf_counter() - start)
-        result.samples.append(samples)
+        unread.append((loss, None if profiler.slows_this_step else time.perf_counter() - start, samples))
         profiler.step()
-        on_step(result)
+        if is_due(strategy.optimizer_steps):
+            strategy.require_finite()
+            read(unread_steps=0)
+        else:
+            read(unread_steps=0 if loss.is_here else 1)
         start = time.perf_counter()
+    strategy.require_finite()
+    read(unread_steps=0)
     return result
 
 
@@ -120,8 +142,10 @@ def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: to
         with strategy.autocast():
             output = strategy.forward(batch)
         if counted:
-            correct = (output.logits.argmax(-1) == batch["labels"]).sum() if workload.classifies else 0
-            totals += torch.tensor([output.loss * counted, correct, counted], dtype=torch.float64, device=device)
+            totals[0] += output.loss * counted
+            totals[2] += counted
+            if workload.classifies:
+                totals[1] += (output.logits.argmax(-1) == batch["labels"]).sum()
     dist.all_reduce(totals, group=strategy.process_group)
     loss, correct, samples = totals.tolist()
     return {

@@ -18,6 +18,8 @@ class Registry:
         entries: `{name: ("package.module:Class", sentence)}`.
         extras: `{name: extra}` for those that need an optional extra of this project. An extra has the name of the
             package that it installs.
+        on_legacy_nccl: A sweep also runs these over torch's older NCCL class, where it is not the default: references
+            that do not overlap over the newer one (docs/cuda.md), and what they are compared with.
 
     Attributes:
         names: The strategies whose packages are installed. A sweep runs these.
@@ -25,7 +27,13 @@ class Registry:
         missing: For strategies whose package is not installed, by name: the command that installs it.
     """
 
-    def __init__(self, entries: Mapping[str, tuple[str, str]], extras: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[str, str]],
+        extras: Mapping[str, str] | None = None,
+        on_legacy_nccl: tuple[str, ...] = (),
+    ) -> None:
+        self.on_legacy_nccl = on_legacy_nccl
         needed = (extras or {}).items()
         self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
         self._locations = {name: location for name, (location, _) in entries.items()}

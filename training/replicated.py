@@ -58,7 +58,7 @@ class ReplicatedStrategy(Strategy):
             self.compression.begin_round()
 
     def before_step(self) -> None:
-        broadcast_from_rank0(list(self.module.buffers()), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         if self.options.overlap_optimizer:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig
-from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch, to_device
+from training.data.copies import copied_ahead
+from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
@@ -59,7 +61,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
         ):
             train_and_record(config, ranks, load_strategy, so_far)
     except AgreedError as error:
-        line = f"error: {config.choice}: {error}"
+        line = f"error: {config.label}: {error}"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
         prints = not error.is_said and (is_first_here or isinstance(error, OneRankError))
         tell_torchrun(line, time.time() + (not prints))  # torchrun shows the earliest: the line that is printed
@@ -88,6 +90,8 @@ def train_and_record(
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     checkpoints = Checkpoints(config, ranks, run_id, package_versions())
+    if config.tf32 and ranks.device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
@@ -114,7 +118,7 @@ def train_and_record(
             config = so_far.config = replace(config, no_profile=True)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
-            training_progress(config.choice, steps, ranks.is_main) as on_step,
+            training_progress(config.label, steps, ranks.is_main) as on_step,
         ):
 
             def after_step(result: TrainingResult) -> None:
@@ -122,7 +126,8 @@ def train_and_record(
                 checkpoints.after_step(result)
 
             all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), earlier)
+            on_each = so_far.following(after_step)
+            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
             checkpoints.finish()
     between_steps("evaluating")
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
@@ -139,8 +144,8 @@ def train_and_record(
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
         for note in strategy.notes:
-            print(f"{config.choice}: {note}", flush=True)
-        print(summary_line(record, str(path)), flush=True)
+            print(f"{config.label}: {note}", flush=True)
+        print(summary_line(config.label, record, str(path)), flush=True)
 
 
 def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
@@ -182,13 +187,20 @@ def planned_steps(config: RunConfig, samples: int) -> int:
     return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
 
 
-def build_strategy(config: RunConfig, workload: Workload, ranks: Ranks, strategy_class: type[Strategy]) -> Strategy:
-    """The strategy over the workload's model."""
+def build_strategy(
+    config: RunConfig,
+    workload: Workload,
+    ranks: Ranks,
+    strategy_class: type[Strategy],
+    group: dist.ProcessGroup | None = None,
+) -> Strategy:
+    """The strategy over the workload's model. `group`: its ranks (default: all)."""
     learning_rate = config.lr or workload.learning_rate
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
         config.strategy_options(),
+        group,
     )
 
 
@@ -197,6 +209,13 @@ def micro_batches(
 ) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
     """For each optimizer step from `first` on: the samples in the global batch, and this rank's micro-batches on its
     device."""
+    return copied_ahead(collated(config, workload, ranks, steps, first), ranks.device)
+
+
+def collated(
+    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int
+) -> Iterator[tuple[int, Sequence[dict[str, torch.Tensor]]]]:
+    """The same on the CPU."""
     size, done = config.micro_batch_size(ranks.world_size), 0
     for epoch in range(config.epochs):
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
@@ -206,8 +225,7 @@ def micro_batches(
                 done += 1
                 continue
             mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
-            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
-            yield len(window), [to_device(batch, ranks.device) for batch in batches]
+            yield len(window), [workload.collate([workload.train[index] for index in indices]) for indices in mine]
             done += 1
 
 
@@ -229,10 +247,10 @@ def require_written(profiler: WindowProfiler) -> None:
         raise UserError(profiler.write_problem)
 
 
-def summary_line(record: dict[str, Any], path: str) -> str:
+def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     """One line on how the run went."""
     evaluation, median = record["eval"], record["step_time_median_s"]
-    parts = [f"{record['choice']}: done"]
+    parts = [f"{label}: done"]
     if median is not None:
         parts.append(f"median step {median * 1000:.0f} ms")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")

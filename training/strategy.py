@@ -4,12 +4,16 @@ A step has three parts:
 1. The ranks tell each other how many samples and micro-batches each of them holds. So every loss can be weighted by its
    share of the global batch.
 2. Forward and backward of each micro-batch, with the communication that the strategy adds to them.
-3. The ranks tell each other their part of the loss, whether a gradient is not finite, and which parameters received a
-   gradient.
+3. The ranks tell each other which parameters received a gradient. They add up their shares of the loss, which also
+   shows whether all is finite.
 
-Parts 1 and 3 are all-gathers of a few bytes (`training.communication.agreement`), the same for every strategy. The
-first one is hidden: behind the optimizer of the step before if the step is announced (`announce`), or behind the first
-forward pass if there are several micro-batches.
+Part 1 and the first half of part 3 are all-gathers of a few bytes between the hosts
+(`training.communication.agreement`). The second half is an all-reduce of two numbers between the devices
+(`training.communication.verdict`). The first exchange is hidden: behind the optimizer of the step before if the step is
+announced (`announce`), or behind the first forward pass if there are several micro-batches.
+
+No part waits for the device. What the host must know of it, it reads a step later: so an error that names step k may be
+raised in step k + 1. On a CPU all is known at once.
 """
 
 import itertools
@@ -28,12 +32,14 @@ from training.communication.agreement import (
     RECEIVED_BYTES,
     RESULTS_ROW_BYTES,
     GlobalBatch,
-    PendingCounts,
+    Pending,
     StepAgreement,
     StepResult,
+    nonfinite_error,
 )
 from training.communication.consistency import require_same_parameters, require_supported_parameters
 from training.communication.traffic import Collective
+from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
@@ -97,8 +103,11 @@ class Strategy(ABC):
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
+        self.device = next(module.parameters()).device
+        self._modules = list(module.modules())
         self._latest: MicroBatch | None = None
-        self._announced: PendingCounts | None = None
+        self._announced: Pending | None = None
+        self._latest_step: tuple[Verdict, Sequence[MicroBatch]] | None = None
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(self.gradient_leaves())
@@ -188,9 +197,9 @@ class Strategy(ABC):
         What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
         """
 
-    def share_is_finite(self) -> bool:
-        """Whether `gradient_share` holds neither NaN nor infinity."""
-        return are_finite(self.gradient_share())
+    def norm_of_share(self) -> Tensor:
+        """Of `gradient_share`: a scalar on the device that shows whether it holds NaN or infinity."""
+        return norm_of(self.gradient_share(), self.device)
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the gradients of `parameters` to None: no rank has used them in this step."""
@@ -211,6 +220,11 @@ class Strategy(ABC):
         if self._announced is not None:
             _, work = self._announced
             work.wait()
+
+    def buffers(self) -> list[Tensor]:
+        """Those of all modules, each once. `module.buffers()` would walk the whole tree of modules in every step."""
+        found = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
+        return list(dict.fromkeys(found))
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         """Tensors whose storage holds parameters at this moment."""
@@ -266,8 +280,7 @@ class Strategy(ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision in which forward runs, for training and evaluation alike."""
-        device_type = next(iter(self.trainable.values())).device.type
-        return torch.autocast(device_type, torch.bfloat16, enabled=self.options.precision == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run forward and backward of one optimizer step's micro-batches. `step` then runs the optimizer.
@@ -283,23 +296,57 @@ class Strategy(ABC):
             Each trainable parameter's gradient is the gradient of that mean, or None if no rank used the parameter.
 
         Raises:
-            NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite.
+            NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite, in this step or, on
+                CUDA, in the one before. `step` has not updated any parameter with it.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
         micro_batches = with_samples(micro_batches)
         try:
-            result = self._attempt(micro_batches)
-            if result.nonfinite == "a gradient":
-                self.zero_grad()  # the sum over ranks does not say whose it is: run again, and inspect
-                self.watch.inspects = True
-                result = self._attempt(micro_batches)
+            verdict, _ = self._attempt(micro_batches)
+            if self._latest_step is not None:
+                self.require_finite()
+            self._latest_step = verdict, micro_batches
+            if verdict.is_here:
+                self.require_finite()
         except BaseException:
             self.abandon_step()
             raise
+        return verdict.loss
+
+    def require_finite(self) -> None:
+        """Wait until the device has done the latest step whose outcome is not known, and look at it. Collective.
+
+        Raises:
+            NonFiniteError: on every rank, if its loss or a gradient is NaN or infinite on any. There are no gradients
+                then.
+        """
+        if self._latest_step is None:
+            return
+        (verdict, micro_batches), self._latest_step = self._latest_step, None
+        what = verdict.nonfinite
+        if what is None:
+            return
+        if what == "the loss":
+            culprits = (~self._agreement.all_gather(verdict.own_loss).isfinite()).nonzero().flatten().tolist()
+        else:
+            culprits = self._find_culprits(micro_batches)
+        self.zero_grad()
+        raise nonfinite_error(what, verdict.step, culprits, self.options.overlap_optimizer)
+
+    def _find_culprits(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """The ranks that make a gradient that is not finite from these micro-batches. The sum over ranks does not say.
+
+        So the step is run again, and each gradient inspected. A strategy may reduce every micro-batch, which spreads a
+        NaN: the ranks that have it first are to blame.
+        """
+        self.zero_grad()
+        self.watch.inspects = True
+        try:
+            _, result = self._attempt(micro_batches)
         finally:
             self.watch.inspects = False
-        result.require_finite(self.optimizer_steps, self.options.overlap_optimizer)
-        return torch.tensor(result.loss, dtype=torch.float32, device=next(iter(self.trainable.values())).device)
+        bad = result.bad_rounds[result.bad_rounds >= 0]
+        return (result.bad_rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
@@ -311,11 +358,11 @@ class Strategy(ABC):
         """
         self._announced = self._begin_counts(with_samples(micro_batches))
 
-    def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> PendingCounts:
+    def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> Pending:
         lacks_any = self._latest is None and not micro_batches
         return self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), lacks_any)
 
-    def _attempt(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def _attempt(self, micro_batches: Sequence[MicroBatch]) -> tuple[Verdict, StepResult]:
         """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
         counts, self._announced = self._announced or self._begin_counts(micro_batches), None
         self._latest = micro_batches[-1] if micro_batches else self._latest
@@ -346,16 +393,21 @@ class Strategy(ABC):
                 break
         with phase("gradient_sync"):
             self.finish_gradient_synchronization()
-        local_loss = torch.stack(losses).sum().item() if losses else 0.0
-        result = self._agreement.results(
-            local_loss, self.share_is_finite(), self.watch.first_nonfinite_round, self.watch.received()
-        )
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
+        results = self._agreement.begin_results(self.watch.first_nonfinite_round, self.watch.received())
+        verdict = self._verdict = Verdict(loss, self.norm_of_share(), self.optimizer_steps, self.process_group)
+        result = self._agreement.results(results)
         self.drop_gradients([p for p, used in zip(self.trainable.values(), result.used, strict=True) if not used])
-        return result
+        return verdict, result
 
     def step(self) -> None:
-        self.optimizer.step()
+        """Update the parameters, unless the loss or a gradient is not finite."""
+        update_unless(self._verdict.found_inf, self.updating_optimizer, self.update)
         self.optimizer_steps += 1
+
+    def update(self) -> None:
+        """Run the optimizer."""
+        self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -394,14 +446,9 @@ class Strategy(ABC):
         size = self.data_parallel_size
         row_bytes = COUNTS_ROW_BYTES + RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
         exchanges = Collective("all_gather", 2, row_bytes * size, size, "bookkeeping")
+        verdict = Collective("all_reduce", 1, VERDICT_BYTES, size, "bookkeeping")
         clipping = self.expected_clipping_traffic() if clips else []
-        return [*self.expected_gradient_traffic(micro_batches), exchanges, *clipping]
-
-
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is NaN or infinite. A sum that overflows counts as infinite."""
-    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
-    return not sums or bool(torch.stack(sums).isfinite().all())
+        return [*self.expected_gradient_traffic(micro_batches), exchanges, verdict, *clipping]
 
 
 def with_samples(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

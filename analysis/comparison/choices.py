@@ -11,7 +11,7 @@ from rich.table import Table
 from analysis.columns import COMPARISON_COLUMNS
 from analysis.command import report_folder, report_on_window
 from analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
-from analysis.comparison.fairness import require_comparable
+from analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
 from analysis.errors import TraceError
 from analysis.report.pages.compare import Compared, write_comparison
 from analysis.traces.finding import Window, find_windows
@@ -42,7 +42,7 @@ def report_on_choices(
     Args:
         output_dir: Root of `profile/` and of the reports.
         report_root: Folder of the reports in it: `reports` or `reports_sharding`.
-        choices: Trained choices. The latest run of each counts.
+        choices: Labels of trained choices (`training.config.labelled`). The latest run of each counts.
         failed: Choices without a result, which the page names. A choice whose traces are broken is added.
         allowed: Settings in which the runs may differ, named as in `analysis.comparison.fairness.FIELDS`.
 
@@ -53,7 +53,10 @@ def report_on_choices(
     records = {choice: record for choice, record in found.items() if record is not None}
     if not records:
         raise TraceError("no run record of any choice to compare; train first")
-    differences = require_comparable(records, allowed)
+    allowed, class_field = set(allowed), field_of(BACKEND_CLASS)
+    differences = require_comparable(records, allowed | {class_field})
+    if class_field not in allowed:  # runs over different classes stand in one table, but are not compared
+        differences = [difference for difference in differences if difference.name != BACKEND_CLASS]
     traced: dict[str, Traced] = {}
     incomplete: list[str] = []
     for choice, record in records.items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
+from analysis.comparison.fairness import by_class
 from analysis.files import failure_of, read_record
 from analysis.metrics.memory import memory_row
 from analysis.metrics.significance import Estimate, directions, paired_ratio
@@ -110,36 +111,53 @@ def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
     return times.dropna() * 1000
 
 
-def comparison(records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str) -> pd.DataFrame:
-    """One row a choice; `docs/csv-columns.md` explains each column.
+def comparison(
+    records: Mapping[str, dict[str, Any]],
+    traced: Mapping[str, Traced],
+    reference: str,
+    across_classes: bool = False,
+) -> pd.DataFrame:
+    """One row a run; `docs/csv-columns.md` explains each column. Runs over different backend classes are not compared.
 
     Args:
-        records: Run record by choice, in display order.
-        traced: What their traces say; a choice may have none.
-        reference: The choice that ratios refer to.
+        records: Run records by label, those of one backend class in display order.
+        traced: What their traces say; a run may have none.
+        reference: The choice that ratios refer to, over the same backend class.
+        across_classes: Compare all runs.
     """
-    stand = standings(records, reference)
-    base = records.get(reference)
-    rows = []
-    for choice, record in records.items():
-        row = {**run_row(record), **traced_row(traced.get(choice)), "verdict": UNKNOWN}
-        row["loss_difference"] = largest_difference(record, base) if base else float("nan")
-        if choice == reference:
-            row["verdict"] = IS_REFERENCE
-        elif choice in stand:
-            found = stand[choice]
-            row |= {"paired_ratio": found.estimate.value, "pairs": found.estimate.pairs, "verdict": found.verdict}
-            row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
-            row["paired_p_value"] = found.p_value
-        rows.append(row)
-    table = pd.DataFrame(rows).reindex(columns=list(COMPARISON_COLUMNS))
+    groups = by_class(records, across_classes)
+    rows = [
+        row | {"group": number} for number, group in enumerate(groups) for row in group_rows(group, traced, reference)
+    ]
+    table = pd.DataFrame(rows).reindex(columns=["group", *COMPARISON_COLUMNS])
+    references = table[table["verdict"] == IS_REFERENCE].set_index("group")
     for column, ratio in RATIOS.items():
-        of_reference = table.loc[table["choice"] == reference, column]
-        table[ratio] = table[column] / of_reference.iloc[0] if len(of_reference) else float("nan")
+        table[ratio] = table[column] / table["group"].map(references[column])
     digits = {column: 4 for column in COMPARISON_COLUMNS if column not in FINE}
     for column in COUNTS:
         table[column] = table[column].astype("Int64").astype(object).where(table[column].notna(), None)
     return table[list(COMPARISON_COLUMNS)].round(digits)
+
+
+def group_rows(
+    records: Mapping[str, dict[str, Any]], traced: Mapping[str, Traced], reference: str
+) -> list[dict[str, Any]]:
+    """Rows of runs that are compared with each other, but for the ratios of medians."""
+    base_name = next((name for name, record in records.items() if record["choice"] == reference), "")
+    stand, base = standings(records, base_name), records.get(base_name)
+    rows = []
+    for name, record in records.items():
+        row = {**run_row(record), **traced_row(traced.get(name)), "choice": name, "verdict": UNKNOWN}
+        row["loss_difference"] = largest_difference(record, base) if base else float("nan")
+        if name == base_name:
+            row["verdict"] = IS_REFERENCE
+        elif name in stand:
+            found = stand[name]
+            row |= {"paired_ratio": found.estimate.value, "pairs": found.estimate.pairs, "verdict": found.verdict}
+            row |= {"paired_ratio_low": found.estimate.low, "paired_ratio_high": found.estimate.high}
+            row["paired_p_value"] = found.p_value
+        rows.append(row)
+    return rows
 
 
 FINE = ("paired_p_value", "loss_difference")
@@ -159,10 +177,10 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
     times = timed_steps_ms(record)
     memory = pd.DataFrame([memory_row(record, held["rank"]) for held in record["memory"]])
     return {
-        "choice": record["choice"],
         "run_id": record["run_id"],
         "world_size": record["world_size"],
         "backend": record["backend"],
+        "backend_class": record["backend_class"],
         "timed_steps": len(times),
         "step_time_ms_median": times.median(),
         "step_time_ms_p25": times.quantile(0.25),

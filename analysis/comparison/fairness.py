@@ -50,6 +50,9 @@ def of_link(record: dict[str, Any]) -> str:
     return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s"
 
 
+BACKEND_CLASS = "backend class"
+"""With one of torch's NCCL classes DDP overlaps its all-reduces with backward, with the other it does not
+(docs/cuda.md)."""
 EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
@@ -61,6 +64,7 @@ SETTINGS = {
     "training samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
     "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
     "precision": Setting(of_config("precision"), EVERYTHING),
+    "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
     "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),
     "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
@@ -78,6 +82,8 @@ SETTINGS = {
     "ranks": Setting(lambda record: record["world_size"], EVERYTHING),
     "device": Setting(lambda record: record.get("device_name"), (TIME,)),
     "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
+    BACKEND_CLASS: Setting(lambda record: record["backend_class"], (TIME,)),
+    "nccl version": Setting(of_versions("nccl"), (TIME,)),
     "host": Setting(lambda record: record.get("host"), (TIME,)),
     "threads": Setting(lambda record: record.get("threads"), (TIME,)),
     "allocator": Setting(lambda record: record.get("allocator") or "as glibc has it", (TIME,)),
@@ -124,6 +130,18 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
             f"{flags}"
         )
     return found
+
+
+def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> list[dict[str, dict[str, Any]]]:
+    """Runs whose step times may be compared: those over one backend class together, in their order.
+
+    Args:
+        across: All of them together.
+    """
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, record in records.items():
+        groups.setdefault("" if across else record["backend_class"], {})[name] = record
+    return list(groups.values())
 
 
 def affected(differences: Iterable[Difference]) -> list[str]:

@@ -125,9 +125,18 @@ def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -
 
 
 def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
-    """By step, when its last backward pass ended on the training thread."""
+    """By step, when its last backward pass ended.
+
+    On a device that is the end of the last compute kernel that backward launched: the host is through long before.
+    """
     backward = timeline.phases[timeline.phases["name"] == "backward"]
-    return {
-        int(number): float(backward.loc[backward["start"].between(start, end), "end"].max())
-        for number, start, end in timeline.steps[["number", "start", "end"]].to_numpy()
-    }
+    compute = timeline.kernels[timeline.kernels["lane"] == "compute"]
+    ends = {}
+    for number, start, end in timeline.steps[["number", "start", "end"]].to_numpy():
+        passes = backward[backward["start"].between(start, end)]
+        ends[int(number)] = float(passes["end"].max())
+        if timeline.kind == "cuda" and len(passes):
+            launched = compute[compute["launch"].between(passes["start"].min(), passes["end"].max())]
+            if len(launched):
+                ends[int(number)] = float(launched["end"].max())
+    return ends

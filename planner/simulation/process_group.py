@@ -9,11 +9,11 @@ The default group is put in its place without a rendezvous, and `pretended_world
 Kinds of collectives that no strategy issues are not implemented.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from planner.contracts import CollectiveCost
 from planner.simulation.clock import Queue
 from planner.simulation.network import TIMEOUT, Issued, Network, PretendedWork, holds_data
 
+Group = TypeVar("Group", bound=dist.ProcessGroup)
 AT_ONCE = {"gloo": 2, "nccl": 1}
 """Collectives of one group that run at once: Gloo has two threads for each group, NCCL one stream."""
 REGISTERS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
@@ -147,19 +148,31 @@ class PretendedGroup(dist.ProcessGroup):
 
 @contextmanager
 def pretended_world(network: Network, rank: int) -> Iterator[PretendedGroup]:
-    """Within this context the default process group is one that pretends, of the whole cluster, seen from `rank`.
+    """Within this context the default process group is one that pretends, of the whole cluster, seen from `rank`."""
+    cluster = network.cluster
+    config = f"cpu:{cluster.backend}"  # tensors without data lie on no device, and are said to lie on the CPU
+
+    def make(name: str) -> PretendedGroup:
+        return PretendedGroup(network, range(cluster.world_size), rank, config, name)
+
+    with default_group(make, cluster.world_size, config) as group:
+        yield group
+
+
+@contextmanager
+def default_group(make: Callable[[str], Group], world_size: int, config: str) -> Iterator[Group]:
+    """Within this context the group that `make` makes, from its name, is the default process group.
 
     What `torch.distributed` knew before (a real default group, perhaps) is there again afterwards.
     """
-    cluster, world = network.cluster, c10d._world
-    config = f"cpu:{cluster.backend}"  # tensors without data lie on no device, and are said to lie on the CPU
+    world = c10d._world
     registers = {name: getattr(c10d, name) for name in REGISTERS}
     state, default_pg, count = world.__dict__, world.default_pg, world.group_count
     for name in REGISTERS:
         setattr(c10d, name, {})
     world.__dict__ = type(world)().__dict__
     group_name = c10d._process_group_name([], use_hashed_name=False)
-    group = PretendedGroup(network, range(cluster.world_size), rank, config, group_name)
+    group = make(group_name)
     try:
         c10d._register_pg_in_world(
             group,
@@ -167,7 +180,7 @@ def pretended_world(network: Network, rank: int) -> Iterator[PretendedGroup]:
             store=dist.HashStore(),
             group_name=group_name,
             backend_config=config,
-            rank_mapping={member: member for member in range(cluster.world_size)},
+            rank_mapping={member: member for member in range(world_size)},
             add_to_default_tag=True,
         )
         c10d._update_default_pg(group)

@@ -19,6 +19,10 @@ from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.units.execution_order import AgreedOrder
 from sharding.units.unit import Unit
 
+IN_FLIGHT = 2
+"""Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a
+reduction takes longer than the time until the next unit's first gradient."""
+
 
 class Unshard(NamedTuple):
     """All-gather a unit's parameters."""
@@ -33,13 +37,27 @@ class Reduce(NamedTuple):
     buckets: tuple[ShardedGradientBucket, ...]
 
 
+class Pass:
+    """The actions of a forward or backward pass.
+
+    Attributes:
+        place: The index of a unit's all-gather, and of a bucket's reduction.
+    """
+
+    def __init__(self, actions: Sequence[Unshard | Reduce]) -> None:
+        self.actions = actions
+        self.place: dict[Unit | ShardedGradientBucket, int] = {}
+        for index, action in enumerate(actions):
+            self.place |= dict.fromkeys([action.unit] if isinstance(action, Unshard) else action.buckets, index)
+
+
 class Schedule:
     """The actions of a pass, and how many of them this rank has issued.
 
     Attributes:
         units: All but the root and the embeddings, each once, in the order of their first use.
         keeps_root: The root stays whole after backward, because another micro-batch follows.
-        in_flight: The gradients that are being reduced.
+        in_flight: The gradients that are being reduced, oldest first: those of one action together.
     """
 
     def __init__(self, root: Unit, embeddings: Unit, units: Sequence[Unit]) -> None:
@@ -47,12 +65,14 @@ class Schedule:
         self.keeps_root = False
         self._runs = list(units)  # a unit that runs twice is there twice
         self._head: tuple[ShardedGradientBucket, ...] = ()
+        self._plan()
         self.begin_forward()
 
     def follow(self, order: AgreedOrder) -> None:
         """Use the order in which units run, instead of the order in which they are registered."""
         self._runs, self._head = order.runs, order.head_buckets
         self.units = list(dict.fromkeys(order.runs))
+        self._plan()
 
     @property
     def last_unit(self) -> Unit | None:
@@ -60,10 +80,18 @@ class Schedule:
         return self._runs[-1] if self._runs else None
 
     def begin_forward(self) -> None:
-        self.in_flight: list[ShardedGradientBucket] = []  # all are finished, or the step was abandoned
-        self._begin([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
+        self.in_flight: list[tuple[ShardedGradientBucket, ...]] = []  # all finished, or the step was abandoned
+        self._pass, self._issued = self._forward, 0
 
     def begin_backward(self) -> None:
+        self._pass, self._issued = self._backward, 0
+
+    def _plan(self) -> None:
+        """The actions of both passes. They stay the same until the order in which units run is known."""
+        self._forward = Pass([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
+        self._backward = Pass(self._backward_actions())
+
+    def _backward_actions(self) -> list[Unshard | Reduce]:
         """Unit i-1 is unsharded before unit i is reduced.
 
         A unit that runs several times is unsharded once and reduced after its earliest run: forward runs 1, 2, 1 give
@@ -80,14 +108,12 @@ class Schedule:
             actions.append(Reduce(self.embeddings, tuple(self.embeddings.buckets)))
         if rest := tuple(bucket for bucket in self.root.buckets if bucket not in self._head):
             actions.append(Reduce(self.root, rest))
-        self._begin(actions)
-
-    def _begin(self, actions: list[Unshard | Reduce]) -> None:
-        self._actions, self._issued = actions, 0
+        return actions
 
     @property
-    def _rest(self) -> list[Unshard | Reduce]:
-        return self._actions[self._issued :]
+    def _next(self) -> Unshard | Reduce | None:
+        actions = self._pass.actions
+        return actions[self._issued] if self._issued < len(actions) else None
 
     def reduction_of(self, bucket: ShardedGradientBucket) -> Reduce:
         """The action still to come that reduces `bucket`.
@@ -95,9 +121,11 @@ class Schedule:
         Raises:
             RuntimeError: it is issued already, so a gradient comes too late.
         """
-        for action in self._rest:
-            if isinstance(action, Reduce) and bucket in action.buckets:
-                return action
+        place = self._pass.place.get(bucket, -1)
+        if place >= self._issued:
+            action = self._pass.actions[place]
+            assert isinstance(action, Reduce)
+            return action
         raise RuntimeError(
             f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[0].shape)} came after its unit was "
             "reduced: modules run in another order than in the first step; use zero2 for such a model"
@@ -106,53 +134,57 @@ class Schedule:
     # Issuing actions ---------------------------------------------------------------------------------------------
 
     def issue_next(self) -> None:
-        action = self._actions[self._issued]
+        action = self._pass.actions[self._issued]
         self._issued += 1
         if isinstance(action, Unshard):
             action.unit.unshard()
             return
-        self.finish_reductions()
+        self.make_room()
         if action.unit is not self.root or self._root_is_done():
             action.unit.reshard()
         for bucket in action.buckets:
             bucket.start_reduction()
-        self.in_flight = list(action.buckets)
+        self.in_flight.append(action.buckets)
 
     def unshard(self, unit: Unit) -> None:
         """Issue the all-gather of `unit` and all actions before it, unless it is issued already.
 
         Reductions among them may miss gradients: those of parameters that this rank did not use.
         """
-        while Unshard(unit) in self._rest:
+        while self._pass.place.get(unit, -1) >= self._issued:
             self.issue_next()
 
     def prefetch(self) -> None:
         """Issue the next action, if it is an all-gather."""
-        if self._rest and isinstance(self._rest[0], Unshard):
+        if isinstance(self._next, Unshard):
             self.issue_next()
 
     def reduce_what_is_ready(self) -> None:
         """Issue the reductions that come next, as long as backward is through with their units."""
-        while self._rest and isinstance(action := self._rest[0], Reduce):
+        while isinstance(action := self._next, Reduce):
             if action.unit.awaited_inputs or any(bucket.missing for bucket in action.buckets):
                 return
             self.issue_next()
 
     def issue_rest(self) -> None:
         """Issue what this rank has skipped."""
-        while self._rest:
+        while self._next:
             self.issue_next()
 
-    def finish_reductions(self) -> None:
-        """Wait for the reduce-scatters in flight, and free their full gradients."""
-        for bucket in self.in_flight:
-            bucket.finish_reduction()
-        self.in_flight = []
+    def make_room(self) -> None:
+        """Wait until another unit's gradients may be made: fewer than `IN_FLIGHT` units' are on their way."""
+        self.finish_reductions(IN_FLIGHT - 1)
+
+    def finish_reductions(self, left: int = 0) -> None:
+        """Wait for the oldest reduce-scatters until those of `left` actions are in flight, and free their gradients."""
+        while len(self.in_flight) > left:
+            for bucket in self.in_flight.pop(0):
+                bucket.finish_reduction()
 
     def _root_is_done(self) -> bool:
         """Whether backward is through with the root: all its gradients are made.
 
         A frozen parameter has no gradient to tell that, so a root with frozen parameters stays whole until the end.
         """
-        comes_again = any(action.unit is self.root for action in self._rest)
+        comes_again = any(action.unit is self.root for action in self._pass.actions[self._issued :])
         return not (self.keeps_root or comes_again) and all(flat.trainable for flat in self.root.flats)

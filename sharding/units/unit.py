@@ -28,6 +28,8 @@ class ShardedParameters(FlatParameters):
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         super().__init__(parameters, group)
+        nan = nan_placeholder(self.full.dtype, self.full.device)
+        self._placeholders = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.reshard()
 
     def place_shard(self) -> Tensor:
@@ -45,9 +47,8 @@ class ShardedParameters(FlatParameters):
             parameter.data = view
 
     def reshard(self) -> None:
-        placeholder = nan_placeholder(self.full.dtype, self.full.device)
-        for parameter in self.parameters:
-            parameter.data = placeholder.expand(parameter.shape)
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
         self.full.untyped_storage().resize_(0)
 
     @contextmanager
@@ -67,9 +68,9 @@ class ShardedParameters(FlatParameters):
         Raises:
             UnsupportedError: a parameter's `.data` has been replaced since it was resharded.
         """
+        address = self._placeholders[0].data_ptr()
         for parameter in self.parameters:
-            is_placeholder = parameter.untyped_storage().nbytes() == parameter.element_size()
-            if not is_placeholder:
+            if parameter.data_ptr() != address:
                 raise UnsupportedError(
                     f"the data of a parameter of shape {tuple(parameter.shape)} was replaced between steps, but zero3 "
                     "keeps parameters in shards; change them through full_state_dict and load_full_state_dict"

@@ -16,6 +16,7 @@ import ddp
 import sharding
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
+from training.config import split_label
 from training.data.workloads import WORKLOADS
 from training.flags import parse_config
 from training.process.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
@@ -84,6 +85,28 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]
     assert table.verdict.tolist() == ["reference", "unknown"] and "unknown" in answer.stdout
     assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
+
+
+def test_runs_over_two_classes_stand_in_one_table(tmp_path: Path) -> None:
+    """Each has its folders, and its class's reference."""
+    times = {"baseline": 0.2, "zero1": 0.1, "baseline@nccl-legacy": 0.4, "zero1@nccl-legacy": 0.1}
+    changes: dict[str, dict[str, Any]] = {}
+    for label, step_s in times.items():
+        choice, backend = split_label(label)
+        of_class = {"backend": "nccl", "backend_class": "ProcessGroupNCCL" if backend else "ProcessGroupNCCL2"}
+        changes[label] = {"choice": choice, "step_time_s": [9.0, step_s, step_s], **of_class}
+    trained(tmp_path, changes)
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.choice.tolist() == list(times) and table.step_time_ratio.tolist() == [1.0, 0.5, 1.0, 0.25]
+    assert (tmp_path / "reports_sharding" / "zero1@nccl-legacy" / "summary.html").exists()
+    run = "20260101-000000-0001"
+    folder = tmp_path / "profile" / "zero1"
+    old = json.loads((folder / "20261121-093000-0001.run.json").read_text())
+    write(folder / f"{run}.run.json", old | {"run_id": run, "backend_class": "ProcessGroupNCCL"})
+    answer = compare_runs(str(folder), "--baseline", run)
+    assert answer.returncode == 1 and "they differ in backend class (ProcessGroupNCCL: " in answer.stderr
 
 
 @pytest.mark.parametrize(

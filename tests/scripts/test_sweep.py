@@ -146,6 +146,46 @@ def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
     assert "--resume" in sweep.asked[CHOICES[1]] and "--resume" not in sweep.asked[CHOICES[2]]
 
 
+LEGACY = ["bucket_ddp_async@nccl-legacy", "pytorch_ddp@nccl-legacy"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "labels"),
+    [
+        ([], None, [*CHOICES, *LEGACY]),
+        (["--backend", "nccl"], "1", [*CHOICES, *LEGACY]),
+        (["--backend", "nccl"], "0", CHOICES),  # torch's nccl is the older class then
+        (["--backend", "nccl-legacy"], None, [f"{choice}@nccl-legacy" for choice in CHOICES]),
+        (["--backend", "gloo"], None, CHOICES),
+        (["--device", "cpu"], None, CHOICES),
+    ],
+)
+def test_references_that_do_not_overlap_run_over_both_classes(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str | None, labels: list[str]
+) -> None:
+    """On a machine with GPUs, and what they are compared with; each run in folders of its own."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    assert sweep.run(*flags, train=stopped_in(labels[-1])).returncode == 130
+    assert list(sweep.asked) == labels
+    for label, arguments in sweep.asked.items():
+        config = parse_config("", ddp.REGISTRY, (), arguments[1:])
+        assert config.label == label and config.choice == label.split("@")[0]
+    assert sweep.run(*flags, "--resume").returncode == 0 and list(sweep.asked) == labels[-1:]
+
+
+def test_an_older_class_has_checkpoints_of_its_own(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    sweep.run("--checkpoint-every", "2", train=stopped_in(LEGACY[0]))
+    (sweep.checkpoints(LEGACY[0]) / folder_name(2)).mkdir(parents=True)
+    (sweep.checkpoints("pytorch_ddp") / folder_name(2)).mkdir(parents=True)
+    sweep.run("--checkpoint-every", "2", "--resume")
+    assert [label for label, arguments in sweep.asked.items() if "--resume" in arguments] == LEGACY[:1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -1,13 +1,18 @@
 """The pure part of buckets that fit the link, against trying every way to cut, and against figures made by hand."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.bucket_plan import MOST_PIECES, Timeline, coarse_ends, describe, finish_time, plan
+from ddp import link_fit
+from ddp.bucket_plan import MOST_PIECES, Timeline, choose, coarse_ends, describe, finish_time, plan, usual_ends
 
 
 def line(latency: float, per_byte: float):
@@ -115,3 +120,73 @@ def test_the_plan_in_words() -> None:
         "2 buckets of 20.00 to 20.00 MiB fit this link: all are predicted to be done 200.0 ms after the first "
         "gradient; buckets of 25 MiB, after 200.0 ms"
     )
+
+
+# Fitted on pretended links -------------------------------------------------------------------------------------------
+
+
+class PretendedLink:
+    """All-reduces in turn on one stream: each begins when the host has issued it and the one before is done."""
+
+    def __init__(self, issue_s: float, latency_s: float, bytes_per_s: float) -> None:
+        self.issue_s, self.latency_s, self.bytes_per_s = issue_s, latency_s, bytes_per_s
+
+    def occupied_s(self, payload: np.ndarray) -> np.ndarray:
+        return self.latency_s + payload / self.bytes_per_s
+
+    def timed(self, pieces: Sequence[torch.Tensor], *_: object) -> float:
+        """As `ddp.link_fit.timed`."""
+        end = 0.0
+        for number, piece in enumerate(pieces, start=1):
+            end = max(end, number * self.issue_s) + float(self.occupied_s(np.array(piece.nbytes)))
+        return end
+
+
+LINKS = {
+    "NVLink": PretendedLink(30e-6, 15e-6, 300e9),
+    "PCIe": PretendedLink(30e-6, 20e-6, 20e9),
+    "10 Gbit/s": PretendedLink(30e-6, 60e-6, 1.1e9),
+    "1 Gbit/s": PretendedLink(30e-6, 100e-6, 0.11e9),
+    "250 Mbit/s": PretendedLink(30e-6, 300e-6, 0.03e9),
+}
+
+
+def fitted_ends(link: PretendedLink, ready: Sequence[float], payload: Sequence[int]) -> tuple[list[int], Timeline]:
+    """What the strategy would decide on this link, and the timeline as it really is."""
+    real = Timeline(ready, payload, ["one"] * len(payload), link.occupied_s, longest=0.3 * max(ready))
+    with (
+        mock.patch.object(link_fit, "timed", link.timed),
+        mock.patch.object(link_fit.dist, "all_reduce"),
+    ):
+        cost, tail, is_known = link_fit.measure_all_reduce(None, torch.device("cpu"), None)
+    if not is_known:
+        return usual_ends(real), real
+    seen = replace(real, cost=cost, tail=tail, overhead=link_fit.OVERHEAD * max(ready))
+    return choose(seen), real
+
+
+@pytest.mark.parametrize("name", LINKS)
+@given(
+    st.lists(st.integers(10_000, 60_000_000), min_size=2, max_size=60),
+    st.floats(1e-3, 1.0),
+)
+def test_fitted_buckets_are_never_worse_than_the_usual_ones(name: str, payload: list[int], backward_s: float) -> None:
+    ready = (np.cumsum(payload) / sum(payload) * backward_s).tolist()
+    ends, real = fitted_ends(LINKS[name], ready, payload)
+    assert finish_time(real, ends) <= 1.02 * finish_time(real, usual_ends(real))
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_byte_costs_what_it_does(name: str) -> None:
+    """On NVLink the probe must be large, and elsewhere it may not take long."""
+    link, taken = LINKS[name], []
+
+    def timed(*args: object) -> float:
+        taken.append(link.timed(*args))
+        return taken[-1]
+
+    with mock.patch.object(link_fit, "timed", timed), mock.patch.object(link_fit.dist, "all_reduce"):
+        cost, _, is_known = link_fit.measure_all_reduce(None, torch.device("cpu"), None)
+    assert is_known
+    assert float(cost(np.array(2.0**28))) == pytest.approx(float(link.occupied_s(np.array(2.0**28))), rel=0.1)
+    assert sum(taken) < 4.0

@@ -18,7 +18,15 @@ from tests.ranks import RankPool
 from training.communication.agreement import NonFiniteError
 from training.config import RunConfig
 from training.data.reviews import make_reviews
-from training.distributed import Ranks, choose_device_and_backend, from_rank0, on_every_rank
+from training.distributed import (
+    Ranks,
+    backend_class,
+    choose_device_and_backend,
+    from_rank0,
+    group_config,
+    library_of,
+    on_every_rank,
+)
 from training.errors import UserError
 from training.run import run, seed_everything, train_and_record
 
@@ -49,6 +57,7 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, cho
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, choice)
     assert record["world_size"] == 2 and record["choice"] == choice and record["backend"] == "gloo"
+    assert record["backend_class"] == "ProcessGroupGloo"
     assert len(record["step_time_s"]) == len(record["train_loss"]) == 5  # 40 samples in batches of 8
     assert [seconds is None for seconds in record["step_time_s"]] == [False, True, True, True, True]
     assert record["eval"]["samples"] == 13 and record["eval"]["accuracy"] is None
@@ -321,6 +330,9 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> 
         (1, {"backend": "nccl"}, "2 ranks on this node but only 1 GPU"),
         (0, {"device": "cuda"}, "torch sees no CUDA device"),
         (0, {"backend": "nccl"}, "--backend nccl needs CUDA"),
+        (2, {"backend": "nccl-legacy"}, ("cuda:1", "nccl-legacy")),
+        (1, {"backend": "nccl-legacy"}, "2 ranks on this node but only 1 GPU"),
+        (0, {"backend": "nccl-legacy"}, "--backend nccl-legacy needs CUDA"),
     ],
 )
 def test_device_and_backend(
@@ -333,6 +345,31 @@ def test_device_and_backend(
     else:
         device, backend = choose_device_and_backend(RunConfig(**flags))
         assert (str(device), backend) == expected
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_torch_knows_both_nccl_backends(backend: str) -> None:
+    config = dist.BackendConfig(dist.Backend(group_config(backend)))
+    assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": backend}
+    assert backend in dist.Backend.backend_list and library_of(backend) == "nccl"
+
+
+def test_the_class_is_found_behind_torchs_debug_wrapper(ranks: RankPool) -> None:
+    assert ranks.run(2, classes_here) == [("_ProcessGroupWrapper", "ProcessGroupGloo")] * 2
+
+
+def classes_here() -> tuple[str, str]:
+    """The class of a group that torch has wrapped, as it is and as it is recorded."""
+    level = dist.get_debug_level()
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    try:
+        group = dist.new_group(backend="gloo")
+    finally:
+        dist.set_debug_level(level)
+        del os.environ["TORCH_DISTRIBUTED_DEBUG"]
+    device = torch.device("cpu")
+    return type(group._get_backend(device)).__name__, backend_class(group, device)
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])

@@ -63,7 +63,7 @@ class Origin:
 
 def checkpoint_folder(config: RunConfig) -> Path:
     """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""
-    return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.choice)
+    return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.label)
 
 
 def current_job() -> str | None:

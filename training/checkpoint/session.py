@@ -56,7 +56,7 @@ class Checkpoints:
             self._saver = Saver(checkpoint_folder(config), ranks, config.checkpoint_async, config.keep_last)
         if ranks.is_main and self.origin:
             for problem in self.origin.skipped.values():
-                print(f"{config.choice}: skipped: {problem}", flush=True)
+                print(f"{config.label}: skipped: {problem}", flush=True)
 
     def require_steps_left(self, steps: int) -> None:
         """Check that the checkpoint is not behind the end of the run. If it is at the end, only the evaluation is left.
@@ -104,7 +104,7 @@ class Checkpoints:
         strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         if self._ranks.is_main:
-            print(f"{config.choice}: resumes after step {self.done} from {self.origin.path}", flush=True)
+            print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
         if manifest.world_size != world_size:
             strategy.notes.append(
@@ -127,14 +127,17 @@ class Checkpoints:
         if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
             derive_random_states(self._settings["seed"], manifest.step, self._ranks.rank)
 
+    def is_due(self, step: int) -> bool:
+        """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
+        return self._every is not None and (step % self._every == 0 or step == self._last_step)
+
     def after_step(self, result: TrainingResult) -> None:
-        """Save a checkpoint if one is due: every `--checkpoint-every` steps, and after the last step.
+        """Save a checkpoint if one is due.
 
         Raises:
             UserError: on every rank, if that failed.
         """
-        step = len(result.loss)
-        if self._saver and self._every and (step % self._every == 0 or step == self._last_step):
+        if self._saver and self.is_due(len(result.loss)):
             between_steps("saving a checkpoint")
             tensors, texts = random_states(self._ranks.device)
             tensors |= tensors_to_save(self._strategy)

@@ -1,4 +1,4 @@
-"""The two small exchanges of every optimizer step: what each rank holds, and how forward and backward went."""
+"""The two small exchanges between hosts in every optimizer step: what each rank holds, and which gradients it made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from training.errors import NonFiniteError, UnsupportedError
 from training.watch import sequence
 
 COUNTS_ROW_BYTES = 3 * 8
-RESULTS_ROW_BYTES = 4 * 8
+RESULTS_ROW_BYTES = 2 * 8
 RECEIVED_BYTES = 8
-"""Bytes that a rank sends, in fp64: three counts; three results, a digest, and a flag for each trainable parameter."""
+"""Bytes that a rank sends, in fp64: three counts; a result, a digest, and a flag for each trainable parameter."""
 
-PendingCounts = tuple[Tensor, dist.Work]
-"""The exchange of what ranks hold, in flight."""
+Pending = tuple[Tensor, dist.Work]
+"""An exchange in flight: the rows of all ranks, and a handle to wait for."""
 
 
 @dataclass(frozen=True)
@@ -30,39 +30,34 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How forward and backward of a step went on all ranks.
+    """What the ranks tell each other about a step when backward is issued. Nothing of it is known to a device only.
 
     Attributes:
-        loss: The mean over the global batch.
         used: For each trainable parameter, whether any rank made a gradient for it.
-        nonfinite: `the loss` or `a gradient`, if it is NaN or infinite on a rank.
-        culprits: The ranks on which it was so first, if they are known.
+        bad_rounds: By rank, the first micro-batch that left a gradient not finite, or -1 (or nobody looked); (ranks,).
     """
 
-    loss: float
     used: list[bool]
-    nonfinite: str | None = None
-    culprits: Sequence[int] = ()
+    bad_rounds: Tensor
 
-    def require_finite(self, step: int, updates_early: bool = False) -> None:
-        """Raise NonFiniteError on every rank if the loss or a gradient is not finite on any.
 
-        Args:
-            updates_early: Whether parameters may have been updated before all gradients were reduced.
-        """
-        if self.nonfinite is None:
-            return
-        where = f"on rank {', '.join(map(str, self.culprits))}"
-        if not self.culprits:
-            where = "after the sum over ranks (each rank's own was finite when the step was run again)"
-        updated = (
-            "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
-        )
-        error = NonFiniteError(
-            f"step {step}: {self.nonfinite} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
-        )
-        error.rank = self.culprits[0] if self.culprits else None
-        raise error
+def nonfinite_error(what: str, step: int, culprits: Sequence[int], updates_early: bool) -> NonFiniteError:
+    """The error that every rank raises.
+
+    Args:
+        what: `the loss` or `a gradient`.
+        culprits: The ranks on which it was not finite first, if they are known.
+        updates_early: Whether parameters may have been updated before all gradients were reduced.
+    """
+    where = f"on rank {', '.join(map(str, culprits))}"
+    if not culprits:
+        where = "after the sum over ranks (each rank's own was finite when the step was run again)"
+    updated = "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
+    error = NonFiniteError(
+        f"step {step}: {what} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
+    )
+    error.rank = culprits[0] if culprits else None
+    return error
 
 
 class StepAgreement:
@@ -77,11 +72,11 @@ class StepAgreement:
         self._group, self._size = group, dist.get_world_size(group)
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
-    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> PendingCounts:
+    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> Pending:
         """Tell the others what this rank holds. `lacks_any`: it has no micro-batch to repeat if others hold more."""
         return self._begin([samples, micro_batches, lacks_any])
 
-    def counts(self, exchange: PendingCounts, step: int) -> GlobalBatch:
+    def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
 
         Raises:
@@ -98,33 +93,27 @@ class StepAgreement:
             )
         return GlobalBatch(samples=int(samples.sum()), rounds=int(micro_batches.max()))
 
-    def results(self, loss: float, share_is_finite: bool, bad_round: int, received: Sequence[bool]) -> "StepResult":
-        """Tell the others how the step went here, and learn how it went everywhere.
+    def begin_results(self, bad_round: int, received: Sequence[bool]) -> Pending:
+        """Tell the others how the step went here.
 
         Args:
-            loss: This rank's share of the mean.
-            share_is_finite: Whether the part of the reduced gradients that this rank looked at is finite.
             bad_round: The first micro-batch that left a gradient of this rank not finite, or -1 (or nobody looked).
             received: Whether each trainable parameter got a gradient on this rank.
+        """
+        return self._begin([bad_round, sequence.digest(self._group), *received])
+
+    def results(self, exchange: Pending) -> StepResult:
+        """How the step went on all ranks.
 
         Raises:
             SequenceError: on every rank, if ranks have issued different collectives, or the same in different order.
         """
-        table, work = self._begin([loss, share_is_finite, bad_round, sequence.digest(self._group), *received])
+        table, work = exchange
         work.wait()
         table = table.cpu()
-        losses, finite_shares, bad_rounds, flags = table[:, 0], table[:, 1], table[:, 2], table[:, 4:]
-        if (table[:, 3] != table[0, 3]).any() and (problem := sequence.agree_on_sequence(self._group)):
+        if (table[:, 1] != table[0, 1]).any() and (problem := sequence.agree_on_sequence(self._group)):
             raise problem
-        used = (flags.sum(0) > 0).tolist()
-        if not losses.isfinite().all():
-            return StepResult(losses.sum().item(), used, "the loss", _ranks_where(~losses.isfinite()))
-        if not finite_shares.all():
-            # A strategy may reduce every micro-batch, which spreads a NaN: the ranks that had it first are to blame.
-            bad = bad_rounds[bad_rounds >= 0]
-            culprits = _ranks_where(bad_rounds == bad.min()) if len(bad) else []
-            return StepResult(losses.sum().item(), used, "a gradient", culprits)
-        return StepResult(losses.sum().item(), used)
+        return StepResult(used=(table[:, 2:].sum(0) > 0).tolist(), bad_rounds=table[:, 0])
 
     def all_gather(self, value: float) -> Tensor:
         """All ranks' values, (world_size,) in fp64 on CPU."""
@@ -132,13 +121,9 @@ class StepAgreement:
         work.wait()
         return table.cpu().view(-1)
 
-    def _begin(self, row: Sequence[float]) -> tuple[Tensor, dist.Work]:
+    def _begin(self, row: Sequence[float]) -> Pending:
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         table = mine.new_empty(self._size * len(row))
         work = dist.all_gather_into_tensor(table, mine, group=self._group, async_op=True)
         assert work is not None, "an asynchronous collective gives a handle"
         return table.view(self._size, len(row)), work
-
-
-def _ranks_where(mask: Tensor) -> list[int]:
-    return mask.nonzero().flatten().tolist()

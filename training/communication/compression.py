@@ -1,6 +1,7 @@
 """All-reduces of compressed gradients. The result is rounded, so it does not compare with uncompressed training.
 
-- `bf16`: half of the bytes of fp32 gradients, with 8 bits of mantissa, by PyTorch's own communication hook.
+- `bf16`: half of the bytes of fp32 gradients, with 8 bits of mantissa: each rank rounds its share, 1/N of its gradient,
+  and sums are rounded too. DDP does this by PyTorch's own communication hook, and the result is bitwise the same.
 - `powersgd`: each n by m matrix of gradients is sent as two vectors of n and m elements (Vogels et al., 2019,
   "PowerSGD", arXiv 1905.13727, at rank 1). What this loses is added to the gradient of the next step. Vectors are sent
   whole, and so are matrices for which this would save less than half. PyTorch's own hook is not used: it starts its
@@ -48,7 +49,7 @@ class Compression:
             parts: Views into it, one for each parameter.
         """
         if self._powersgd is None:
-            return bf16_compress_hook(self._group, (gradient,))  # type: ignore[arg-type]
+            return RoundedAllReduce(gradient, self._group)
         self._next_number += 1
         return self._powersgd.average(self._next_number, gradient.view(-1), parts)
 
@@ -67,6 +68,25 @@ class Compression:
         if self._powersgd is None:
             return calls, sum(2 * gradient.numel() for gradient in gradients)
         return self._powersgd.traffic(calls)
+
+
+class RoundedAllReduce:
+    """An all-reduce of a gradient's bf16 copy that has been started.
+
+    PyTorch's hook asks the collective for its future, and with torch's `nccl` the compute stream then waits at once
+    (docs/cuda.md). This asks for nothing before `wait`, so that backward goes on meanwhile.
+    """
+
+    def __init__(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
+        self._gradient = gradient
+        self._rounded = gradient.to(torch.bfloat16).div_(group.size())
+        self._work = dist.all_reduce(self._rounded, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Put the average into the gradient. Once."""
+        self._work.wait()
+        self._gradient.copy_(self._rounded)
+        del self._work, self._rounded  # whoever keeps this handle keeps no memory
 
 
 @dataclass

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Collate = Callable[[list[Any]], dict[str, Tensor]]
@@ -43,7 +42,3 @@ def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> I
     for start in range(0, largest_share, batch_size):
         batch = mine[start : start + batch_size]
         yield (batch, len(batch)) if batch else ([0], 0)
-
-
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.config import RunConfig
+from training.data.masks import read_no_masks
 from training.data.workload import Workload
 
 VOCABULARY = 10_000
@@ -80,6 +81,7 @@ def build(config: RunConfig) -> Workload:
 def _transformer(name: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    read_no_masks()
     d_model, d_ff, layers, heads = TRANSFORMER_SHAPES[name]
     return LlamaForCausalLM(
         LlamaConfig(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from training.config import RunConfig
 from training.data import hub
+from training.data.masks import read_no_masks, without_useless_mask
 from training.data.reviews import STARS, make_reviews
 from training.data.sampling import Collate
 from training.data.workload import Workload
@@ -109,13 +110,16 @@ def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
 
 def padding_collate(tokenizer: Any) -> Collate:
     """Pads the samples of a batch to the longest among them."""
+    read_no_masks()
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         padded = tokenizer.pad([{"input_ids": s["input_ids"]} for s in samples], padding=True, return_tensors="pt")
-        return {
-            "input_ids": padded["input_ids"],
-            "attention_mask": padded["attention_mask"],
-            "labels": torch.tensor([s["label"] for s in samples]),
-        }
+        return without_useless_mask(
+            {
+                "input_ids": padded["input_ids"],
+                "attention_mask": padded["attention_mask"],
+                "labels": torch.tensor([s["label"] for s in samples]),
+            }
+        )
 
     return collate

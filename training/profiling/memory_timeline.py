@@ -57,12 +57,13 @@ class MemoryRecorder:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._device = next(iter(strategy.trainable.values())).device
+        self._device = strategy.device
         self._moments: list[tuple[str, dict[str, int]]] = []
         self._handles: list[Any] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._count = counting_on_all_threads()
         self._device_peak = 0
+        self._reserved_peak: int | None = None
 
     def __enter__(self) -> "MemoryRecorder":
         self._strategy.finish_parameter_synchronization()
@@ -71,6 +72,7 @@ class MemoryRecorder:
         self._at_start = sum(self._strategy.memory_breakdown().values())
         if self._device.type == "cuda":
             self._at_start = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)  # else they are those of the whole process
         self._add_hooks()
         self._profile.start()
         self._count.__enter__()
@@ -82,6 +84,7 @@ class MemoryRecorder:
         self._strategy.finish_parameter_synchronization()
         if self._device.type == "cuda":
             self._device_peak = torch.cuda.max_memory_allocated(self._device)
+            self._reserved_peak = torch.cuda.max_memory_reserved(self._device)
         self._sample("end")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -133,7 +136,7 @@ class MemoryRecorder:
         timeline = build_timeline(self._moments, marks, sorted(phases), curve)
         peaks = peaks_of(timeline)
         peaks["peak_bytes"] = max(peaks["peak_bytes"], self._device_peak)  # the same, unless a thread is not profiled
-        return {**peaks, "timeline": thinned(timeline)}
+        return {**peaks, "peak_reserved_bytes": self._reserved_peak, "timeline": thinned(timeline)}
 
 
 def build_timeline(

@@ -23,7 +23,7 @@ from training.profiling.memory import COMPONENTS, ModelSize, peak_rss_bytes
 from training.strategy import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
-STEP_MEMORY += ("peak_ms", "peak_phase", "timeline")
+STEP_MEMORY += ("peak_ms", "peak_phase", "peak_reserved_bytes", "timeline")
 PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
 
 
@@ -33,7 +33,7 @@ def make_run_id() -> str:
 
 
 def choice_folder(config: RunConfig) -> Path:
-    return Path(config.output_dir) / "profile" / config.choice
+    return Path(config.output_dir) / "profile" / config.label
 
 
 def make_trace_folder(config: RunConfig, rank: int) -> Path:
@@ -139,9 +139,11 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of those `PACKAGES` that are installed."""
+    """Versions of Python, of those `PACKAGES` that are installed, and of NCCL where there is a GPU."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

@@ -14,7 +14,7 @@ import torch
 from training.communication.traffic import Collective
 from training.config import RECORD_VERSION, RunConfig
 from training.data.workload import Workload
-from training.distributed import Ranks
+from training.distributed import Ranks, backend_class
 from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from training.loop import TrainingResult
 from training.process.environment import VARIABLE, scheduling
@@ -55,10 +55,12 @@ class RunSoFar:
         self.resumed_from: dict[str, Any] | None = None
         self._traffic: list[Collective] = []
         self._setup: Setup | None = None
+        self._backend_class = ""
 
     def begin(self, config: RunConfig, setup: Setup) -> None:
         """Training begins."""
         self.config, self._setup = config, setup
+        self._backend_class = backend_class(setup.strategy.process_group, setup.ranks.device)
 
     @property
     def _begun(self) -> Setup:
@@ -102,7 +104,8 @@ class RunSoFar:
             "run_id": self.run_id,
             "ended": asdict(ending),
             "world_size": ranks.world_size,
-            "backend": ranks.backend,
+            "backend": ranks.library,
+            "backend_class": self._backend_class,
             "device": ranks.device.type,
             "device_name": device_name(ranks.device),
             "host": socket.gethostname(),
@@ -145,7 +148,7 @@ class RunSoFar:
     def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
         """Print how the run ended in one line and write its record. Before training there is no record: then the
         traceback is printed too. `torchrun` shows the line in its summary."""
-        said = f"error: {self.config.choice}: {ending.message}"
+        said = f"error: {self.config.label}: {ending.message}"
         began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
         if self._setup is None:
             tell_torchrun(said, began_s)

@@ -45,13 +45,13 @@ def step_time_figure(table: pd.DataFrame) -> go.Figure:
     )
     figure.update_xaxes(title="step time, ms (whiskers: p25 to p75)", rangemode="tozero", row=1, col=1)
     if len(judged):
-        draw_ratios(figure, judged, table.loc[table["verdict"] == IS_REFERENCE, "choice"].iloc[0])
+        draw_ratios(figure, judged, table.loc[table["verdict"] == IS_REFERENCE, "choice"])
     figure.update_layout(height=130 + BAR_HEIGHT_PX * len(table), showlegend=False)
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
 
 
-def draw_ratios(figure: go.Figure, judged: pd.DataFrame, reference: str) -> None:
+def draw_ratios(figure: go.Figure, judged: pd.DataFrame, references: Iterable[str]) -> None:
     """The second panel of `step_time_figure`."""
     ratio = judged["paired_ratio"]
     symbols = judged["verdict"].map(VERDICT_SYMBOLS).fillna("circle-open")
@@ -68,7 +68,8 @@ def draw_ratios(figure: go.Figure, judged: pd.DataFrame, reference: str) -> None
         col=2,
     )
     figure.add_vline(x=1, line={"color": COLOURS["other compute"], "dash": "dash"}, row=1, col=2)
-    figure.add_annotation(x=1, y=reference, text="reference", showarrow=False, bgcolor="var(--paper)", row=1, col=2)
+    for name in references:
+        figure.add_annotation(x=1, y=name, text="reference", showarrow=False, bgcolor="var(--paper)", row=1, col=2)
     figure.update_xaxes(title="step time over the reference's, × (95 % interval)", row=1, col=2)
 
 

@@ -20,7 +20,8 @@ from analysis.columns import (
 )
 from analysis.comparison.compare import Traced, comparison, standings
 from analysis.comparison.conclusion import conclusion, fastest
-from analysis.comparison.fairness import Difference, affected
+from analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class
+from analysis.errors import listed
 from analysis.files import write_csv, write_text
 from analysis.metrics.significance import FEWEST_PAIRS
 from analysis.report.figures.lanes_figure import lanes_by_choice_figure
@@ -39,6 +40,11 @@ HOW_PAIRED = (
     "that was slower during one run changes these figures. benchmarks/strategies.py alternates choices inside one "
     "process group."
 )
+SAME_CLASS = " over the same backend class"
+NOT_ACROSS = (
+    "These runs are over more than one backend class. On a GPU the class decides whether PyTorch DDP overlaps its "
+    "all-reduces with backward (docs/cuda.md), so step times are compared only among runs over one class."
+)
 HOW_DRAWN = (
     "One step of one rank of each choice on one time axis: the analysed step of median duration, and in it the rank of "
     "median duration (of an even number, the shorter of the middle two). Collectives: at least one ran. If they do not "
@@ -51,7 +57,7 @@ class Compared:
     """What `compare.html` shows.
 
     Attributes:
-        records: Run record by choice, in display order.
+        records: Run record by label (the choice, with the backend if it is not the default), in display order.
         traced: What their traces say; a choice may have none.
         reference: The choice that ratios refer to.
         failed: Choices without a result.
@@ -68,7 +74,17 @@ class Compared:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        return comparison(self.records, self.traced, self.reference)
+        return comparison(self.records, self.traced, self.reference, self.across_classes)
+
+    @property
+    def across_classes(self) -> bool:
+        """Whether the user allowed runs over different backend classes to be compared."""
+        return any(difference.name == BACKEND_CLASS for difference in self.differences)
+
+    @property
+    def groups(self) -> list[dict[str, dict[str, Any]]]:
+        """Records of the runs that are compared with each other."""
+        return by_class(self.records, self.across_classes)
 
 
 def write_comparison(compared: Compared, folder: Path) -> Path:
@@ -86,12 +102,16 @@ def write_comparison(compared: Compared, folder: Path) -> Path:
 def comparison_page(compared: Compared) -> str:
     first = next(iter(compared.records.values()))
     config = first["config"]
+    classes = listed([next(iter(group.values()))["backend_class"] for group in by_class(compared.records)])
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
-        f"over {first['backend']} on {first['device_name']}; global batch {config['global_batch_size']} samples in "
-        f"{config['grad_accum_steps']} micro-batches a rank, {config['precision']}.",
+        f"over {first['backend']} ({classes}) on {first['device_name']}; "
+        f"global batch {config['global_batch_size']} samples in {config['grad_accum_steps']} micro-batches a rank, "
+        f"{config['precision']}.",
     ]
     lines += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
+    if len(compared.groups) > 1:
+        lines.append(NOT_ACROSS)
     if not compared.differences:
         lines.append(
             "Every choice trains the same model on the same samples: equal loss curves are part of the result."
@@ -104,11 +124,11 @@ def comparison_page(compared: Compared) -> str:
         )
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
-        fairness_section(compared.differences, "choice"),
+        fairness_section(compared.differences, "choice", [BACKEND_CLASS] if len(compared.groups) > 1 else []),
         conclusion_section(compared),
         Section(
             "Step time",
-            f"Ratios are to {compared.reference}. {HOW_PAIRED}",
+            f"Ratios are to {compared.reference}{SAME_CLASS if len(compared.groups) > 1 else ''}. {HOW_PAIRED}",
             table=table("speed", compared.table, CHOICE | SPEED_COLUMNS),
             figure=drawing(step_time_figure(compared.table)),
         ),
@@ -122,9 +142,15 @@ def comparison_page(compared: Compared) -> str:
 
 
 def conclusion_section(compared: Compared) -> Section:
-    best = fastest(compared.table)
-    to_fastest = standings(compared.records, best) if best else {}
-    return Section("What the figures say", conclusion(compared.table, to_fastest, affected(compared.differences)))
+    """In words, for each group of runs that are compared with each other."""
+    texts = []
+    for group in compared.groups:
+        rows = compared.table[compared.table["choice"].isin(list(group))]
+        best = fastest(rows)
+        text = conclusion(rows, standings(group, best) if best else {}, affected(compared.differences))
+        over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
+        texts.append(over + text)
+    return Section("What the figures say", " ".join(texts))
 
 
 def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:

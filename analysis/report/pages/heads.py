@@ -40,11 +40,12 @@ def banner(differences: Sequence[Difference], what: str) -> str:
     return f"These runs differ in more than their {what}: {settings}. These figures cannot be compared: {figures}."
 
 
-def fairness_section(differences: Sequence[Difference], what: str) -> Section:
-    """What the runs differ in besides `what`."""
-    heading = f"What differs besides the {what}"
+def fairness_section(differences: Sequence[Difference], what: str, apart: Sequence[str] = ()) -> Section:
+    """What the runs differ in besides `what`, and besides settings whose values are kept apart."""
+    heading = f"What differs besides the {' and '.join((what, *apart))}"
     if not differences:
-        return Section(heading, f"Nothing. The run records agree, as far as they say, in {', '.join(SETTINGS)}.")
+        agreed = ", ".join(name for name in SETTINGS if name not in apart)
+        return Section(heading, f"Nothing. The run records agree, as far as they say, in {agreed}.")
     rows = [
         [cell("", text, column) for text, column in zip(row, COLUMNS, strict=True)]
         for row in ((found.name, found.listed, ", ".join(found.affects)) for found in differences)

@@ -223,6 +223,55 @@ def test_what_does_not_compare_is_not_judged() -> None:
     assert words(records, affected=["step times", "memory"]) == no_winner
 
 
+# Backend classes -----------------------------------------------------------------------------------------------------
+
+NCCL2, LEGACY = {"backend_class": "ProcessGroupNCCL2"}, {"backend_class": "ProcessGroupNCCL"}
+
+
+def over_two_classes() -> dict[str, dict[str, Any]]:
+    """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a tenth longer."""
+    return {
+        "ours": timed("ours", 0.1) | NCCL2,
+        "pytorch_ddp": timed("pytorch_ddp", 0.2) | NCCL2,
+        "ours@nccl-legacy": timed("ours", 0.1) | LEGACY,
+        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.11) | LEGACY,
+    }
+
+
+def test_ratios_are_among_runs_over_one_class() -> None:
+    table = comparison(over_two_classes(), {}, "pytorch_ddp").set_index("choice")
+    assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.9091, 1.0]
+    assert table["paired_ratio"].tolist()[::2] == [0.5, 0.9091]
+    assert table["verdict"].tolist() == ["faster", "reference"] * 2
+    assert table["backend_class"].tolist() == ["ProcessGroupNCCL2"] * 2 + ["ProcessGroupNCCL"] * 2
+
+
+def test_a_class_without_the_reference_has_no_ratios() -> None:
+    records = over_two_classes()
+    del records["pytorch_ddp@nccl-legacy"]
+    row = comparison(records, {}, "pytorch_ddp").set_index("choice").loc["ours@nccl-legacy"]
+    assert row["verdict"] == "unknown" and np.isnan(row["step_time_ratio"]) and np.isnan(row["paired_ratio"])
+    assert np.isnan(row["peak_ratio"]) and row["step_time_ms_median"] > 0
+
+
+def test_the_page_keeps_the_classes_apart() -> None:
+    text = comparison_page(Compared(over_two_classes(), {}, "pytorch_ddp", [], []))
+    assert "(ProcessGroupNCCL2 and ProcessGroupNCCL)" in text
+    assert "Over ProcessGroupNCCL2: ours is fastest here: pytorch_ddp, the reference, takes 2.00 times" in text
+    assert "Over ProcessGroupNCCL: ours@nccl-legacy is fastest here: pytorch_ddp@nccl-legacy, the reference" in text
+    assert "takes 1.10 times" in text and "compared only among runs over one class" in text
+    assert "What differs besides the choice and backend class" in text and "backend, backend class" not in text
+
+
+def test_classes_are_compared_if_the_user_says_so() -> None:
+    records = over_two_classes()
+    found = require_comparable(records, ["backend-class"])
+    compared = Compared(records, {}, "pytorch_ddp", [], found)
+    assert compared.table["step_time_ratio"].tolist() == [0.5, 1.0, 0.5, 0.55]
+    text = comparison_page(compared)
+    assert "These figures cannot be compared: step times." in text and "so no choice wins" in text
+
+
 # Fairness ------------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +289,8 @@ DIFFERENT = {
     "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
+    "backend class": ({"backend_class": "X"}, "backend class (ProcessGroupGloo: a; X: b)"),
+    "NCCL": ({"versions": {"nccl": "2.29"}}, "nccl version (2.30: a; 2.29: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},
         "precision (fp32: a; bf16: b), ranks (2: a; 3: b); train them alike, or give --allow-different precision "
@@ -251,7 +302,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     changes, expected = DIFFERENT[case]
-    said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "holistictraceanalysis": "0.5"}}
+    said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "nccl": "2.30"}}
     first, second = record("a", 1.0) | said, record("b", 1.0) | said
     assert require_comparable({"a": first, "b": second}) == []
     other = {**second, **changes, "config": {**second["config"], **changes.get("config", {})}}

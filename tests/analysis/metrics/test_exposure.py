@@ -3,6 +3,7 @@
 Against an independent reading of raw traces: `test_against_hta.py` and `test_real_runs.py`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_a_trace_worked_out_by_hand(make: Any) -> None:
         if make is cpu_trace:
             assert row["bytes"] == 4000 and row["algbw_gbps"] == row["busbw_gbps"] == pytest.approx(4000 / 300 / 1000)
             assert row["after_backward_ms"] == pytest.approx(-0.19)
+
+
+def test_on_a_device_backward_ends_with_the_last_kernel_that_it_launched() -> None:
+    """The host is through with backward at 50; the kernel that it launched at 40 ends at 90."""
+    one = timeline(0, [(0, 120)], [(0, 60), (60, 90)], [("all_reduce", 2000, 70, 110)])
+    launched = one.kernels.assign(launch=[10.0, 40.0, 45.0][: len(one.kernels)])
+    for kind, after in (("cuda", -0.02), ("cpu", 0.02)):
+        row = exposure([replace(one, kind=kind, kernels=launched)]).collectives.iloc[0]
+        assert row["after_backward_ms"] == pytest.approx(after)
 
 
 def test_waiting_is_laid_to_the_late_rank() -> None:

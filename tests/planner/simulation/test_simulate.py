@@ -207,9 +207,9 @@ def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-EXCHANGED = (2 * 24, 2 * (32 + 8 * 6))
-"""Bytes of the two exchanges of two ranks, of a model of six tensors."""
-EXCHANGE_S = 2 * LATENCY + sum(EXCHANGED) / RATE
+COUNTS_BYTES, VERDICT_BYTES = 2 * 24, 16
+"""Of the first exchange of two ranks, and of the all-reduce of loss and norm. The second exchange hides behind it."""
+EXCHANGE_S = 2 * LATENCY + (COUNTS_BYTES + VERDICT_BYTES) / RATE
 
 
 def gradient_seconds(calls: int) -> float:
@@ -220,12 +220,12 @@ def gradient_seconds(calls: int) -> float:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
-    """On CUDA the two exchanges, of tensors in host memory, take what Gloo would inside a node."""
+    """On CUDA the first exchange, of tensors in host memory, takes what Gloo would inside a node."""
     step = simulated(setting("simple_ddp"), kind=kind)
     expected = gradient_seconds(6)
     if kind == "cuda":
-        of_host = [LinkCosts(host_of(cluster(2, kind))).cost("all_gather", size, (0, 1)) for size in EXCHANGED]
-        expected += sum(cost.latency_s + cost.transfer_s for cost in of_host) - EXCHANGE_S
+        cost = LinkCosts(host_of(cluster(2, kind))).cost("all_gather", COUNTS_BYTES, (0, 1))
+        expected += cost.latency_s + cost.transfer_s - LATENCY - COUNTS_BYTES / RATE
     assert step.exposed_s == pytest.approx(expected)
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
     operators = [span for span in step.spans if span.lane == "compute"]
@@ -236,7 +236,8 @@ def test_without_compute_only_communication_is_left() -> None:
     for choice, calls in (("simple_ddp", 6), ("flat_ddp", 1), ("bucket_ddp_async", 1), ("pytorch_ddp", 1)):
         whole = {"bucket_cap_mb": 25.0} if choice == "bucket_ddp_async" else {}
         step = simulated(setting(choice, **whole), seconds=0.0)
-        assert step.step_time_s == pytest.approx(gradient_seconds(calls)), choice
+        second_exchange = 2 * (16 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
+        assert step.step_time_s == pytest.approx(gradient_seconds(calls) + second_exchange), choice
         assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
 
 
@@ -250,7 +251,7 @@ def test_what_overlaps_is_hidden() -> None:
 def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
     """Gathers of the next unit and reductions of the last run beside compute; on CPU it blocks for each."""
     on_cpu, on_cuda = (simulated(setting("pytorch_zero3", "llama"), kind=kind) for kind in ("cpu", "cuda"))
-    assert on_cpu.exposed_s == pytest.approx(on_cpu.communication_s, rel=0.02), "all but the first exchange"
+    assert on_cpu.communication_s - on_cpu.exposed_s < LATENCY, "all but a part of the second exchange"
     assert on_cuda.exposed_s < 0.8 * on_cuda.communication_s
 
 
@@ -295,7 +296,8 @@ def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("ddp.link_fit.measure_all_reduce", spy)
     step = simulated(setting("bucket_ddp_async", bucket_cap_mb="auto"))
-    ((keeps_link, _),) = measured
+    ((keeps_link, _, is_known),) = measured
+    assert is_known
     assert keeps_link(2**22) == pytest.approx(2**22 / RATE, rel=0.05)
     require_whole(step)
 

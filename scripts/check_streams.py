@@ -1,0 +1,92 @@
+"""Check without a GPU that strategies are safe on CUDA streams, and count what they make the host and streams wait for.
+
+    python scripts/check_streams.py                         # every choice that is not DeepSpeed's
+    python scripts/check_streams.py --choices zero3 --model branching --micro-batches 3
+    python scripts/check_streams.py --markdown              # the table of docs/streams.md
+
+Exit code 0: no race. 1: a race was found; it is printed. 2: wrong command line.
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ddp
+import sharding
+from stream_checker.check import Seen, check, plain_loop
+from tests.models import MODELS, build, make_batch
+from training.cli import OneLineParser, at_least
+from training.config import StrategyOptions
+
+CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
+COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "collectives", "launches", "copied")
+IN_BUCKETS, SMALL_MB = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_zero1"), 0.003
+
+
+def main() -> int:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--choices", default=",".join(CHOICES), help="with commas between (default: all)")
+    models = [*MODELS, "branching", "normed", "deep"]
+    parser.add_argument("--model", choices=models, default="llama", help="of tests/models.py (default: %(default)s)")
+    parser.add_argument("--micro-batches", type=at_least(1), default=1, help="of a step (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+    options = parser.parse_args()
+    wanted = options.choices.split(",")
+    if unknown := [name for name in wanted if name not in CHOICES]:
+        parser.error(f"--choices {', '.join(unknown)}: no such choice; there are {', '.join(CHOICES)}")
+    torch.set_num_threads(1)
+    seen = {name: look(name, options.model, options.micro_batches) for name in wanted}
+    rows = rows_of(seen, options.model, options.micro_batches)
+    if options.markdown:
+        print(markdown(rows))
+    else:
+        table = Table(*COLUMNS, title=f"a step of {options.micro_batches} micro-batches, model {options.model}")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    for name, one in seen.items():
+        for text, count in one.races.most_common():
+            print(f"race: {name}: {text} ({count} times)")
+    return 1 if any(one.races for one in seen.values()) else 0
+
+
+def look(choice: str, model: str, micro_batches: int) -> Seen:
+    """Buckets are small beside the model, as they are beside a large one."""
+    options = StrategyOptions(bucket_cap_mb=SMALL_MB) if choice in IN_BUCKETS else StrategyOptions()
+    return check(choice, partial(build, model), partial(make_batch, model, 3), micro_batches, options)
+
+
+def rows_of(seen: dict[str, Seen], model: str, micro_batches: int) -> list[list[str]]:
+    """A row for each choice. Launches and copies are those that a loop on one device does not need."""
+    alone = plain_loop(partial(build, model), partial(make_batch, model, 3), micro_batches)
+    gradient_bytes = sum(4 * p.numel() for p in build(model).parameters() if p.requires_grad)
+    return [
+        [
+            f"`{name}`",
+            str(sum(one.races.values())),
+            f"{sum(one.host_waits.values()) / 2:g}",
+            f"{one.waits_in_backward:g}",
+            f"{one.collectives:g}",
+            f"{one.launches - alone.launches:+g}",
+            f"{(one.copied_bytes - alone.copied_bytes) / gradient_bytes:.2f} x",
+        ]
+        for name, one in seen.items()
+    ]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

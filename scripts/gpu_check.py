@@ -1,0 +1,100 @@
+"""Check on this machine's GPUs all that the project says of itself, in half an hour.
+
+    python scripts/gpu_check.py                       # every part, on all GPUs of this node (up to 8)
+    python scripts/gpu_check.py --only parity,waits   # some parts
+    python scripts/gpu_check.py --quick               # less of each; on a machine without a GPU always so, over Gloo
+
+Each part prints its verdict in a line as it ends. A part that fails stops no other. At the end there is one folder, and
+in it one page, report.md, to send as an issue. Exit code 0: no part failed. 1: some did. 2: wrong command line.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from rich.console import Console
+
+from gpu_check import facts, proofs, speed
+from gpu_check.page import page
+from gpu_check.parts import FAIL, SKIPPED, Broken, Machine, Part, Verdict
+from training.cli import OneLineParser, at_least
+
+PARTS = [
+    Part("environment", facts.environment),
+    Part("topology", facts.topology, least_gpus=2),
+    Part("backends", facts.backends),
+    Part("parity", proofs.parity),
+    Part("waits", proofs.waits),
+    Part("sanitizer", proofs.sanitizer),
+    Part("resume", proofs.resume),
+    Part("all-reduce", speed.curve, least_gpus=2),
+    Part("faults", proofs.faults, least_gpus=2),
+    Part("originals", speed.beside_originals),
+    Part("sweep", speed.sweep_sample),
+    Part("planner", speed.planner),
+    Part("sweep bf16", speed.sweep_llm),
+]
+MOST_RANKS = 8
+
+
+def main() -> int:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(part.name for part in PARTS)
+    parser.add_argument("--ranks", type=at_least(1), help="processes (default: one for each GPU, up to 8; 2 without)")
+    parser.add_argument("--only", help=f"parts, with commas between, of: {names} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="less of each part; always so without a GPU")
+    parser.add_argument("--output-dir", type=Path, default=Path("gpu-check"), help="new folder (default: %(default)s)")
+    options = parser.parse_args()
+    wanted = [name.strip() for name in options.only.split(",")] if options.only else [part.name for part in PARTS]
+    if unknown := [name for name in wanted if name not in {part.name for part in PARTS}]:
+        parser.error(f"--only {', '.join(unknown)}: no such part; there are {names}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and (options.ranks or 1) > gpus:
+        parser.error(f"--ranks {options.ranks}: this machine has {gpus} GPUs, and NCCL takes one rank a GPU")
+    folder: Path = options.output_dir.resolve()
+    if folder.exists() and any(folder.iterdir()):
+        parser.error(f"--output-dir {options.output_dir}: it holds files already; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = options.ranks or (min(gpus, MOST_RANKS) if gpus else 2)
+    machine = Machine(ranks, bool(gpus), folder, options.quick or not gpus)
+    return check(machine, [part for part in PARTS if part.name in wanted])
+
+
+def check(machine: Machine, parts: list[Part]) -> int:
+    """Do all parts, print a line for each, and write the page after each, so that a lost machine loses little."""
+    console, began, verdicts = Console(highlight=False), time.monotonic(), dict[str, Verdict]()
+    report = machine.folder / "report.md"
+    for part in parts:
+        start = time.monotonic()
+        verdict = verdicts[part.name] = look(part, machine)
+        colour = {FAIL: "red", SKIPPED: "yellow"}.get(verdict.how, "green")
+        seconds = time.monotonic() - start
+        console.print(f"[{colour}]{verdict.how:<9}[/] {part.name:<12} {seconds:5.0f} s  ", end="")
+        console.print(verdict.line, markup=False, soft_wrap=True)
+        report.write_text(page(machine, verdicts, (time.monotonic() - began) / 60))
+    failed = [name for name, verdict in verdicts.items() if verdict.how == FAIL]
+    advice = f": {', '.join(failed)} failed; send the folder as an issue" if failed else ""
+    console.print(f"\n{report}{advice}", markup=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+def look(part: Part, machine: Machine) -> Verdict:
+    """The part's verdict. Whatever goes wrong in it is its verdict, too."""
+    if machine.has_gpus and machine.ranks < part.least_gpus:
+        return Verdict(SKIPPED, f"needs {part.least_gpus} GPUs")
+    try:
+        return part.look(machine)
+    except Broken as problem:
+        return Verdict(FAIL, str(problem))
+    except Exception as error:
+        return Verdict(FAIL, f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The script that checks a rented machine: here over Gloo, so that it works on the day it counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_check.page import page
+from gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
+from scripts import gpu_check as script
+from tests.in_process import run_in_process
+
+
+def machine(folder: Path, ranks: int = 2, has_gpus: bool = False) -> Machine:
+    return Machine(ranks, has_gpus, folder, is_quick=True)
+
+
+def raising(error: Exception) -> Part:
+    def look(_: Machine) -> Verdict:
+        raise error
+
+    return Part("broken", look)
+
+
+@pytest.mark.parametrize("error", [Broken("not done after 3 s"), ZeroDivisionError("planted"), OSError("planted")])
+def test_a_part_that_fails_stops_no_other(error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = Part("whole", lambda _: Verdict(PASS, "fine", [{"choice": "a|b", "": PASS}]))
+    assert script.check(machine(tmp_path), [raising(error), whole]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL      broken" in said and str(error) in said
+    assert "pass      whole" in said and "broken failed; send the folder" in said
+    report = (tmp_path / "report.md").read_text()
+    assert "| broken | FAIL |" in report and "| whole | pass | fine |" in report and "| a/b | pass |" in report
+
+
+def test_too_few_gpus_skip_a_part(tmp_path: Path) -> None:
+    pair = Part("pair", lambda _: Verdict(PASS, ""), least_gpus=2)
+    assert script.look(pair, machine(tmp_path, ranks=1, has_gpus=True)).how == SKIPPED
+    assert script.look(pair, machine(tmp_path, ranks=2, has_gpus=True)).how == PASS
+    assert script.look(pair, machine(tmp_path, ranks=2)).how == PASS
+
+
+def test_what_a_command_says_is_kept(tmp_path: Path) -> None:
+    where = machine(tmp_path)
+    assert where.run_well("good", ["-c", "print('said')"], limit_s=30) == "said\n"
+    assert (tmp_path / "good.txt").read_text() == "said\n"
+    with pytest.raises(Broken, match=r"exit code 3: error: planted; see bad\.txt"):
+        where.run_well("bad", ["-c", "print('error: planted'); raise SystemExit(3)"], limit_s=30)
+    with pytest.raises(Broken, match=r"not done after 1 s; see slow\.txt"):
+        where.run("slow", ["-c", "import time; print('began', flush=True); time.sleep(60)"], limit_s=1)
+    assert "began" in (tmp_path / "slow.txt").read_text()
+
+
+def test_a_wrong_command_line(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "report.md").write_text("")
+    for arguments, said in {
+        ("--only", "parity,nothing"): "no such part",
+        ("--output-dir", str(tmp_path / "old")): "holds files already",
+        ("--ranks", "0"): "--ranks",
+    }.items():
+        done = run_in_process(script, *arguments)
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_the_page_of_nothing_found(tmp_path: Path) -> None:
+    assert "| a | measured | 1 GB/s |" in page(machine(tmp_path), {"a": Verdict(MEASURED, "1 GB/s")}, 1.0)
+
+
+def test_every_part_is_documented() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    missing = [part.name for part in script.PARTS if f"| `{part.name}` |" not in text]
+    assert not missing
+
+
+def test_parts_on_ranks(tmp_path: Path) -> None:
+    """Two of the parts that need real ranks, as a user would run them."""
+    command = [sys.executable, "scripts/gpu_check.py", "--only", "environment,backends,parity", "--output-dir"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo is ProcessGroupGloo" in done.stdout and "14 of 14 as one process" in done.stdout
+    assert json.loads((tmp_path / "out" / "environment.json").read_text())["torch"]
+
+
+@pytest.mark.slow
+def test_all_of_it(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/gpu_check.py", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert FAIL not in done.stdout
+    assert all(part.name in done.stdout for part in script.PARTS)

@@ -1,0 +1,130 @@
+"""The host reads losses and finiteness a step late, as on CUDA: of CPU tensors that pretend not to be there yet."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import build, make_batch
+from tests.parity import for_each_choice, load, message_of, options_of
+from tests.ranks import RankPool
+from tests.strategies.test_traps import Choice
+from training.communication.verdict import ReadLater
+from training.errors import NonFiniteError
+from training.loop import Unwatched, train
+from training.strategy import Strategy
+
+STEPS = 5
+OPTIMIZERS = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),  # skips on the device
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),  # cannot: the host must look
+}
+
+
+class NotHereYet(ReadLater):
+    """Says that its values are still on their way, and notes when it was made and when the host reads it."""
+
+    now = 0
+    ages: ClassVar[list[int]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.clone())
+        self.is_here, self._made = False, NotHereYet.now
+
+    def tensor(self) -> torch.Tensor:
+        NotHereYet.ages.append(NotHereYet.now - self._made)
+        return self._host
+
+
+@contextmanager
+def reads_late(strategy: Strategy) -> Iterator[list[int]]:
+    """Within this context. Yields how many optimizer steps old each value is when the host reads it."""
+    NotHereYet.now, NotHereYet.ages = 0, []
+
+    def count(*_: Any) -> None:
+        NotHereYet.now += 1
+
+    with (
+        mock.patch("training.communication.verdict.ReadLater", NotHereYet),
+        mock.patch("training.loop.ReadLater", NotHereYet),
+        mock.patch.object(strategy, "before_step", lambda before=strategy.before_step: (count(), before())),
+    ):
+        yield NotHereYet.ages
+
+
+def step_of(index: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
+    return 4, [make_batch("plain", 2, 10 * index + dist.get_rank())]
+
+
+def train_late_and_in_time(choice: Choice) -> None:
+    """The same losses and parameters; the host reads nothing of the step in which it is."""
+    ends = []
+    for is_late in (True, False):
+        strategy = load(choice)(build("plain"), OPTIMIZERS["fused"], options_of(choice))
+        strategy.module.train()
+        seen: list[tuple[int, int]] = []
+
+        def on_step(result: Any, strategy: Strategy = strategy, seen: list[tuple[int, int]] = seen) -> None:
+            seen.append((len(result.loss), strategy.optimizer_steps))
+
+        steps = map(step_of, range(STEPS))
+        if is_late:
+            with reads_late(strategy) as ages:
+                result = train(strategy, steps, Unwatched(), 1.0, on_step, is_due=lambda step: step == 3)
+            in_time = {(3, 3), (STEPS, STEPS)}
+            assert set(seen) == {(1, 2), (2, 3), (4, 5)} | in_time
+            assert ages.count(0) <= 3 * len(in_time), "only what a checkpoint or the end of training must know at once"
+        else:
+            result = train(strategy, steps, Unwatched(), 1.0, on_step)
+            assert seen == [(step, step) for step in range(1, STEPS + 1)]
+        ends.append((result.loss, strategy.full_state_dict()))
+    (losses, state), (usual_losses, usual_state) = ends
+    assert losses == usual_losses
+    assert all(torch.equal(state[name], tensor) for name, tensor in usual_state.items())
+
+
+@for_each_choice
+def test_reading_late_changes_nothing(ranks: RankPool, choice: Choice) -> None:
+    ranks.run(2, train_late_and_in_time, choice)
+
+
+def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
+    """What step 2 says of step 1, and whether parameters are those from before step 1."""
+    module = build("plain")
+    strategy = load(choice)(module, OPTIMIZERS[optimizer], options_of(choice))
+    train(strategy, map(step_of, range(1)), Unwatched(), None, lambda result: None)
+    before = strategy.full_state_dict()
+    steps = [step_of(index) for index in (1, 2)]
+    if dist.get_rank() == 1:
+        if what == "the loss":
+            steps[0][1][0]["y"][0] = float("inf")
+        else:
+            bad = steps[0][1][0]["x"]
+            seen: list[bool] = []
+            module.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["x"] is bad), with_kwargs=True)
+
+            def poison(part: torch.nn.Module, arguments: Any, output: torch.Tensor) -> None:
+                output.register_hook(lambda gradient: gradient * float("nan") if seen[-1] else gradient)
+
+            module.net[2].register_forward_hook(poison)
+    with reads_late(strategy):
+        strategy.zero_grad()
+        strategy.forward_backward(steps[0][1])
+        strategy.step()
+        strategy.zero_grad()
+        message = message_of(NonFiniteError, strategy.forward_backward, steps[1][1])
+    after = strategy.full_state_dict()
+    return message, all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+@for_each_choice
+@pytest.mark.parametrize("what", ["the loss", "a gradient"])
+def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: Choice, what: str) -> None:
+    for optimizer in OPTIMIZERS:
+        for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
+            assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message
+            assert unchanged

@@ -1,0 +1,170 @@
+"""No strategy races, whatever it is asked to do; and the checker finds what does."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp
+import sharding
+from gpu_check.parts import ROOT
+from scripts import check_streams
+from stream_checker.check import Seen, check
+from stream_checker.order import Memory, Stream
+from tests.in_process import run_in_process
+from tests.models import build, make_batch
+from tests.stream_checker.planted import PLANTED, Planted
+from training.config import StrategyOptions
+from training.strategy import Strategy
+
+HAND_WRITTEN = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if "_" not in name or name.split("_")[0] in
+                ("simple", "flat", "bucket")]  # fmt: skip
+REFERENCES = ["pytorch_ddp", "pytorch_zero1", "pytorch_zero2", "pytorch_zero3"]
+IN_BUCKETS = ("bucket_ddp_async", "baseline", "zero1", "zero2")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: Any) -> Seen:
+    options = {"bucket_cap_mb": 0.0005} if choice in IN_BUCKETS else {}
+    options |= more.pop("options", {})
+    return check(
+        choice, partial(build, model), partial(make_batch, model, 3), micro_batches, StrategyOptions(**options), **more
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("model", ["plain", "llama", "normed"])
+@pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
+def test_no_race_and_no_host_wait(choice: str, model: str, micro_batches: int) -> None:
+    """Also with clipping; and results are the same however late collectives end."""
+    late = checked(choice, model, micro_batches, clip_grad_norm=0.1)
+    early = checked(choice, model, micro_batches, clip_grad_norm=0.1, is_late=False)
+    assert not late.races and not early.races
+    assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
+    if choice in HAND_WRITTEN:
+        assert not late.host_waits
+
+
+@pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero2"])
+def test_unused_parameters(choice: str) -> None:
+    assert not checked(choice, "branching", 2, options={"find_unused_parameters": True}).races
+
+
+def test_early_updates() -> None:
+    seen = checked("bucket_ddp_async", options={"overlap_optimizer": True})
+    assert not seen.races and not seen.host_waits
+
+
+@pytest.mark.parametrize("choice", HAND_WRITTEN)
+@pytest.mark.parametrize(("where", "micro_batch"), [("forward", 2), ("backward", 2), ("backward", 3)])
+def test_an_abandoned_step_leaves_no_race(choice: str, where: str, micro_batch: int) -> None:
+    """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == micro_batch:
+            raise RuntimeError("planted")
+
+    def abandon(strategy: Strategy) -> None:
+        layers = [layer for layer in strategy.module.modules() if isinstance(layer, nn.Linear)]
+        if where == "forward":
+            handle = layers[-1].register_forward_pre_hook(fail)
+        else:
+            handle = layers[0].register_forward_hook(lambda m, a, output: output.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="planted"):
+            strategy.forward_backward([make_batch("llama", 3, index) for index in range(3)])
+        handle.remove()
+
+    assert not checked(choice, "llama", 3, also=abandon).races
+    assert len(calls) == micro_batch
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])
+def test_a_planted_race_is_found(planted: Planted) -> None:
+    with planted.there():
+        seen = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False)
+    assert seen.races and any(planted.says in text for text in seen.races), dict(seen.races)
+
+
+def test_at_least_twelve_are_planted() -> None:
+    assert len(PLANTED) >= 12 and len({one.what for one in PLANTED}) == len(PLANTED)
+
+
+def test_the_table_in_the_docs() -> None:
+    done = run_in_process(check_streams, "--markdown")
+    text = (ROOT / "docs" / "streams.md").read_text()
+    assert done.returncode == 0
+    assert done.stdout.strip() == text.partition("<!-- streams -->")[2].partition("<!-- /streams -->")[0].strip()
+
+
+def test_the_command_tells_of_a_race() -> None:
+    planted = next(one for one in PLANTED if one.choice == "zero3")
+    with planted.there():
+        done = run_in_process(check_streams, "--choices", "zero3", "--model", planted.model)
+    assert done.returncode == 1 and "race: zero3: " in done.stdout and planted.says in done.stdout
+    assert run_in_process(check_streams, "--choices", "zero4").returncode == 2
+
+
+# The rules, one by one -----------------------------------------------------------------------------------------------
+
+
+def access(memory: Memory, stream: Stream, tensor: torch.Tensor, writes: bool) -> None:
+    memory.access(stream, [] if writes else [tensor], [tensor] if writes else [], lambda: f"{stream.name} touches")
+
+
+@pytest.mark.parametrize("orders", [None, "event", "stream"])
+def test_a_side_stream_must_be_waited_for(orders: str | None) -> None:
+    """A batch that is copied on a stream of its own."""
+    memory, compute, copies, batch = Memory(), Stream("compute"), Stream("copies"), torch.zeros(4)
+    access(memory, copies, batch, writes=True)
+    event = copies.record_event()
+    access(memory, copies, torch.zeros(4), writes=True)
+    if orders == "event":
+        compute.wait_event(event)
+    elif orders == "stream":
+        compute.wait_stream(copies)
+    access(memory, compute, batch, writes=False)
+    assert bool(memory.races) == (orders is None)
+
+
+def test_reads_race_with_writes_alone_and_only_where_they_overlap() -> None:
+    memory, one, other, tensor = Memory(), Stream("one"), Stream("other"), torch.zeros(8)
+    access(memory, one, tensor, writes=False)
+    access(memory, other, tensor, writes=False)
+    access(memory, other, torch.zeros(8), writes=True)
+    assert not memory.races
+    access(memory, one, tensor[:4], writes=True)  # `other` reads it
+    assert len(memory.races) == 1
+    access(memory, other, tensor[4:], writes=False)
+    assert len(memory.races) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("how", ["resize", "drop"])
+def test_freed_memory_is_reused_in_its_stream_at_once(how: str, waits: bool) -> None:
+    memory, compute, other = Memory(), Stream("compute"), Stream("other")
+    tensor = torch.zeros(4)
+    access(memory, compute, tensor, writes=True)
+    other.wait_stream(compute)
+    access(memory, other, tensor, writes=False)
+    if how == "resize":
+        memory.free(tensor.untyped_storage(), "resize_(0)")
+    else:
+        del tensor
+        memory.look_for_freed()
+    if waits:
+        compute.wait_stream(other)
+    memory.allocated(other)  # of another pool
+    assert not memory.races
+    memory.allocated(compute)
+    assert bool(memory.races) != waits

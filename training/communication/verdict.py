@@ -1,0 +1,114 @@
+"""The loss of a step, and whether it and all gradients are finite: found on the device, read by the host later.
+
+A host that reads a value of the device waits until the device has done all that is queued. So a step reads nothing:
+- Each rank adds up its share of the loss, and takes the norm of its share of the gradients (`norm_of`). One all-reduce
+  of these two numbers gives every rank the loss, and shows NaN and infinity wherever they are: a sum keeps both.
+- `found_inf` is 1 on the device if they are there. A fused optimizer reads it on the device, and then changes nothing
+  (`update_unless`). This is how `torch.amp.GradScaler` skips a step.
+- The numbers are copied to pinned memory behind an event (`ReadLater`). The host reads them a step later, when the
+  device is long past the event.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VERDICT_BYTES = 2 * 8
+"""Bytes of the all-reduce, in fp64."""
+
+
+def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all elements, an fp64 scalar on `device`, by one fused kernel.
+
+    It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite.
+    """
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(norms).sum(dtype=torch.float64)
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """1.0 if one of `values` is NaN or infinite, else 0.0: an fp32 scalar on their device, by one kernel."""
+    found = torch.zeros((), device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], found, torch.ones((), device=values.device))
+    return found
+
+
+class ReadLater:
+    """A tensor of the device that the host will want to know.
+
+    On CUDA it is copied to pinned memory, behind what is queued now.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.is_here = tensor.device.type == "cpu"
+        self._host = tensor
+        if not self.is_here:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tensor(self) -> Tensor:
+        """The values, on the CPU. Waits for the device if it has not come so far."""
+        if not self.is_here:
+            self._event.synchronize()
+        return self._host
+
+
+class Verdict:
+    """How forward and backward of a step went on all ranks. Collective.
+
+    Args:
+        loss: This rank's share of the global mean loss, an fp64 scalar.
+        norm: Of this rank's share of the reduced gradients (`norm_of`).
+        step: Number of the step, from 0.
+
+    Attributes:
+        loss: The mean over the global batch, an fp32 scalar on the device.
+        found_inf: 1.0 if the loss or a gradient is not finite, else 0.0; an fp32 scalar on the device.
+    """
+
+    def __init__(self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup) -> None:
+        self.step = step
+        own = torch.stack([loss, norm])
+        both = own.clone()
+        dist.all_reduce(both, group=group)
+        self.loss = both[0].float()
+        self.found_inf = not_finite(both)
+        self._read = ReadLater(torch.stack([both, own]))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host can read it without waiting for a device."""
+        return self._read.is_here
+
+    @property
+    def nonfinite(self) -> str | None:
+        """`the loss` or `a gradient`, if it is not finite on some rank. The host reads."""
+        loss_is_finite, norm_is_finite = self._read.tensor()[0].isfinite().tolist()
+        return None if loss_is_finite and norm_is_finite else "a gradient" if loss_is_finite else "the loss"
+
+    @property
+    def own_loss(self) -> float:
+        """This rank's share of the loss. The host reads."""
+        return self._read.tensor()[1, 0].item()
+
+
+def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+    """Run `update`, a step of `optimizer` that changes nothing where `found_inf` is 1.
+
+    Only fused optimizers decide that on the device. For others the host reads `found_inf`, and so waits.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not found_inf.item():
+            update()
+        return
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        update()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

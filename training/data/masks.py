@@ -1,0 +1,32 @@
+"""Attention masks that no host has to read from a device.
+
+In every forward pass transformers asks whether a mask hides anything: if not, it can use the faster causal kernel. The
+answer is on the device, so the host waits for all that is queued there. But `collate` knows it for nothing. So batches
+without padding have no mask, and a mask that is there hides something.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def without_useless_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`batch`, on the CPU, without its `attention_mask` if that hides no token."""
+    if bool(batch["attention_mask"].all()):
+        return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+    return batch
+
+
+def read_no_masks() -> None:
+    """Let transformers take a mask as one that hides something, and a row of a batch as one sequence, unread."""
+    from transformers import masking_utils
+
+    def ignore_bidirectional(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> Any:
+        return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
+
+    def hides_something(mask: Tensor) -> Any:
+        return False
+
+    masking_utils.fast_all = hides_something  # type: ignore[assignment]
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils._ignore_bidirectional_mask_sdpa = ignore_bidirectional
