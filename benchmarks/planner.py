@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from training.cli import OneLineParser
 from training.errors import UserError
-from training.process.environment import ENVIRONMENT
+from training.process.environment import quiet_libraries
 
 HAND_WRITTEN = "simple_ddp,flat_ddp,simple_ddp_hook,simple_ddp_async,bucket_ddp_async,zero1,zero2,zero3"
 
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {**quiet_libraries(), "OMP_NUM_THREADS": "1"}.items():
         os.environ.setdefault(name, value)
     options = build_parser().parse_args()
     from benchmarks.predictions import machine, t4

@@ -88,8 +88,11 @@ def _compare_group(group: str, dumps: Sequence[Dump]) -> Divergence | None:
         if absent:  # the queue behind this call says nothing
             sentence = f"{left_none[0]} {waiting(calls)} in {where}."
             return Divergence("missing", group, seq, calls, absent, call.time_s, [sentence])
-        sentence = f"All of its ranks have issued {where}, and none has finished it."
-        return Divergence("stuck", group, seq, calls, sorted(calls), call.time_s, [sentence])
+        sentences = [f"All of its ranks have issued {where}, and none has finished it."]
+        not_there = [rank for rank in sorted(calls) if calls[rank].state == "queued"]
+        if 0 < len(not_there) < len(calls):
+            sentences.append(f"The device of {ranks_in_words(not_there)} has not come to it: look there first.")
+        return Divergence("stuck", group, seq, calls, sorted(calls), call.time_s, sentences)
     return None
 
 

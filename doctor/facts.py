@@ -16,13 +16,17 @@ _WATCHDOG = re.compile(
     r"Rank (\d{1,6})\] ?Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
     r"(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
 )
+_NCCL2 = re.compile(
+    r"(?:\[rank(\d{1,6})\]:[^\n]{0,120}?)?\[TC\]\[rank=(\d{1,6})\]\[name=([^\]\n]{0,120})\] "
+    r"(?:Operation timed out after (\d{1,12}) ms|Aborting process on rank \d{1,6} due to timeout)"
+)
 _ENQUEUED = re.compile(
     r"\[PG ([^\]]{0,120}) ?Rank (\d{1,6})\].{0,300}last enqueued NCCL work: (-?\d{1,12}), "
     r"last completed NCCL work: (-?\d{1,12})"
 )
 _HANG = re.compile(
     r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
-    r"|Received a dump signal due to a collective timeout",
+    r"|Received a dump signal due to a collective timeout|\[TC\].{0,140} (?:Operation timed out after|due to timeout)",
 )
 _VIRTUAL = re.compile(
     r"Hypervisor detected|Virtualization: +\S|Hypervisor vendor: +\S"
@@ -49,6 +53,21 @@ class Timeout:
     seq: int
     kind: str
     elements: tuple[str | None, str | None]
+    line: Line
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A collective that ran out of time in torch's `nccl` of 2.15, which does not say which one it was.
+
+    Attributes:
+        rank: In the whole job if the line has torch's prefix, else in the group.
+        seconds: None in the line that ends the process.
+    """
+
+    rank: int
+    group: str
+    seconds: float | None
     line: Line
 
 
@@ -88,6 +107,13 @@ class Facts:
         return [
             Timeout(int(match[1]), int(match[2]), match[3], (match[4], match[5]), line)
             for line, match in self._matches(_WATCHDOG)
+        ]
+
+    @cached_property
+    def gave_up(self) -> list[GaveUp]:
+        return [
+            GaveUp(int(match[1] or match[2]), match[3], int(match[4]) / 1e3 if match[4] else None, line)
+            for line, match in self._matches(_NCCL2)
         ]
 
     @cached_property

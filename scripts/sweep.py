@@ -21,11 +21,11 @@ from scripts.sweep_state import SweepState
 from training.cli import OneLineParser, exit_with_error
 from training.errors import UserError
 from training.flags import with_config_file
-from training.process.environment import ENVIRONMENT
+from training.process.environment import quiet_libraries
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
-QUIET = ENVIRONMENT | {
+QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
 }

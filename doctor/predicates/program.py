@@ -72,15 +72,22 @@ def run_ended(facts: Facts) -> Match | None:
 
 def watchdog_timeout(facts: Facts) -> Match | None:
     """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
-    if not facts.timeouts:
+    ranks = {timeout.rank for timeout in facts.timeouts} | {one.rank for one in facts.gave_up}
+    if not ranks:
         return None
-    ranks = {timeout.rank for timeout in facts.timeouts}
     size = max((process.world_size or 0 for process in facts.processes), default=0)
-    first = min(facts.timeouts, key=lambda timeout: timeout.seq)
-    details = [f"{ranks_in_words(ranks)} gave up; the first is {first.kind}, number {first.seq} of its group."]
+    gave_up = f"{ranks_in_words(ranks)} gave up"
+    if facts.timeouts:
+        first = min(facts.timeouts, key=lambda timeout: timeout.seq)
+        details = [f"{gave_up}; the first is {first.kind}, number {first.seq} of its group."]
+    else:
+        seconds = max((one.seconds for one in facts.gave_up if one.seconds is not None), default=None)
+        after = f" after {seconds:.0f} s" if seconds is not None else ""
+        groups = ", ".join(sorted({printable(one.group) for one in facts.gave_up}))
+        details = [f"{gave_up}{after} in group {groups}; this backend does not say in which collective."]
     if silent := set(range(size)) - ranks:
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
-    return Match([timeout.line for timeout in facts.timeouts], details)
+    return Match([timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up], details)
 
 
 def different_versions(facts: Facts) -> Match | None:

@@ -68,6 +68,11 @@ def test_a_rank_that_is_behind_in_words() -> None:
     assert found.sentences[1] == "The last that rank 1 issued is collective 1, all_reduce of 8 x float32."
 
 
+def test_a_device_that_is_behind_in_words() -> None:
+    (found,) = divergences(own(0, CALLS, last_state="started"), own(1, CALLS, last_state="queued"))
+    assert found.what == "stuck" and found.sentences[1].startswith("The device of rank 1 has not come to it")
+
+
 @pytest.mark.parametrize(
     ("group", "members"),
     [

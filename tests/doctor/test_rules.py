@@ -102,10 +102,24 @@ def test_p2p_across_numa_never_from_topology_alone(with_topology: bool) -> None:
 
 def test_a_rule_before_the_symptoms_that_follow_from_it() -> None:
     paths = [DATA / "gpu-off-the-bus" / "dmesg.txt", DATA / "watchdog-timeout", DATA / "peer-closed"]
-    assert [found.rule.name for found in findings(*paths)] == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed"]
+    names = [found.rule.name for found in findings(*paths)]
+    assert names == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed", "collective-failed"]
+
     first, rest = run_in_process(script, *map(str, paths)).stdout.split("Found as well")
     assert "rule gpu-off-the-bus" in first and "rule watchdog-timeout" in rest
     assert "more: python scripts/doctor.py --rules, under watchdog-timeout" in rest
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("2_15_nccl2.log", "ranks 0, 2 gave up after 600 s in group 0"),
+        ("2_15_nccl2_of_a_group.log", "rank 5 gave up in group 3"),  # it is rank 1 of that group
+    ],
+)
+def test_ranks_that_gave_up_in_nccl_of_torch_2_15(log: str, said: str) -> None:
+    (finding,) = findings(DATA / "watchdog-timeout" / log)
+    assert finding.details[0].startswith(said)
 
 
 def test_cumem_on_some_ranks_of_a_host() -> None:

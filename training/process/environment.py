@@ -25,11 +25,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-ENVIRONMENT = {
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""What libraries read when they are imported."""
 KINETO, QUIET, WARNINGS = "KINETO_LOG_LEVEL", "6", "2"
 """How much the profiler says (libkineto's `LoggerOutputType`). Without a GPU all of it is noise. With one, a warning
 says that CUPTI lacks the permission to trace; the only other sign is a trace without kernels."""
@@ -42,13 +37,25 @@ OF_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def prepare_process() -> None:
     """Set all of it. Call it first, since it may restart the process."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in quiet_libraries().items():
         os.environ.setdefault(name, value)
-    has_gpu = any(Path(path).exists() for path in OF_GPUS)
-    os.environ.setdefault(KINETO, WARNINGS if has_gpu else QUIET)
-    if not has_gpu:
+    if not has_gpu():
         schedule_as_batch()
         keep_freed_memory()
+
+
+def has_gpu() -> bool:
+    """Whether a GPU's driver is loaded, as far as that shows without importing torch."""
+    return any(Path(path).exists() for path in OF_GPUS)
+
+
+def quiet_libraries() -> dict[str, str]:
+    """Variables that keep libraries quiet. They read them when they are imported."""
+    return {
+        KINETO: WARNINGS if has_gpu() else QUIET,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def schedule_as_batch() -> None:
