@@ -11,6 +11,7 @@ from transformers import (
 
 from planner import models
 from planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
+from training.data.masks import without_useless_mask
 from training.profiling.memory import ModelSize, expected_state_bytes
 
 GIB = 2**30
@@ -88,7 +89,8 @@ def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
     ):
-        module(input_ids=ids, attention_mask=mask, labels=torch.zeros(samples, dtype=torch.long))
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(samples, dtype=torch.long)}
+        module(**without_useless_mask(batch))
     return sum(storage.nbytes() for storage in kept.values())
 
 
