@@ -145,19 +145,20 @@ def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
 
     The step runs once the choice has settled and optimizer states exist; gradients are dropped before it.
     """
-    runner.steps(runner.settling_steps)
-    resting = runner.state_bytes()
-    runner.drop_gradients()
-    before = runner.state_bytes()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        allocated = torch.cuda.memory_allocated(device)
-        runner.steps(1)
-        added = torch.cuda.max_memory_allocated(device) - allocated
-    else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
+    with counting_on_all_threads():  # of all steps: the count of a tensor that it did not see made would go wrong
+        runner.steps(runner.settling_steps)
+        resting = runner.state_bytes()
+        runner.drop_gradients()
+        before = runner.state_bytes()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            allocated = torch.cuda.memory_allocated(device)
             runner.steps(1)
-        added = peak_of_allocations(profiler)
+            added = torch.cuda.max_memory_allocated(device) - allocated
+        else:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                runner.steps(1)
+            added = peak_of_allocations(profiler)
     resting, peak = (over_ranks(held, device, dist.ReduceOp.MAX) for held in (resting, before + added))
     return round(resting), round(peak)
 

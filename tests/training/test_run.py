@@ -65,8 +65,8 @@ def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, cho
     for row in record["memory"]:
         held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer_state", "buffers"))
         assert held <= row["peak_model_states_bytes"] <= row["peak_bytes"] < 2 * held
-        left = row["timeline"]["allocated_bytes"][-1] - held  # the loss, and what a communication thread holds or held
-        assert -512 < left < 512, "something is counted wrong, or was never freed"
+        left = row["timeline"]["allocated_bytes"][-1] - held  # what a communication thread holds for a moment
+        assert abs(left) < 512, "something is counted wrong, or was never freed"
     (window,) = find_windows(tmp_path / "profile" / choice)
     analysis = analyse_window(window)
     assert analysis.record == record

@@ -50,8 +50,9 @@ def counting_on_all_threads() -> Iterator[None]:
     """Within this context torch counts the allocated CPU bytes of every thread.
 
     Otherwise it counts only threads that the profiler watches. It then misses tensors that a communication thread
-    frees, so a few buckets a step would seem never to be freed. The switch is a variable of torch's C library that
-    Python has no name for. If it is not found, the count may be too high by these tensors.
+    frees, so a few buckets a step would seem never to be freed. Enter it a step before the profiler starts: torch keeps
+    a table of addresses, and forgets no tensor of an earlier count that was freed while it did not count. The switch is
+    a variable of torch's C library that Python has no name for. If it is not found, the count may be too high.
     """
     name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     try:

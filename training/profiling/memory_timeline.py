@@ -42,9 +42,10 @@ def record_step_memory(
     before = max(1, strategy.settling_steps - strategy.optimizer_steps)
     recorder = MemoryRecorder(strategy)
     try:
-        train(strategy, [step] * before, Unwatched(), clip_grad_norm, lambda result: None)
-        with recorder:
-            train(strategy, [step], recorder, clip_grad_norm, lambda result: None)
+        with counting_on_all_threads():  # already here: the count of a tensor that it did not see made would go wrong
+            train(strategy, [step] * before, Unwatched(), clip_grad_norm, lambda result: None)
+            with recorder:
+                train(strategy, [step], recorder, clip_grad_norm, lambda result: None)
     except NonFiniteError:
         return None
     return recorder.result()
@@ -61,7 +62,6 @@ class MemoryRecorder:
         self._moments: list[tuple[str, dict[str, int]]] = []
         self._handles: list[Any] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._count = counting_on_all_threads()
         self._device_peak = 0
         self._reserved_peak: int | None = None
 
@@ -75,7 +75,6 @@ class MemoryRecorder:
             torch.cuda.reset_peak_memory_stats(self._device)  # else they are those of the whole process
         self._add_hooks()
         self._profile.start()
-        self._count.__enter__()
         self._sample("start")
         return self
 
@@ -88,7 +87,6 @@ class MemoryRecorder:
         self._sample("end")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._count.__exit__(None, None, None)
         if kind in (None, NonFiniteError):  # after other errors, what is in flight may never end: `profiler.py`
             self._strategy.finish_communication()
             self._profile.stop()
