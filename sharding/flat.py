@@ -1,20 +1,24 @@
 """Flat parameters: how parameters become one flat tensor, and which part of it a rank owns.
 
-Parameters are laid end to end in one flat tensor. It is padded to a multiple of the world size N and cut into N equal
-shards, one for each rank. Cuts may go through the inside of a parameter. So ranks are balanced by elements whatever the
-shapes: a shard is less than one element larger than an even share. This suits optimizers that treat every element by
-itself (`sharding.elementwise`).
+Parameters are laid end to end in one flat tensor. It is padded and cut into N equal shards, one for each of N ranks.
+Cuts may go through the inside of a parameter. So ranks are balanced by elements whatever the shapes: a shard is less
+than 16 bytes larger than an even share. This suits optimizers that treat every element by itself
+(`sharding.elementwise`).
 """
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+ALIGNMENT = 16
+"""Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Layout:
     """Where parameters lie in a flat tensor, and where `world_size` ranks cut it.
 
     Attributes:
+        multiple: Of which `shard_numel` is a multiple.
         numel: Elements of all parameters.
         shard_numel: Elements of each rank's shard, padding included.
         padded_numel: Elements of the flat tensor.
@@ -47,16 +52,17 @@ class Layout:
 
     slots: tuple[Slot, ...]
     world_size: int
+    multiple: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.slots[-1].end if self.slots else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
-        return -(-self.numel // self.world_size)
+        return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
 
@@ -84,13 +90,13 @@ class Layout:
         return [Piece(slot, start, end) for slot, start, end in cuts if start < end]
 
 
-def lay_out(shapes: Iterable[Sequence[int]], world_size: int) -> Layout:
-    """Lay parameters of these shapes end to end."""
+def lay_out(shapes: Iterable[Sequence[int]], world_size: int, item_bytes: int) -> Layout:
+    """Lay parameters of these shapes end to end, their elements of `item_bytes` bytes."""
     slots, end = [], 0
     for shape in shapes:
         start, end = end, end + prod(shape)
         slots.append(Slot(tuple(shape), start, end))
-    return Layout(tuple(slots), world_size)
+    return Layout(tuple(slots), world_size, max(ALIGNMENT // item_bytes, 1))
 
 
 def group_by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -117,8 +123,8 @@ class FlatParameters:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self.group, self.rank = list(parameters), group, dist.get_rank(group)
-        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group))
         first = parameters[0]
+        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), first.element_size())
         self.full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
         for parameter, view in zip(self.parameters, self.views, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from sharding.blocks import around_units, find_blocks, plan_units
 from sharding.elementwise import require_elementwise
-from sharding.flat import group_by_kind, lay_out
+from sharding.flat import ALIGNMENT, group_by_kind, lay_out
 from sharding.units.embeddings import find_embeddings
 from sharding.units.execution_order import merge_orders
 from tests.models import build
@@ -22,7 +22,7 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8
 @given(shapes, st.integers(1, 9))
 def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], world_size: int) -> None:
     """Reading all pieces of all ranks in order gives back the parameters (TRAPS 14)."""
-    layout = lay_out(shapes, world_size)
+    layout = lay_out(shapes, world_size, item_bytes=4)
     parameters = [torch.rand(shape) for shape in shapes]
     flat = torch.zeros(layout.padded_numel)
     for slot, parameter in enumerate(parameters):
@@ -36,12 +36,13 @@ def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], world_size: 
         assert torch.equal(torch.cat([*pieces, torch.empty(0)]), parameter.reshape(-1))
 
 
-@given(shapes, st.integers(1, 9))
-def test_shards_are_balanced_by_elements(shapes: list[tuple[int, ...]], world_size: int) -> None:
-    """All shards are of one size, less than one element above an even share (TRAPS 16)."""
-    layout = lay_out(shapes, world_size)
+@given(shapes, st.integers(1, 9), st.sampled_from((1, 2, 4, 8, 16)))
+def test_shards_are_balanced_by_elements(shapes: list[tuple[int, ...]], world_size: int, item_bytes: int) -> None:
+    """All shards are of one size, less than 16 bytes above an even share (TRAPS 16), and begin at such a boundary."""
+    layout = lay_out(shapes, world_size, item_bytes)
     assert layout.numel == sum(torch.Size(shape).numel() for shape in shapes)
-    assert 0 <= layout.shard_numel - layout.numel / world_size < 1
+    assert 0 <= (layout.shard_numel - layout.numel / world_size) * item_bytes < ALIGNMENT
+    assert layout.shard_numel * item_bytes % ALIGNMENT == 0
     assert layout.padded_numel == layout.shard_numel * world_size
     assert sum(p.end - p.start for rank in range(world_size) for p in layout.pieces(rank)) == layout.numel
 

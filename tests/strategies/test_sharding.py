@@ -86,7 +86,7 @@ def test_memory_at_rest_is_the_formula(ranks: RankPool, name: str, world_size: i
     Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
     for model in ("plain", "llama"):
         for rank, (memory, flats, buffers) in enumerate(ranks.run(world_size, memory_at_rest, name, model, precision)):
-            shards = [-(-sum(sizes) // world_size) for sizes in flats]
+            shards = [4 * -(-sum(sizes) // (4 * world_size)) for sizes in flats]  # begin at 16 bytes
             padded = sum(shards) * world_size
             states = 0
             for sizes, shard in zip(flats, shards, strict=True):
@@ -132,7 +132,8 @@ def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int) -> None:
     for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
-        assert (root, block) == (4 * (6 * 20 + 20 + 20 + 1 + 1), 4 * (20 * 20 + 20)), "with an element of padding"
+        # Parts of the root of 6 * 20 + 20 and 20 + 1 elements, and 20 * 20 + 20: each padded to twice 4 elements.
+        assert (root, block) == (4 * (144 + 24), 4 * 424)
         assert root + block < full <= root + 2 * block
         assert beyond_rest <= root + 6 * block, "of two: parameters, gradients, their sum with what is received"
         assert left == 0

@@ -1,7 +1,6 @@
 """Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 
 from torch import Tensor
 
@@ -22,7 +21,6 @@ class GradientWatch:
         self._parameters = list(parameters)
         self.inspects = False
         self._lengths = {parameter.numel() for parameter in self._parameters}
-        self._search_from = 0
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -31,6 +29,7 @@ class GradientWatch:
         """Forget the step before."""
         self._round = -1
         self._last_round = [-1] * len(self._parameters)
+        self._index_at: dict[int, int] = {}  # by the address of a parameter's gradient
         self.first_nonfinite_round = -1
 
     def begin_round(self) -> None:
@@ -48,15 +47,15 @@ class GradientWatch:
     def number_at(self, tensor: Tensor) -> int:
         """The number, from 1, of the parameter whose gradient is in `tensor`; 0 if it is the gradient of none.
 
-        Fast if callers look gradients up as they become ready, or in the order of the parameters.
+        Fast for a gradient that backward has made. One that a strategy has put in its place is searched for.
         """
-        address, count = tensor.data_ptr(), len(self._parameters)
-        if address and tensor.numel() in self._lengths:
-            for index in chain(range(self._search_from, count), range(self._search_from)):
-                if self._address(index) == address:
-                    self._search_from = (index + 1) % count
-                    return index + 1
-        return 0
+        address = tensor.data_ptr()
+        if not address or tensor.numel() not in self._lengths:
+            return 0
+        found = self._index_at.get(address)
+        if found is None or self._address(found) != address:
+            found = next((index for index in range(len(self._parameters)) if self._address(index) == address), -1)
+        return found + 1
 
     def _address(self, index: int) -> int:
         gradient = self._parameters[index].grad
@@ -65,10 +64,9 @@ class GradientWatch:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             self._last_round[index] = self._round
-            self._search_from = index
-            if self.inspects and self.first_nonfinite_round < 0:
-                assert parameter.grad is not None
-                if not parameter.grad.isfinite().all():
-                    self.first_nonfinite_round = self._round
+            assert parameter.grad is not None
+            self._index_at[parameter.grad.data_ptr()] = index
+            if self.inspects and self.first_nonfinite_round < 0 and not parameter.grad.isfinite().all():
+                self.first_nonfinite_round = self._round
 
         return on_gradient
