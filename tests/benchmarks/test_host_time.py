@@ -6,29 +6,29 @@ import sys
 
 CODE = """
 import json, os, sys
-from benchmarks.host_time import CHOICES, function_calls, join_pretended_group, plain_loop, steps_of
-join_pretended_group()
+from benchmarks.host_time import CHOICES, function_calls, plain_loop, pretended_ranks, steps_of
 found = {}
-for layers in (4, 12):
-    runs = {"loop": plain_loop(layers), **{name: steps_of(name, layers) for name in CHOICES}}
-    for name, run in runs.items():
-        run()
-        found[f"{name} {layers}"] = function_calls(run)
+with pretended_ranks():
+    for layers in (4, 12):
+        runs = {"loop": plain_loop(layers), **{name: steps_of(name, layers) for name in CHOICES}}
+        for name, run in runs.items():
+            run()
+            found[f"{name} {layers}"] = function_calls(run)
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
 BUDGET = {
-    "simple_ddp": 315,
-    "simple_ddp_ga": 315,
-    "flat_ddp": 270,
-    "simple_ddp_hook": 420,
-    "simple_ddp_async": 430,
-    "bucket_ddp_async": 215,
-    "zero1": 140,
-    "zero2": 195,
-    "zero3": 520,
+    "simple_ddp": 465,
+    "simple_ddp_ga": 465,
+    "flat_ddp": 175,
+    "simple_ddp_hook": 565,
+    "simple_ddp_async": 575,
+    "bucket_ddp_async": 120,
+    "zero1": 45,
+    "zero2": 75,
+    "zero3": 445,
 }
-"""Function calls that a block of nine parameters may add, those of its hooks among them."""
+"""Function calls that a block of nine parameters may add: for its hooks, its collectives, and the record of these."""
 
 
 def test_each_block_adds_few_calls() -> None:
@@ -39,4 +39,4 @@ def test_each_block_adds_few_calls() -> None:
         for name in (*BUDGET, "pytorch_zero3")
     }
     assert all(0 < added[name] <= budget for name, budget in BUDGET.items()), added
-    assert added["zero3"] < added["pytorch_zero3"] / 2
+    assert added["zero3"] < added["pytorch_zero3"] / 5
