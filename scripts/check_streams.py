@@ -28,7 +28,7 @@ from training.cli import OneLineParser, at_least
 from training.config import StrategyOptions
 
 CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
-COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "collectives", "launches", "copied")
+COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")
 IN_BUCKETS, SMALL_MB = ("bucket_ddp_async", "baseline", "zero1", "zero2", "pytorch_ddp", "pytorch_zero1"), 0.003
 
 
@@ -75,6 +75,7 @@ def rows_of(seen: dict[str, Seen], model: str, micro_batches: int) -> list[list[
             str(sum(one.races.values())),
             f"{sum(one.host_waits.values()) / 2:g}",
             f"{one.waits_in_backward:g}",
+            f"{one.stalls:g}",
             f"{one.collectives:g}",
             f"{one.launches - alone.launches:+g}",
             f"{(one.copied_bytes - alone.copied_bytes) / gradient_bytes:.2f} x",

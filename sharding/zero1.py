@@ -7,7 +7,8 @@ reduce-scatter followed by an all-gather, and the optimizer fits between the two
   backward goes on.
 - After backward, each rank updates its shard of the parameters with its shard of the gradients.
 - Then the updated parameters are all-gathered, bucket by bucket, while the next forward pass begins. Each part of the
-  model waits only for its own parameters (`sharding.arrivals`).
+  model waits only for its own parameters (`sharding.arrivals`). Buffers are broadcast before that: NCCL runs the
+  collectives of a group one after the other, so behind the all-gathers they would hold up the forward pass.
 
 On the wire that is 2(N-1)/N * P elements, as much as DDP.
 
@@ -49,6 +50,8 @@ class Zero1(ShardedStrategy):
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         self.buckets = [self.make_bucket(flat) for flat in self.flats]
         self.order = FixedOrder(self.buckets)
+        self._is_updated = False  # parameters were updated, and are not being gathered yet
+        self.module.register_forward_pre_hook(lambda *_: self._gather_parameters())  # outside of a step, too
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
@@ -70,6 +73,7 @@ class Zero1(ShardedStrategy):
 
     def before_step(self) -> None:
         super().before_step()
+        self._gather_parameters()
         self.order.restart()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
@@ -99,10 +103,16 @@ class Zero1(ShardedStrategy):
 
     def update(self) -> None:
         super().update()
-        for flat in reversed(self.flats):  # the order in which forward needs them
-            self.arrivals.start(flat, all_gather(flat.full, self.process_group))
+        self._is_updated = True
+
+    def _gather_parameters(self) -> None:
+        if self._is_updated:
+            self._is_updated = False
+            for flat in reversed(self.flats):  # the order in which forward needs them
+                self.arrivals.start(flat, all_gather(flat.full, self.process_group))
 
     def finish_parameter_synchronization(self) -> None:
+        self._gather_parameters()
         self.arrivals.wait()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:

@@ -32,6 +32,7 @@ class Seen:
         races: How often each race was found, in all steps.
         host_waits: By place, how often the host waited for the device, in all steps.
         waits_in_backward: How often a stream waited for a collective in backward, where it could compute.
+        stalls: How often a synchronous collective was issued behind others in flight (`CheckedGroup`).
         copied_bytes: Bytes written by operators that only copy, those of the model among them.
         losses: Of all steps; empty if they are not finite because of a race.
     """
@@ -41,6 +42,7 @@ class Seen:
     launches: float = 0.0
     collectives: float = 0.0
     waits_in_backward: float = 0.0
+    stalls: float = 0.0
     copied_bytes: float = 0.0
     losses: list[float] = field(default_factory=list)
 
@@ -78,12 +80,13 @@ def check(
             return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
 
         run(max(2, strategy.settling_steps))
-        waits = waits_in_backward(strategy, group)
+        waits, collectives = waits_in_backward(strategy, group), 0
         device.is_recording = True
         try:
             losses = run(1)
             also(strategy)
             losses += run(STEPS - 1)
+            collectives = group.collectives
             strategy.finish_communication()
         except NonFiniteError:  # something was read before it was there
             if not device.memory.races:
@@ -94,8 +97,9 @@ def check(
             device.memory.races,
             device.waits,
             device.launches / STEPS,
-            group.collectives / STEPS,
+            collectives / STEPS,
             sum(waits) / STEPS,
+            group.stalls / STEPS,
             device.copied_bytes / STEPS,
             losses,
         )

@@ -81,6 +81,8 @@ class CheckedGroup(dist.ProcessGroup):
     Attributes:
         collectives: How many were issued while the device records.
         waits: How often a stream was made to wait for one.
+        stalls: How often a synchronous one was issued behind others in flight. NCCL runs the collectives of a
+            communicator one after the other (`ncclLaunchPrepare`), so the current stream stands still until they end.
         inputs: Of the collectives that nobody has waited for.
     """
 
@@ -89,7 +91,7 @@ class CheckedGroup(dist.ProcessGroup):
         self._rank, self._size, self._name = rank, size, name
         self.device, self.is_late = device, is_late
         self.stream = Stream(f"stream of group {name}")
-        self.collectives = self.waits = 0
+        self.collectives = self.waits = self.stalls = 0
         self.inputs: list[Sequence[Tensor]] = []
 
     @property
@@ -128,6 +130,8 @@ class CheckedGroup(dist.ProcessGroup):
         if getattr(opts, "asyncOp", True):
             self.stream.wait_stream(device.current)
             stream = self.stream
+        elif any(self.inputs):  # those of hosts are empty
+            self.stalls += 1
         said = f"{kind} issued at {place()}"
         device.memory.access(stream, inputs, outputs, lambda: said)
 

@@ -51,7 +51,7 @@ def test_no_race_and_no_host_wait(choice: str, model: str, micro_batches: int) -
     assert not late.races and not early.races
     assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
     if choice in HAND_WRITTEN:
-        assert not late.host_waits
+        assert not late.host_waits and not late.stalls
 
 
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero2"])
