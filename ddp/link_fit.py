@@ -156,8 +156,8 @@ def straight_line(seconds: np.ndarray, sizes: tuple[int, int]) -> Cost:
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:
-    """Seconds from a barrier until all `pieces` are reduced on this rank."""
-    dist.barrier(group)
+    """Seconds until all `pieces` are reduced on this rank, from a moment that all ranks' devices share."""
+    dist.all_reduce(torch.zeros(1, device=pieces[0].device), group=group)
     start = stopwatch.mark()
     works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
     for work in works:

@@ -171,7 +171,7 @@ def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGr
     Returns:
         The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
     """
-    own = nn.utils.get_total_norm(shards) if shards else torch.zeros(())
+    own = nn.utils.get_total_norm(shards) if shards else torch.zeros((), device=device)
     square = own.to(device, torch.float64).square()
     dist.all_reduce(square, group=group)
     norm = square.sqrt().float()

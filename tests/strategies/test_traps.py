@@ -1,6 +1,7 @@
 """The traps that hand-written data parallelism falls into, for every registered choice that each can concern."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ddp
 from tests.models import BRANCHES, build, make_batch
 from tests.parity import (
     OPTIMIZERS,
@@ -241,6 +243,29 @@ def second_gradient(choice: Choice) -> None:
 @pytest.mark.parametrize("name", ["simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async"])
 def test_second_gradient_is_refused(ranks: RankPool, name: str) -> None:
     ranks.run(2, second_gradient, ("ddp", name))
+
+
+class OneElement(nn.Module):
+    """The loss is the mean of scale * x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=(self.scale * x).mean())
+
+
+def gradient_of_one_element(choice: Choice) -> tuple[float, float]:
+    strategy = make(choice, OneElement())
+    loss = strategy.forward_backward([{"x": torch.full((2,), float(strategy.data_parallel_rank))}])
+    return loss.item(), strategy.full_gradients()["scale"].item()
+
+
+@pytest.mark.parametrize("name", ddp.CHOICES)
+def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
+    """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
+    assert ranks.run(3, gradient_of_one_element, ("ddp", name)) == [(1.0, 1.0)] * 3
 
 
 # Buffers and state ---------------------------------------------------------------------------------------------------

@@ -133,6 +133,31 @@ def test_the_oldest_stays_known_however_far_the_host_runs_ahead(bench: Bench) ->
         bench.issue()
     assert bench.followed.oldest is not None and bench.followed.oldest.number == first
     assert len(bench.followed._open) == RING_ENTRIES
+    assert bench.followed.ordered(bench.issue()), "the device runs it, though nobody follows it"
+
+
+def test_what_is_completed_makes_room_without_the_watcher(bench: Bench, stream: Stream) -> None:
+    """A host that runs ahead issues more between two looks of the watcher than are followed."""
+    for _ in range(RING_ENTRIES):
+        bench.followed.ordered(bench.issue())
+    for mark in stream.marks:
+        mark[0] = True
+    last = bench.issue()
+    assert list(bench.followed._open) == [last]
+
+
+def test_a_backend_that_does_not_tell_of_success(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's older class for NCCL."""
+
+    def is_success(work: Work) -> bool:
+        raise RuntimeError("WorkNCCL::isSuccess() is deprecated")
+
+    monkeypatch.setattr(Work, "is_success", is_success)
+    work = Work()
+    bench.issue(work=work)
+    assert bench.states == ["queued"]
+    work.is_done = True
+    assert bench.states == ["completed"]
 
 
 @pytest.mark.parametrize(("timeout_s", "declared_s"), [(10.0, 8.0), (600.0, 590.0)])

@@ -24,10 +24,10 @@ def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
     It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite.
     """
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
-    if not norms:
+    found = [tensor.detach() for tensor in tensors]
+    if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(norms).sum(dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(found)).sum(dtype=torch.float64)
 
 
 def not_finite(values: Tensor) -> Tensor:

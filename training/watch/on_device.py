@@ -8,12 +8,12 @@ device is past it. A collective that nobody has waited for yet is asked itself (
 
 A mark is an event and keeps no tensor alive. A `Work` does (its outputs, and its inputs until it is waited for), so it
 is held only until it is waited for or completed. At most as many collectives as the flight recorder has places for are
-followed.
+followed; others stay `queued`.
 """
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +46,23 @@ def mark_stream(device: torch.device) -> Query:
 
 
 def done(work: dist.Work) -> Query:
-    """Asks whether a collective is done. One that has failed or timed out is not."""
-    return lambda: work.is_completed() and work.is_success()
+    """Asks whether a collective is done. One that has failed or timed out is not, where the backend tells."""
+
+    def query() -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            return work.is_success()
+        except RuntimeError:  # torch's older class for NCCL does not answer; its watchdog tells of failures
+            return True
+
+    return query
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within this context, `device` is the thread's. A new thread has GPU 0, and to ask an event there makes a context
+    on it: half a GiB of GPU 0 for each rank."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass
@@ -86,6 +101,7 @@ class DeviceCollectives:
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight
         self._open: dict[int, OpenCollective] = {}  # by number, oldest first
+        self._not_followed: set[int] = set()  # numbers, of those that a device runs
 
     def issue(self, number: int, queue: str | None, device: torch.device, timeout_s: float) -> None:
         """The host is about to issue a collective."""
@@ -93,7 +109,10 @@ class DeviceCollectives:
             return  # it runs when the graph does
         self._flight.set_state(number, QUEUED)
         if len(self._open) == RING_ENTRIES:
-            self._open.popitem()  # the oldest tells more than the latest
+            self.look()
+        if len(self._open) == RING_ENTRIES:
+            self._not_followed.add(number)  # the oldest tells more than the latest
+            return
         self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark_stream(device))
 
     def issued(self, number: int, work: dist.Work) -> None:
@@ -109,10 +128,14 @@ class DeviceCollectives:
         found = self._open.get(number)
         if found is not None:
             found.is_completed = mark_stream(found.device)
-        return found is not None
+        return found is not None or number in self._not_followed
 
     def look(self) -> None:
         """Bring the flight recorder up to date."""
+        with current(self.oldest.device) if self.oldest else nullcontext():
+            self._look()
+
+    def _look(self) -> None:
         completed: set[str] = set()
         for collective in reversed(list(self._open.values())):
             if collective.queue in completed or answers_yes(collective.is_completed):
@@ -136,6 +159,7 @@ class DeviceCollectives:
     def clear(self) -> None:
         """Forget them all."""
         self._open.clear()
+        self._not_followed.clear()
 
 
 def answers_yes(query: Query | None) -> bool:

@@ -180,6 +180,8 @@ class CollectiveRecorder:
         self._flight.set_waiting(number)
         answer = plain(work, *args, **kwargs)
         self._flight.set_waiting(-1)
+        if work is self._latest:
+            self._latest = None  # it keeps its outputs alive
         if not self._on_device.ordered(number):
             self._flight.complete(number)
         return answer
