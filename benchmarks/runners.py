@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.variants import LOCAL
+from benchmarks.variants import LOCAL, RUNTIME
 from reference.pytorch_ddp import bucket_bytes
+from training.communication.traffic import Collective
 from training.config import RunConfig
 from training.data.copies import to_device
 from training.data.workload import Workload
@@ -21,11 +22,19 @@ from training.loop import Unwatched, train
 from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.profiling.stopwatch import Stopwatch
+from training.replicated import ReplicatedStrategy
 from training.run import build_strategy, seed_everything
 from training.strategy import MicroBatch, Strategy
 
 PLAIN = (LOCAL, "bare_loop")
 """A step without communication, and a loop around PyTorch DDP without this project's runtime."""
+
+
+class Unreduced(ReplicatedStrategy):
+    """`RUNTIME`: each rank keeps its own gradients."""
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        return self.buffer_traffic()
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ def make_runner(
     if config.choice in PLAIN:
         return plain_runner(config.choice, workload, batches, ranks, group)
     model_size = ModelSize.of(workload.model)
-    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), group)
+    strategy_class = Unreduced if config.choice == RUNTIME else load_strategy(config.choice)
+    strategy = build_strategy(config, workload, ranks, strategy_class, group)
 
     def steps(count: int) -> None:
         train(strategy, [(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)

@@ -6,8 +6,9 @@
 Machines drift: the same command can take twice as long a minute later. So each round runs three optimizer steps of
 every choice, in a new random order, because what runs just before changes caches and the allocator. Communication may
 go on into the next step, and is waited for at the end of the round. A choice is judged by the median over rounds of its
-ratio to the reference in the same round. `local` is the same step without communication; exposed time is the
-difference to it. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
+ratio to the reference in the same round. `local` is the same step without communication. `runtime` is a step of this
+project's training loop in which no gradient is sent; exposed time is the difference to it, so that the loop's own
+exchanges do not count. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 
 With `@` a choice runs over a backend of its own: `pytorch_ddp@nccl-legacy`. Two choices over different backend classes
 get no ratio, since it would have two causes; one choice over both does.
@@ -36,19 +37,21 @@ if __name__ == "__main__":
 
 import ddp
 import sharding
-from benchmarks.variants import LOCAL, SETTINGS, parse_variant
+from benchmarks.variants import LOCAL, RUNTIME, SETTINGS, parse_variant
 from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from training.config import BACKENDS, RunConfig
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
+ALONE = (LOCAL, RUNTIME)
+"""What is measured beside all choices."""
 MIB = 2**20
 RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [LOCAL, "bare_loop"]))
+    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, "bare_loop"]))
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--choices",
@@ -75,7 +78,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     choices = options.choices.split(",")
-    wanted = [options.against, *choices, LOCAL] if options.rounds else choices
+    wanted = [options.against, *choices, *ALONE] if options.rounds else choices
     options.variants = {text: parse_variant(text, names) for text in wanted}
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
@@ -112,7 +115,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
 
     from benchmarks.groups import Groups
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
-    from benchmarks.runners import make_runner, measure_memory
+    from benchmarks.runners import PLAIN, make_runner, measure_memory
     from training.distributed import backend_class
 
     runners, rows, groups = {}, [], Groups(ranks)
@@ -132,7 +135,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
                 "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
-                "backend_class": None if label == LOCAL else backend_class(group, ranks.device),
+                "backend_class": None if label in ALONE else backend_class(group, ranks.device),
                 "elements": runner.elements,
                 "resting_bytes": resting,
                 "expected_resting_bytes": runner.expected_state_bytes,
@@ -147,7 +150,9 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
             table[column] = ratios.quantile(quantile)
         classes = {row["choice"]: row["backend_class"] for row in rows}
         table.loc[two_causes(classes, options.variants, options.against), RATIOS] = float("nan")
-        table["exposed_ms_median"] = times.sub(times[LOCAL], axis="index").median()
+        for label, fields in options.variants.items():
+            alone = times[LOCAL if fields["choice"] in PLAIN else RUNTIME]
+            table.loc[label, "exposed_ms_median"] = (times[label] - alone).median()
         if options.link_rate:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()

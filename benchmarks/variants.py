@@ -9,8 +9,9 @@ from training.cli import exit_with_error, unknown_name
 from training.config import AUTO, RunConfig, bucket_cap, split_label
 from training.errors import UserError
 
-LOCAL = "local"
-"""A step without communication."""
+LOCAL, RUNTIME = "local", "runtime"
+"""A step without communication, as a person writes it for one device; and one through this project's training loop,
+with the small exchanges of that loop, in which no gradient is sent."""
 SETTINGS = {
     "bucket_cap_mb": bucket_cap,
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],

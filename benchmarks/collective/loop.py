@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FEWEST_CALLS, MOST_CALLS = 3, 1000
 MOST_COPIES = 64
 """Of a tensor, for --spread: small tensors stay in caches in training, too."""
+IN_A_ROW_S, MOST_IN_A_ROW = 1e-3, 20
+"""On CUDA, calls follow each other for so long: a single small one would show how long Python takes to launch it."""
 WARMUP_SHARE = 0.2
 """Of --seconds-per-size, for warm-up calls beyond the first two."""
 USABLE = 0.9
@@ -136,7 +138,7 @@ class Bench:
         self._require_success(call.run)
         call.clear()
         budget = self._options.seconds_per_size * share
-        (estimate,) = self._slowest([self._timed(turns)])
+        (estimate,) = self._slowest([self._timed(turns, in_a_row=1)])
         for _ in range(min(self._options.warmup - 2, int(WARMUP_SHARE * budget / estimate))):
             call.run()
         call.fill()
@@ -144,19 +146,26 @@ class Bench:
         wrong = torch.tensor(call.count_wrong())
         dist.all_reduce(wrong, group=self._control)
         call.clear()
-        affordable = int(budget / estimate / self._options.in_a_row)
+        in_a_row = self._options.in_a_row or self._calls_in_a_row(estimate)
+        affordable = int(budget / estimate / in_a_row)
         calls = self._options.iterations or min(max(affordable, FEWEST_CALLS), MOST_CALLS)
-        return self._slowest([self._timed(turns) for _ in range(calls)]), int(wrong)
+        return self._slowest([self._timed(turns, in_a_row) for _ in range(calls)]), int(wrong)
 
-    def _timed(self, turns: Iterator[Call]) -> float:
+    def _calls_in_a_row(self, estimate: float) -> int:
+        """The default, for calls of about `estimate` seconds."""
+        if self._ranks.device.type != "cuda":
+            return 1
+        return min(max(int(IN_A_ROW_S / estimate), 1), MOST_IN_A_ROW)
+
+    def _timed(self, turns: Iterator[Call], in_a_row: int) -> float:
         """Seconds of a call on this rank, from a start that all ranks share; the mean of those in a row, if several."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
-        for _ in range(self._options.in_a_row):
+        for _ in range(in_a_row):
             next(turns).run()
         self._synchronize()
-        return (time.perf_counter() - start) / self._options.in_a_row
+        return (time.perf_counter() - start) / in_a_row
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":

@@ -135,12 +135,19 @@ def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -
 def test_calls_in_a_row_count_by_their_mean_and_use_tensors_in_turn() -> None:
     """Of 8 MiB in all: four tensors of 2 MiB, but never more than 64."""
     bench = object.__new__(Bench)
-    bench._options, bench._control = Namespace(in_a_row=3, spread=8 * 2**20), mock.Mock()
+    bench._options, bench._control = Namespace(spread=8 * 2**20), mock.Mock()
     bench._ranks, first, second = Ranks(0, 1, CPU, "gloo"), mock.Mock(), mock.Mock()
     with mock.patch("torch.distributed.barrier") as barrier, mock.patch("time.perf_counter", side_effect=[1.0, 2.5]):
-        assert bench._timed(cycle([first, second])) == 0.5
+        assert bench._timed(cycle([first, second]), in_a_row=3) == 0.5
     assert (first.run.call_count, second.run.call_count, barrier.call_count) == (2, 1, 1)
     assert [bench._copies(size) for size in (2 * 2**20, 5 * 2**20, 64 * 2**20, 1, 0)] == [4, 2, 1, 64, 64]
+
+
+def test_small_calls_follow_each_other_on_a_gpu() -> None:
+    bench = object.__new__(Bench)
+    for device, expected in (("cpu", [1, 1, 1]), ("cuda", [20, 4, 1])):
+        bench._ranks = Ranks(0, 2, torch.device(device), "gloo")
+        assert [bench._calls_in_a_row(seconds) for seconds in (1e-6, 2.4e-4, 1.0)] == expected
 
 
 def test_sums_are_exact_in_bf16_for_any_number_of_ranks() -> None:

@@ -441,6 +441,11 @@ def test_several_rates_end_in_one_page(start: Callable[..., Job], tmp_path: Path
     code, out, error = job.end()
     assert code == 0 and error == "" and "report: link_rates/link_rates.html" in out, error
     table = pd.read_csv(tmp_path / "link_rates" / "link_rates.csv")
-    assert set(table.link) == {"50mbit", "1gbit"} and set(table.choice) == {"pytorch_ddp", "simple_ddp", "local"}
+    assert set(table.link) == {"50mbit", "1gbit"} and set(table.choice) == {
+        "pytorch_ddp",
+        "simple_ddp",
+        "local",
+        "runtime",
+    }
     times = table.pivot_table(index="link_bits_per_s", columns="choice", values="step_ms_median")
     assert times.simple_ddp[50e6] > times.simple_ddp[1e9]

@@ -27,11 +27,13 @@ def measured(choices: str) -> pd.DataFrame:
 def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None:
     choices = ["pytorch_ddp", "pytorch_ddp@gloo", "bare_loop@gloo", "zero3@gloo:bucket_cap_mb=1", "pytorch_zero1@gloo"]
     for table in ranks.run(2, measured, ",".join(choices)):
-        assert table["choice"].tolist() == [*choices, "local"]
-        assert table["backend_class"].tolist()[:-1] == ["ProcessGroupGloo"] * 5 and pd.isna(
-            table["backend_class"].iloc[-1]
-        )
+        assert table["choice"].tolist() == [*choices, "local", "runtime"]
+        assert table["backend_class"].tolist()[:-2] == ["ProcessGroupGloo"] * 5
+        assert table["backend_class"][["local", "runtime"]].isna().all()
         assert table["ratio_median"].notna().all() and table["step_ms_median"].gt(0).all()
+        assert table["wire_bytes"]["runtime"] < table["wire_bytes"]["pytorch_ddp"] / 2
+        assert table["exposed_ms_median"]["runtime"] == 0
+        assert table["exposed_ms_median"]["bare_loop@gloo"] != table["exposed_ms_median"]["local"]
 
 
 def groups_here() -> tuple[bool, bool, str]:
