@@ -8,7 +8,7 @@ import subprocess
 
 import torch
 
-from gpu_check.parts import FAIL, MEASURED, PASS, SKIPPED, Machine, Verdict
+from gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Machine, Verdict
 
 KINDS_OF_LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 """Words of `nvidia-smi topo -m` for the way between two GPUs."""
@@ -19,6 +19,7 @@ def environment(machine: Machine) -> Verdict:
     """Versions, devices and the variables that matter, in `environment.json`."""
     devices = [torch.cuda.get_device_properties(index) for index in range(machine.ranks if machine.has_gpus else 0)]
     found = {
+        "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if machine.has_gpus else None,
@@ -34,14 +35,14 @@ def environment(machine: Machine) -> Verdict:
     }
     machine.found["environment"] = found
     (machine.folder / "environment.json").write_text(json.dumps(found, indent=1))
+    rows = [{"what": name, "is": str(value)} for name, value in found.items() if value]
     if not devices:
-        return Verdict(
-            MEASURED, f"no GPU: {machine.ranks} ranks on {found['cpus']} CPU cores, torch {torch.__version__}"
-        )
+        line = f"no GPU: {machine.ranks} ranks on {found['cpus']} CPU cores, torch {torch.__version__}"
+        return Verdict(MEASURED, line, rows)
     names = {one.name for one in devices}
     memory = min(one.total_memory for one in devices) / 2**30
     what = f"{len(devices)} x {', '.join(sorted(names))} of {memory:.0f} GiB, driver {found['driver'] or 'unknown'}"
-    return Verdict(MEASURED if len(names) == 1 else FAIL, f"{what}, torch {torch.__version__}")
+    return Verdict(MEASURED if len(names) == 1 else FAIL, f"{what}, torch {torch.__version__}", rows)
 
 
 def topology(machine: Machine) -> Verdict:
@@ -55,7 +56,7 @@ def topology(machine: Machine) -> Verdict:
     words = {word for line in text.splitlines() if line.startswith("GPU") for word in line.split()[1:]}
     links = ", ".join(sorted(word for word in words if word.startswith(KINDS_OF_LINKS))) or "unknown"
     line = f"{len(reached)} of {len(pairs)} pairs reach each other directly; connected by {links}"
-    return Verdict(MEASURED, line)
+    return Verdict(MEASURED, line, texts={"nvidia-smi topo -m": text})
 
 
 def backends(machine: Machine) -> Verdict:

@@ -1,8 +1,13 @@
 """The page that a user sends: what was found, part by part."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from gpu_check.parts import Machine, Verdict
+
+TELLING = ("error", "Error", "CSAN detected")
+FIRST, LAST = 8, 25
+"""Lines of a log that the page shows: the first of those that tell, and the last of all."""
 
 
 def page(machine: Machine, verdicts: Mapping[str, Verdict], minutes: float) -> str:
@@ -15,9 +20,25 @@ def page(machine: Machine, verdicts: Mapping[str, Verdict], minutes: float) -> s
         table([{"part": name, "verdict": one.how, "": one.line} for name, one in verdicts.items()]),
     ]
     for name, one in verdicts.items():
+        if one.rows or one.texts:
+            parts.append(f"## {name}")
         if one.rows:
-            parts += [f"## {name}", table(one.rows)]
+            parts.append(table(one.rows))
+        for heading, text in one.texts.items():
+            parts += [f"{heading}:", *indented(text)]
     return "\n\n".join(parts) + "\n"
+
+
+def indented(text: str) -> list[str]:
+    """A block that is shown as it is, whatever is in it."""
+    return ["\n".join(f"    {line}" for line in text.splitlines())] if text.strip() else ["(empty)"]
+
+
+def gist(log: Path) -> str:
+    """What a reader from afar needs of a log."""
+    lines = [line.rstrip()[:300] for line in log.read_text(errors="replace").splitlines()]
+    told = [line for line in lines[:-LAST] if any(word in line for word in TELLING)][:FIRST]
+    return "\n".join([*told, *["..."] * bool(told), *lines[-LAST:]])
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

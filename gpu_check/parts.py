@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.faults.scenarios import MARK, kill_processes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PASS, FAIL, SKIPPED, MEASURED = "pass", "FAIL", "skipped", "measured"
@@ -16,15 +19,17 @@ PASS, FAIL, SKIPPED, MEASURED = "pass", "FAIL", "skipped", "measured"
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a part went: one line for the user, and rows for the page.
+    """How a part went: one line for the user, and more for the page.
 
     Attributes:
         rows: Each a mapping from a column's name to its text.
+        texts: What is shown as it is, by a heading.
     """
 
     how: str
     line: str
     rows: Sequence[dict[str, str]] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Machine:
         ranks: Processes, one for each GPU, or on CPUs two.
         folder: All that the check leaves lies here.
         is_quick: Less of everything, so that a machine without GPUs is through in minutes.
+        found: What a part leaves for later ones.
+        bad_logs: Of the part under way: the logs that tell what went wrong.
     """
 
     ranks: int
@@ -42,11 +49,17 @@ class Machine:
     folder: Path
     is_quick: bool
     found: dict[str, Any] = field(default_factory=dict)
+    bad_logs: list[Path] = field(default_factory=list)
 
     @property
     def backends(self) -> list[str]:
         """Those that are compared: torch's `nccl`, and the older class behind the name."""
         return ["nccl", "nccl-legacy"] if self.has_gpus else ["gloo"]
+
+    @property
+    def global_batch(self) -> list[str]:
+        """A flag that fits any number of ranks, with one or two micro-batches."""
+        return ["--global-batch-size", str(4 * self.ranks)]
 
     def run(
         self, log: str, command: Sequence[str], limit_s: float, environment: dict[str, str] | None = None
@@ -54,26 +67,26 @@ class Machine:
         """Run `python command` from the root of the project. Its output lies in `log`.txt of the folder.
 
         Raises:
-            Broken: it took longer than `limit_s`.
+            Broken: it took longer than `limit_s`. Nothing of it lives on, since that would keep the GPUs busy.
         """
-        variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
-        path = self.folder / f"{log}.txt"
-        try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=limit_s,
+        mark, path = uuid.uuid4().hex, self.folder / f"{log}.txt"
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), MARK: mark}
+        code = None
+        with path.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT
             )
-        except subprocess.TimeoutExpired as late:
-            output = late.stdout or b""
-            path.write_text(output.decode(errors="replace") if isinstance(output, bytes) else output)
-            raise Broken(f"not done after {limit_s:.0f} s; see {path.name}") from None
-        path.write_text(done.stdout)
-        return done
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise Broken(f"not done after {limit_s:.0f} s; see {path.name}") from None
+            finally:
+                process.kill()
+                kill_processes_of(mark)  # torchrun's ranks
+                process.wait()
+                if code != 0:
+                    self.bad_logs.append(path)
+        return subprocess.CompletedProcess(command, code, path.read_text(errors="replace"))
 
     def run_well(self, log: str, command: Sequence[str], limit_s: float, **more: Any) -> str:
         """The same, and its output.

@@ -6,10 +6,11 @@ Rank 0 prints what was found as one line of JSON.
 import argparse
 import json
 import sys
-import warnings
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,14 +25,16 @@ from torch import Tensor, nn
 
 import ddp
 import sharding
+from gpu_check.host_waits import HostWaits
 from tests.models import build, make_batch
 from training.config import RunConfig, StrategyOptions
-from training.data.copies import to_device
+from training.data import copies
+from training.data.masks import read_no_masks
 from training.distributed import Ranks, joined_ranks
-from training.loop import Unwatched, train
+from training.loop import Step, Unwatched, train
 from training.strategy import Strategy
 
-MODEL, SAMPLES, STEPS, SETTLED = "llama", 3, 4, 7
+MODEL, SAMPLES, STEPS = "llama", 3, 4
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
 
 
@@ -42,6 +45,8 @@ def main() -> None:
     parser.add_argument("--choices", help="default: all that are installed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")  # images may set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+    read_no_masks()
     names = [name for registry in REGISTRIES for name in registry.names if not name.startswith("deepspeed")]
     with joined_ranks(RunConfig(backend=options.backend, timeout_minutes=2.0)) as ranks:
         found = FINDERS[options.what](options.choices.split(",") if options.choices else names, ranks)
@@ -61,9 +66,18 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def batches_of(step: int, ranks: Ranks) -> list[dict[str, Tensor]]:
-    """Of every rank, on this rank's device."""
-    return [to_device(make_batch(MODEL, SAMPLES, 100 * step + rank), ranks.device) for rank in range(ranks.world_size)]
+def batch_of(step: int, rank: int, index: int = 0) -> dict[str, Tensor]:
+    """A micro-batch on the CPU."""
+    return make_batch(MODEL, SAMPLES, 1000 * step + 10 * index + rank)
+
+
+def steps_of(ranks: Ranks, count: int, micro_batches: int = 1) -> Iterator[Step]:
+    """This rank's micro-batches of so many steps, copied to the device as those of a run."""
+    plain = (
+        (SAMPLES * ranks.world_size * micro_batches, [batch_of(step, ranks.rank, i) for i in range(micro_batches)])
+        for step in range(count)
+    )
+    return copies.copied_ahead(plain, ranks.device)
 
 
 def backend(names: list[str], ranks: Ranks) -> dict[str, Any]:
@@ -79,7 +93,7 @@ def parity(names: list[str], ranks: Ranks) -> dict[str, Any]:
     oracle = build(MODEL).to(ranks.device)
     optimizer = make_optimizer(oracle.parameters())
     for step in range(STEPS):
-        batches = batches_of(step, ranks)
+        batches = [copies.to_device(batch_of(step, rank), ranks.device) for rank in range(ranks.world_size)]
         optimizer.zero_grad()
         oracle(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
         optimizer.step()
@@ -87,8 +101,7 @@ def parity(names: list[str], ranks: Ranks) -> dict[str, Any]:
 
     def difference(name: str) -> float:
         strategy = make(name, build(MODEL).to(ranks.device))
-        steps = [(SAMPLES * ranks.world_size, [batches_of(step, ranks)[ranks.rank]]) for step in range(STEPS)]
-        train(strategy, steps, Unwatched(), None, lambda result: None)
+        train(strategy, steps_of(ranks, STEPS), Unwatched(), None, lambda result: None)
         state = strategy.full_state_dict()
         pairs = [(state[key].float(), tensor.float()) for key, tensor in wanted.items() if key in state]
         worst = [((own - right).abs().max() / right.abs().max()).item() for own, right in pairs if right.any()]
@@ -98,33 +111,13 @@ def parity(names: list[str], ranks: Ranks) -> dict[str, Any]:
 
 
 def waits(names: list[str], ranks: Ranks) -> dict[str, Any]:
-    """By choice: calls of a settled step that make the host wait for the device, and where they are."""
+    """By choice: calls of settled steps that make the host wait for the device, and where they are."""
 
     def places(name: str) -> dict[str, int]:
         strategy = make(name, build(MODEL).to(ranks.device))
-        step = (SAMPLES * ranks.world_size, [batches_of(0, ranks)[ranks.rank]])
-        train(strategy, [step] * SETTLED, Unwatched(), None, lambda result: None)
-        found: dict[str, int] = {}
-
-        def note(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
-            if "synchroniz" in str(message):
-                place = f"{Path(filename).name}:{line}"
-                found[place] = found.get(place, 0) + 1
-
-        if ranks.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("always")
-                warnings.showwarning = note  # type: ignore[assignment]
-                strategy.zero_grad()
-                strategy.forward_backward(step[1])
-                strategy.step()
-        finally:
-            if ranks.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-        strategy.require_finite()
-        return found
+        with HostWaits(ranks.device) as counter:
+            train(strategy, steps_of(ranks, counter.steps, micro_batches=2), counter, 1.0, lambda result: None)
+        return counter.found
 
     return each(names, places)
 
@@ -134,10 +127,22 @@ def steps(names: list[str], ranks: Ranks) -> dict[str, Any]:
 
     def loss(name: str) -> float:
         strategy = make(name, build(MODEL).to(ranks.device))
-        todo = [(SAMPLES * ranks.world_size, [batches_of(step, ranks)[ranks.rank]]) for step in range(STEPS)]
-        return train(strategy, todo, Unwatched(), 1.0, lambda result: None).loss[-1]
+        return train(strategy, steps_of(ranks, STEPS), Unwatched(), 1.0, lambda result: None).loss[-1]
 
     return each(names, loss)
+
+
+def race(names: list[str], ranks: Ranks) -> dict[str, Any]:
+    """The same with a race: no stream waits for a batch to arrive. So that nothing breaks, the host does, by a call
+    that orders no streams for a tool that watches."""
+
+    def unordered(samples: int, batches: Sequence[copies.Batch], arrived: torch.cuda.Event) -> Step:
+        while not arrived.query():
+            time.sleep(1e-4)
+        return samples, batches
+
+    with mock.patch.object(copies, "received", unordered):
+        return steps(names, ranks)
 
 
 def each(names: list[str], find: Callable[[str], Any]) -> dict[str, Any]:
@@ -146,12 +151,12 @@ def each(names: list[str], find: Callable[[str], Any]) -> dict[str, Any]:
     for name in names:
         try:
             found[name] = find(name)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # the sanitizer's is a plain one
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return found
 
 
-FINDERS = {"backend": backend, "parity": parity, "waits": waits, "steps": steps}
+FINDERS = {"backend": backend, "parity": parity, "waits": waits, "steps": steps, "race": race}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """The script that checks a rented machine: here over Gloo, so that it works on the day it counts."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from gpu_check.page import page
 from gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
@@ -35,6 +39,21 @@ def test_a_part_that_fails_stops_no_other(error: Exception, tmp_path: Path, caps
     assert "| broken | FAIL |" in report and "| whole | pass | fine |" in report and "| a/b | pass |" in report
 
 
+def test_the_page_tells_what_a_failed_command_said(tmp_path: Path) -> None:
+    says = "print('an early error'); print(*range(90), sep='\\n'); print('last line'); raise SystemExit(1)"
+
+    def fails(where: Machine) -> Verdict:
+        where.run_well("good", ["-c", "print('of no interest')"], limit_s=30)
+        where.run_well("bad", ["-c", says], limit_s=30)
+        return Verdict(PASS, "")
+
+    script.check(machine(tmp_path), [Part("commands", fails), raising(ZeroDivisionError("planted"))])
+    report = (tmp_path / "report.md").read_text()
+    assert "bad.txt:" in report and "    an early error\n    ...\n" in report and "    89\n    last line\n" in report
+    assert "good.txt" not in report and report.count("bad.txt:") == 1
+    assert "    Traceback (most recent call last)" in report and "in look" in report
+
+
 def test_too_few_gpus_skip_a_part(tmp_path: Path) -> None:
     pair = Part("pair", lambda _: Verdict(PASS, ""), least_gpus=2)
     assert script.look(pair, machine(tmp_path, ranks=1, has_gpus=True)).how == SKIPPED
@@ -51,6 +70,41 @@ def test_what_a_command_says_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Broken, match=r"not done after 1 s; see slow\.txt"):
         where.run("slow", ["-c", "import time; print('began', flush=True); time.sleep(60)"], limit_s=1)
     assert "began" in (tmp_path / "slow.txt").read_text()
+
+
+def test_a_command_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
+    """Its children neither, in sessions of their own, as torchrun's ranks are."""
+    child = [sys.executable, "-c", "import time; time.sleep(600)"]
+    says = f"import subprocess as s; c = s.Popen({child}, start_new_session=True); print(c.pid, flush=True); c.wait()"
+    with pytest.raises(Broken, match="not done"):
+        machine(tmp_path).run("slow", ["-c", says], limit_s=3)
+    pid, deadline = int((tmp_path / "slow.txt").read_text()), time.monotonic() + 10
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
+
+    monkeypatch.setattr(script, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    arguments = ("--only", "topology", "--output-dir", str(tmp_path / "out"))
+    done = run_in_process(script, *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "too old (found version 12040)" in done.stderr and "--cpu" in done.stderr
+    assert run_in_process(script, *arguments, "--cpu").returncode == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_wrong_command_line(tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""A machine with GPUs that only pretends."""
+
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from gpu_check.parts import Machine
+
+
+class Pretended(Machine):
+    """A machine with GPUs whose commands do nothing, or what `answer` does."""
+
+    commands: list[list[str]]
+
+    def answer(self, log: str, command: Sequence[str]) -> str:
+        return ""
+
+    def run(self, log: str, command: Sequence[str], *_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        self.commands = [*getattr(self, "commands", []), list(command)]
+        output = self.answer(log, command)
+        (self.folder / f"{log}.txt").write_text(output)
+        return subprocess.CompletedProcess(command, 0, output)
