@@ -57,9 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtypes", type=names_of("dtype", DTYPES), default="fp32", help=f"comma-separated, of {types} (default: fp32)")
     add("--warmup", type=at_least(0), default=5, help="most calls before the check; at least two are made (default: 5)")
     add("--iterations", type=at_least(1), help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
-    in_a_row = (
-        "calls from one barrier to the next; their mean counts (default: 1; on CUDA up to 20, for 1 ms)"
-    )
+    in_a_row = "calls from one barrier to the next; their mean counts (default: 1; on CUDA up to 20, for 1 ms)"
     add("--in-a-row", type=at_least(1), help=in_a_row)
     spread = "calls use tensors of this size in all in turn, so that caches hold none"
     add("--spread", type=parse_size, default=0, help=spread)

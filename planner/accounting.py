@@ -34,6 +34,8 @@ PRECISIONS = {
 }
 """Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
 FP32, BF16 = 4, 2
+CASTS = "weights that autocast casts"
+"""A term of activations. zero3 does not hold it: see `sharding.units.low_precision`."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Decoder:
         ]
         if low == BF16:
             linear = layers * (2 * d * (q + kv) + 3 * d * f) + self.labels * d
-            terms.append(Term("weights that autocast casts", "2 for each of a linear layer", BF16 * linear))
+            terms.append(Term(CASTS, "2 for each of a linear layer", BF16 * linear))
         return terms
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.accounting import PRECISIONS, STAGES, Decoder, Term, formula, least_ranks, state_bytes, total
+from planner.accounting import CASTS, PRECISIONS, STAGES, Decoder, Term, formula, least_ranks, state_bytes, total
 from planner.flags import chosen_model
 from training.errors import UserError
 
@@ -26,9 +26,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if activations:
         title = f"Kept for backward by one rank, b = {options.micro_batch_size}, s = {options.sequence_length}"
         show_terms(console, title, activations, GB, "GB")
-    show_states(console, total(parameters), total(activations), options)
+    show_states(console, total(parameters), activations, options)
     if not activations:
         console.print("Activations: no formula here; `plan.py` without `memory` counts them by running the model.")
+    if any(term.name == CASTS for term in activations):
+        console.print("zero3 frees the weights that autocast casts with their blocks, so its activations are without.")
     console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")
 
 
@@ -61,7 +63,7 @@ def show_terms(console: Console, title: str, terms: Sequence[Term], scale: float
     console.print("", table)
 
 
-def show_states(console: Console, parameters: float, activations: float, options: argparse.Namespace) -> None:
+def show_states(console: Console, parameters: float, kept: Sequence[Term], options: argparse.Namespace) -> None:
     """Model states of each stage on one rank, and from how many ranks on they fit on a device."""
     ranks, precision = options.ranks, options.precision
     memory = options.device_memory_gib * GIB
@@ -75,10 +77,11 @@ def show_states(console: Console, parameters: float, activations: float, options
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in STAGES:
+        activations = total([term for term in kept if stage != "zero3" or term.name != CASTS])
         states = state_bytes(parameters, ranks, stage, precision)
         everything = sum(states.values()) + activations
         parts = [*states.values(), activations, everything]
-        fits = [least_ranks(parameters, stage, precision, memory, kept) for kept in (0.0, activations)]
+        fits = [least_ranks(parameters, stage, precision, memory, held) for held in (0.0, activations)]
         cells = [f"{held / GB:,.1f}" for held in parts] + [f"{everything / GIB:,.1f}"]
         table.add_row(stage, formula(stage, precision), *cells, *(f"{least:,}" if least else "never" for least in fits))
     console.print("", table, "")

@@ -17,7 +17,8 @@ What happens in a step, with units 1 to n:
 - Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
-two; at its start also the root.
+two; at its start also the root. Under autocast, low-precision copies of weights come and go with their unit
+(`sharding.units.low_precision`).
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
 elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
@@ -79,7 +80,7 @@ class Zero3(ShardedStrategy):
         for unit in units:
             for module in unit.modules:
                 module.register_forward_pre_hook(partial(self._before_unit, unit), with_kwargs=True)
-                module.register_forward_hook(lambda _, args, out, unit=unit: self._after_unit(unit, out))
+                module.register_forward_hook(partial(self._after_unit, unit))
         for embedding in self.embeddings.modules:  # no-op, unless an activation checkpoint looks up again in backward
             embedding.register_forward_pre_hook(lambda *_: self._unshard_now(self.embeddings))
         for unit in self.all_units:
@@ -105,7 +106,7 @@ class Zero3(ShardedStrategy):
         self._unshard_now(self.embeddings)
         self._prefetch_in_forward(0)
 
-    def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
+    def _before_unit(self, unit: Unit, module: nn.Module, *inputs: Any) -> None:
         if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
@@ -115,6 +116,8 @@ class Zero3(ShardedStrategy):
             if not (earlier.is_sharded or earlier.running) and self.order.is_over(earlier):
                 earlier.reshard()
         self._unshard_now(unit)
+        if torch.is_autocast_enabled(self.device.type) and torch.is_grad_enabled():
+            unit.low_precision.use(module, torch.get_autocast_dtype(self.device.type))
         self._prefetch_in_forward(index + 1)
         if unit.has_frozen:
             for leaf in tensors_with_gradient(inputs):
@@ -125,7 +128,8 @@ class Zero3(ShardedStrategy):
         if index < len(self.schedule.units):
             self.schedule.unshard(self.schedule.units[index])
 
-    def _after_unit(self, unit: Unit, output: Any) -> None:
+    def _after_unit(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
+        unit.low_precision.stop_using(module)
         if not self._in_backward:
             unit.running -= 1
         for leaf in tensors_with_gradient(output):
@@ -198,6 +202,8 @@ class Zero3(ShardedStrategy):
         super().abandon_step()
         self._in_backward = False
         self.schedule.begin_forward()
+        for unit in self.all_units:
+            unit.begin_forward()
         self._reshard(self.all_units)
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sharding.collectives import Pending, all_gather
 from sharding.flat import FlatParameters, group_by_kind
 from sharding.gradient_buckets import ShardedGradientBucket
+from sharding.units.low_precision import LowPrecisionWeights
 from training.errors import UnsupportedError
 
 
@@ -93,6 +94,7 @@ class Unit:
     Attributes:
         flats: The flat parameters, one for each part, dtype and device.
         buckets: The gradients of the flat parameters that train.
+        low_precision: Copies of weights, which are here when the parameters are.
         running: How many of the modules are in their forward pass now.
         awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
             read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
@@ -105,6 +107,7 @@ class Unit:
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
         self.flats = [ShardedParameters(kind, group) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat) for flat in self.flats if flat.trainable]
+        self.low_precision = LowPrecisionWeights(modules, {p for flat in self.flats for p in flat.parameters})
         self.has_frozen = not all(flat.trainable for flat in self.flats)
         self.is_sharded = True
         self.begin_forward()
@@ -112,6 +115,7 @@ class Unit:
 
     def begin_forward(self) -> None:
         self.running = self.awaited_inputs = 0
+        self.low_precision.begin_forward()
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless they are here or on their way."""
@@ -126,11 +130,13 @@ class Unit:
                 pending.wait()
                 flat.use_full()
             self._gathers = None
+            self.low_precision.restore()
 
     def reshard(self) -> None:
         """Free the whole parameters; this rank keeps its shard."""
         if not self.is_sharded:
             self.wait_for_unshard()
+            self.low_precision.free()
             for flat in self.flats:
                 flat.reshard()
             self.is_sharded = True

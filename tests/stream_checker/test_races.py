@@ -59,6 +59,12 @@ def test_unused_parameters(choice: str) -> None:
     assert not checked(choice, "branching", 2, options={"find_unused_parameters": True}).races
 
 
+@pytest.mark.parametrize("choice", ["zero1", "zero3"])
+def test_bf16(choice: str) -> None:
+    seen = checked(choice, micro_batches=2, options={"precision": "bf16"})
+    assert not seen.races and not seen.host_waits
+
+
 def test_early_updates() -> None:
     seen = checked("bucket_ddp_async", options={"overlap_optimizer": True})
     assert not seen.races and not seen.host_waits
