@@ -8,14 +8,16 @@ the training thread spends blocked in a collective belongs to no operator, so it
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
-from analysis.traces.collectives import device_collectives, gloo_collectives, only_group
+from analysis.traces.collectives import gloo_collectives, only_group
 from analysis.traces.intervals import Intervals
+from analysis.traces.nccl import device_collectives
 from analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, STEP_PREFIX, RankTrace
 
 STEP_NAME = STEP_PREFIX + r"\d{1,15}"
@@ -37,10 +39,10 @@ class RankTimeline:
 
     Attributes:
         kind: `cpu` (operators and Gloo spans, lowered to kernels) or `cuda` (device kernels as recorded).
-        steps: Columns number, start, end: the analysed optimizer steps.
+        steps: Columns number, start, end: the analysed optimizer steps, as the host went through them.
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
-            which the host issued it; NaN if unknown). All that the analysed steps issued or that ran in them.
+            which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued.
         left_out: Number of events that had no usable time.
@@ -55,6 +57,11 @@ class RankTimeline:
     kernels: pd.DataFrame
     collectives: pd.DataFrame
     left_out: int = 0
+
+    @cached_property
+    def windows(self) -> Intervals:
+        """Of each of the `steps`, the time that counts as its own: on a device `device_windows`, else the host's."""
+        return device_windows(self.kernels, self.steps) if self.kind == "cuda" else host_windows(self.steps)
 
     def issued_kernels(self) -> pd.DataFrame:
         """The `kernels` that the analysed steps issued."""
@@ -95,11 +102,12 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     issued = kernels["launch"].between(begin, end)
     if not issued.any():
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
-    running = ~(kernels["launch"] > end) & (kernels["start"] < end) & (kernels["end"] > begin)
-    group = only_group(info)
-    collectives = gloo_collectives(events, world_size or 0, group)
+    last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
+    running = (kernels["start"] < last) & (kernels["end"] > begin)
+    collectives = gloo_collectives(events, world_size or 0, only_group(info))
     if kind == "cuda":
-        collectives = pd.concat([collectives, device_collectives(events[on_device], events, group)], ignore_index=True)
+        on_streams = device_collectives(events[on_device], events, info, world_size or 0)
+        collectives = pd.concat([collectives, on_streams], ignore_index=True)
     collectives = collectives[collectives["issued"].between(begin, end)]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(
@@ -149,6 +157,35 @@ def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFr
     is_near = events["start"].between(first - far, last + far)
     is_sensible = is_near & (events["end"] - events["start"] <= far)
     return events[is_sensible], int((~is_sensible).sum())
+
+
+def host_windows(steps: pd.DataFrame) -> Intervals:
+    """Start and end of each step on the host, in us."""
+    return steps[["start", "end"]].to_numpy(dtype=np.float64)
+
+
+def device_windows(kernels: pd.DataFrame, steps: pd.DataFrame) -> Intervals:
+    """When a device worked on each step: from the end of the step before to the end of the step's last kernel.
+
+    A kernel belongs to the step that launched it. The host runs ahead: it may be in the next step but one while the
+    device works on this one. The windows follow each other without gaps, so each moment counts once. The first begins
+    when the kernels of earlier steps are done, but not before the host's step. If a kernel was launched before the
+    trace began, its launch is not in it; such kernels come before all others on their stream.
+
+    Args:
+        kernels: Columns stream, start, end, launch.
+        steps: The host's, in order: columns start, end.
+    """
+    bounds = host_windows(steps)
+    own = kernels["launch"].between(bounds[0, 0], bounds[-1, 1])
+    place = np.searchsorted(bounds[:, 0], kernels.loc[own, "launch"].to_numpy(float), side="right") - 1
+    ends = np.full(len(bounds), -np.inf)
+    np.maximum.at(ends, place, kernels.loc[own, "end"].to_numpy(float))
+    first = kernels["stream"].map(kernels[own].groupby("stream")["start"].min())
+    earlier = (kernels["launch"] < bounds[0, 0]) | (kernels["launch"].isna() & (kernels["start"] < first))
+    begin = max(bounds[0, 0], kernels.loc[earlier, "end"].max()) if earlier.any() else bounds[0, 0]
+    edges = np.maximum.accumulate([begin, *ends])
+    return np.column_stack([edges[:-1], edges[1:]])
 
 
 def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
