@@ -60,8 +60,8 @@ def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more() -> N
     of_list = {"Input Dims": [[], [], [], []], "Input type": ["TensorList", "", "", "Scalar"]}
     gather = {"Input Dims": [[8, 6], [1, 6], []], "Input type": ["float", "float", ""]}
     seen = collectives(
-        event("cpu_op", "c10d::allreduce_", 0, 400, tid=2, **of_list),
         event("cpu_op", "c10d::alltoall_base_", 0, 9, **shapes),
+        event("cpu_op", "c10d::allreduce_", 4, 400, tid=2, **of_list),
         *kernel(5, SEND_RECV, **{"External id": 5}),
         event("cpu_op", "c10d::allreduce_", 10, 9, **of_list),
         *kernel(15, "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", **{"External id": 15}),
@@ -146,8 +146,10 @@ def test_payloads_of_what_one_rank_does_not_hold_whole() -> None:
 
 
 def test_kernels_of_a_graph_share_one_launch() -> None:
-    """They have names and times. The second graph is launched in step 6, so they are of step 6."""
+    """They have names and times. The second graph is launched in step 6, so its kernels are of step 6. Their
+    `External id` is the correlation; that some operator has the same number says nothing."""
     trace = cuda_trace()
+    trace["traceEvents"].append(event("cpu_op", "record_param_comms", 1005, 2, **{"External id": 91}))
     for number, at in ((0, 10), (1, 1010)):
         trace["traceEvents"].append(event("cuda_runtime", "cudaGraphLaunch", at, 4, correlation=90 + number))
         for start, name in (
