@@ -87,7 +87,7 @@ def compute_seconds(timeline: RankTimeline) -> float:
     """As in `TracedRun.compute_s`: the mean over steps."""
     sent = union(timeline.collectives[["start", "end"]].to_numpy(dtype=np.float64))
     waiting = minus(sent, union(timeline.intervals("compute")))
-    steps = timeline.steps[["start", "end"]].to_numpy(dtype=np.float64)
+    steps = timeline.windows
     waited = sum(length(clip(waiting, start, end)) for start, end in steps)
     return (length(steps) - waited) * 1e-6 / len(steps)
 

@@ -22,27 +22,72 @@ def span(event: dict[str, Any]) -> tuple[float, float]:
 
 
 def step_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The analysed `ProfilerStep`s: all but the last."""
-    return [
+    """The analysed `ProfilerStep`s: all but the last, if there are several."""
+    found = [
         event
         for event in complete(trace)
         if event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"
-    ][:-1]
+    ]
+    return found[:-1] or found
 
 
-def lanes(trace: dict[str, Any]) -> dict[str, Spans]:
-    """Spans of compute, communication and copies that were issued in the analysed steps."""
+def launches(trace: dict[str, Any]) -> dict[int, float]:
+    """When the host launched what, by correlation. One launch of a graph has many kernels."""
+    of_host = (event for event in complete(trace) if str(event.get("cat")).endswith(("_runtime", "_driver")))
+    return {event["args"]["correlation"]: event["ts"] for event in of_host if "correlation" in event.get("args", {})}
+
+
+def lane_of(event: dict[str, Any]) -> str:
+    if event["cat"] != "kernel":
+        return "copy"
+    return "communication" if event["name"].lower().startswith(("nccl", "rccl", "msccl")) else "compute"
+
+
+def on_device(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in complete(trace) if event.get("cat") in DEVICE]
+
+
+def windows(trace: dict[str, Any]) -> Spans:
+    """Start and end of each analysed step: the host's; on a device, between the last kernels of two steps."""
+    steps, launched = [span(step) for step in step_events(trace)], launches(trace)
+    if not on_device(trace):
+        return steps
+    begin, end, own, found = steps[0][0], steps[-1][1], [], []
+    ends = [start for start, _ in steps]
+    first_on_stream: dict[Any, float] = {}
+    for event in on_device(trace):
+        at = launched.get(event["args"]["correlation"])
+        if at is not None and begin <= at <= end:
+            own.append((max(index for index, (start, _) in enumerate(steps) if start <= at), span(event)[1]))
+            first_on_stream.setdefault(event["args"]["stream"], event["ts"])
+    for event in on_device(trace):
+        at, first = (
+            launched.get(event["args"]["correlation"]),
+            first_on_stream.get(event["args"]["stream"], event["ts"]),
+        )
+        if (at is None and event["ts"] < first) or (at is not None and at < begin):
+            ends[0] = max(ends[0], span(event)[1])
+    begin = ends[0]
+    for index in range(len(steps)):
+        found.append((begin, max([begin, *(stop for place, stop in own if place == index)])))
+        begin = found[-1][1]
+    return found
+
+
+def lanes(trace: dict[str, Any], everything: bool = False) -> dict[str, Spans]:
+    """Spans of compute, communication and copies that were issued in the analysed steps.
+
+    Args:
+        everything: Of a device, all that is in the trace.
+    """
     events, steps = complete(trace), step_events(trace)
     begin, end = span(steps[0])[0], span(steps[-1])[1]
     found: dict[str, Spans] = {"compute": [], "communication": [], "copy": []}
-    on_device = [event for event in events if event["cat"] in DEVICE]
-    if on_device:
-        launches = {e["args"]["correlation"]: e["ts"] for e in events if e["cat"].startswith("cuda_")}
-        for event in on_device:
-            if begin <= launches[event["args"]["correlation"]] <= end:
-                is_nccl = event["name"].lower().startswith("nccl")
-                lane = "communication" if is_nccl else "compute" if event["cat"] == "kernel" else "copy"
-                found[lane].append(span(event))
+    if device := on_device(trace):
+        launched = launches(trace)
+        for event in device:
+            if everything or begin <= launched.get(event["args"]["correlation"], -1) <= end:
+                found[lane_of(event)].append(span(event))
         return found
     for event in events:
         if begin <= event["ts"] <= end:

@@ -62,6 +62,44 @@ def cuda_trace(
     return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
 
 
+def launched(name: str, at: float, start: float, duration: float, stream: int = 7, **args: Any) -> list[dict[str, Any]]:
+    """A kernel (or a copy, by its name), and its launch by the host at `at`; both have the correlation in `args`."""
+    category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", at, 1, correlation=args["correlation"]),
+        event(category, name, start, duration, tid=stream, stream=stream, **args),
+    ]
+
+
+def ahead_trace(rank: int = 0) -> dict[str, Any]:
+    """Host and device, of which the host is ahead: it goes through a step in 100 us, the device in 1000.
+
+    What was launched before the trace began runs on the device from 0 to 400. Then, t being 400, 1400, 2400:
+
+    compute        t .. t+300 and t+400 .. t+700
+    all-reduce     t+600 .. t+900, of which 200 are exposed
+    copy           t-150 .. t-50 on a stream of its own: the step's batch, which comes early
+
+    So the first step has the time from 400 to 1300, and the second that from 1300 to 2300. Both have compute 600 and
+    exposed 200. The first has 100 idle (from t+300 on). Its copy came before it; that of the second step begins while
+    the first's all-reduce runs, until 1300, and is exposed from 1300 to 1350. Idle in the second: 50, then 100.
+    """
+    events = [event("kernel", "gemm", 0, 400, tid=7, stream=7, correlation=99)]
+    for number in range(3):
+        host, t = 100.0 * number, 400 + 1000.0 * number
+        events.append(event("user_annotation", f"ProfilerStep#{number + 5}", host, 99))
+        for index, (name, start, duration, stream) in enumerate(
+            [
+                ("Memcpy HtoD", t - 150, 100, 8),
+                ("gemm", t, 300, 7),
+                ("add", t + 400, 300, 7),
+                ("ncclDevKernel_AllReduce", t + 600, 300, 20),
+            ]
+        ):
+            events += launched(name, host + 10 + index, start, duration, stream, correlation=10 * number + index + 1)
+    return {"distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}, "traceEvents": events}
+
+
 def parsed(*events: dict[str, Any], **info: Any) -> RankTrace:
     """What is read of a trace of these events."""
     return parse_trace(json.dumps({"distributedInfo": info, "traceEvents": events}).encode(), Path("trace"))

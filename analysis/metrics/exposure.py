@@ -4,6 +4,11 @@ Every moment of a rank's optimizer step belongs to one part: compute; exposed co
 compute does not); exposed memory copies; idle. If several collectives run, the exposed time counts for the one that was
 issued first, since compute needs their results in that order.
 
+On a CPU a step is the host's. On a device it is the time between the ends of the last kernels that two steps launched
+(`traces.steps.device_windows`), since the host runs ahead. Kernels of the next step may run before that, on another
+stream: a prefetched all-gather, or compute under the last collective of a step. They count in the step in which they
+run, so that hidden communication is hidden wherever it is, and each moment counts once.
+
 A collective can move data only after its last rank has arrived. So its time on a rank is split there: *wait* until the
 last rank's arrival, then *transfer*. If the ranks' calls cannot be matched (`traces.matching`), all time is transfer.
 
@@ -100,10 +105,9 @@ def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, p
     parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
     parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
     steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
-    steps["step_ms"] = (timeline.steps["end"] - timeline.steps["start"]) / 1000
-    bounds = timeline.steps[["start", "end"]].to_numpy()
+    steps["step_ms"] = (timeline.windows[:, 1] - timeline.windows[:, 0]) / 1000
     for name, part in parts.items():
-        steps[name] = [length(clip(part, start, end)) / 1000 for start, end in bounds]
+        steps[name] = [length(clip(part, start, end)) / 1000 for start, end in timeline.windows]
     steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
     return steps[list(EXPOSURE_COLUMNS)], collectives
 

@@ -5,7 +5,6 @@ several times as long as all other work, since it parses every event with all ar
 """
 
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
-from analysis.traces.timeline import GLOO_PREFIX, RankTimeline
+from analysis.traces.timeline import RankTimeline
 
-HTA_COLLECTIVE = re.compile(r"^nccl.*Kernel")
+HTA_NAMES = {"compute": "gemm", "communication": "ncclDevKernel", "memory": "Memcpy"}
+"""Names by which HTA knows what a kernel is. It goes by names alone: `mscclKernel` of RCCL is compute to it."""
 NS = 1000
 """HTA computes in whole numbers: microseconds when it reads a file. Here it gets nanoseconds, so nothing is rounded."""
 
@@ -54,17 +54,11 @@ def table_for_hta(timeline: RankTimeline, symbols: Any) -> pd.DataFrame:
     """A rank's kernels as HTA's own reader leaves them; times in whole nanoseconds since the first step.
 
     Args:
-        symbols: HTA's table of names. The kernels' names are added to it.
+        symbols: HTA's table of names. `HTA_NAMES` are added to it.
     """
     kernels, origin = timeline.issued_kernels(), float(timeline.steps["start"].iloc[0])
-    names = kernels["name"].where(kernels["lane"] != "communication", kernels["name"].map(name_for_hta))
-    symbols.add_symbols(names.unique())
+    symbols.add_symbols(list(HTA_NAMES.values()))
     start, end = (((kernels[side] - origin) * NS).round().astype("int64") for side in ("start", "end"))
     streams, _ = pd.factorize(kernels["stream"], sort=True)
-    ids = names.map(symbols.get_sym_id_map())
+    ids = kernels["lane"].map(HTA_NAMES).map(symbols.get_sym_id_map())
     return pd.DataFrame({"ts": start, "dur": end - start, "end": end, "stream": streams + 1, "name": ids})
-
-
-def name_for_hta(name: str) -> str:
-    """A collective's name in a form that HTA recognises."""
-    return name if HTA_COLLECTIVE.match(name) else "ncclDevKernel_" + name.removeprefix(GLOO_PREFIX)

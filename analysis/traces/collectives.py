@@ -1,6 +1,5 @@
-"""The collectives that ran: kind, payload, start and end, from Gloo spans or from NCCL kernels."""
+"""The collectives that ran: kind, payload, start and end. Here from Gloo's spans; `nccl` has those of devices."""
 
-import re
 from collections import deque
 from typing import Any
 
@@ -17,13 +16,10 @@ from analysis.traces.gloo_operators import (
     sizes_of_spans,
     span_elements,
 )
-from analysis.traces.reading import COLLECTIVE_KERNEL
 
 COLUMNS = ["kind", "start", "end", "bytes", "group", "group_size", "dtype", "stream", "issued"]
 EVERYBODY = "all ranks"
 """The name of the only process group in a trace that names none."""
-LONGEST_NAME = 100
-"""Characters that are kept of a group's ranks, and of its name."""
 COLUMN_TYPES = {"bytes": float, "issued": float, "group": str, "group_size": float}
 ITEM_BYTES = {
     name: size
@@ -31,7 +27,7 @@ ITEM_BYTES = {
         8: ("double", "long", "long int", "int64"),
         4: ("float", "float32", "int", "int32"),
         2: ("half", "c10::half", "float16", "bfloat16", "c10::bfloat16", "short"),
-        1: ("byte", "unsigned char", "signed char", "uint8", "bool"),
+        1: ("byte", "unsigned char", "char", "signed char", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
     }.items()
     for name in names
 }
@@ -49,19 +45,6 @@ KINDS = {
     "other": "other",
 }
 """The kinds that tables show, in display order, and how people call them; barriers and gathers are `other`."""
-
-NCCL_KINDS = (
-    ("allreduce", "all_reduce"),
-    ("reducescatter", "reduce_scatter"),
-    ("allgather", "all_gather"),
-    ("broadcast", "broadcast"),
-    ("alltoall", "all_to_all"),
-    ("scatter", "scatter"),
-    ("gather", "gather"),
-    ("reduce", "reduce"),
-    ("send", "send_recv"),
-    ("recv", "send_recv"),
-)
 
 
 def only_group(info: dict[str, Any]) -> str:
@@ -139,44 +122,3 @@ def _dtypes(calls: list[Any], spans: list[list[Any]]) -> list[str]:
             if payload_elements(other.args, issued, 1) == payload_elements(calls[index].args, issued, 1):
                 dtypes[index] = dtypes[scatters[partner]]
     return dtypes
-
-
-def device_collectives(kernels: pd.DataFrame, events: pd.DataFrame, group: str = EVERYBODY) -> pd.DataFrame:
-    """The same columns, from NCCL kernels (with a column launch). `bytes` is NaN if the trace has no message sizes.
-
-    Args:
-        events: All events of the trace. `record_param_comms` describes a collective if the kernel itself does not.
-        group: The group of kernels for which neither names one.
-    """
-    described = {
-        _whole(args, "External id"): args
-        for args in events.loc[events["name"] == "record_param_comms", "args"]
-        if isinstance(args, dict)
-    }
-    rows = []
-    for kernel in kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples():
-        args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
-        if (operator := _whole(args, "External id")) >= 0:
-            args = {**described.get(operator, {}), **args}
-        plain = re.sub(r"[^a-z]", "", str(args.get("Collective name", kernel.name)).lower())
-        kind = next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
-        dtype = str(args.get("dtype", "")).lower()
-        elements = max(_whole(args, "In msg nelems"), _whole(args, "Out msg nelems"))
-        payload = elements * ITEM_BYTES[dtype] if elements >= 0 and dtype in ITEM_BYTES else np.nan
-        stream = f"stream {args.get('stream', '?')}"
-        size, name = max(_whole(args, "Group size"), 0) or np.nan, _group_name(args) or group
-        rows.append([kind, kernel.start, kernel.end, payload, name, size, dtype, stream, kernel.launch])
-    return pd.DataFrame(rows, columns=COLUMNS).astype(COLUMN_TYPES)
-
-
-def _whole(args: dict[str, Any], name: str) -> int:
-    """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
-    value = args.get(name)
-    return value if isinstance(value, int) else -1
-
-
-def _group_name(args: dict[str, Any]) -> str:
-    """The process group of an NCCL kernel: its ranks and its name, since two groups may have the same ranks."""
-    ranks, name = (str(args.get(f"Process Group {part}", "")) for part in ("Ranks", "Name"))
-    parts = (("ranks", ranks.strip("[]")), ("group", name))
-    return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

@@ -48,12 +48,12 @@ OPERATORS = {
 
 def payload_elements(args: Any, issued: Issued, world_size: int) -> int:
     """Elements of a call's payload, by nccl-tests' definition; 0 where the trace does not carry shapes."""
-    return sum(_sizes(args, issued.position)) * (world_size if issued.is_share else 1)
+    return sum(tensor_sizes(args, issued.position)) * (world_size if issued.is_share else 1)
 
 
 def sizes_of_spans(args: Any, issued: Issued, world_size: int) -> list[int]:
     """Elements that each Gloo span of a call shows."""
-    sizes = _sizes(args, issued.position)
+    sizes = tensor_sizes(args, issued.position)
     if issued.spans == "tensors":
         return sizes
     if issued.spans == "ranks":
@@ -66,7 +66,7 @@ def sizes_of_spans(args: Any, issued: Issued, world_size: int) -> list[int]:
 def span_elements(args: Any) -> int:
     """Elements of all tensors that a Gloo span shows."""
     dims = args.get("Input Dims") if isinstance(args, dict) else None
-    return sum(sum(_sizes(args, position)) for position in range(len(dims))) if isinstance(dims, list) else 0
+    return sum(sum(tensor_sizes(args, position)) for position in range(len(dims))) if isinstance(dims, list) else 0
 
 
 def sends_scatter(args: Any) -> bool:
@@ -87,7 +87,7 @@ def dtype_of(args: Any) -> str:
     return str(kinds[0]).lower() if isinstance(kinds, list) and kinds else ""
 
 
-def _sizes(args: Any, position: int | None) -> list[int]:
+def tensor_sizes(args: Any, position: int | None) -> list[int]:
     """Elements of each tensor in the argument at `position`: of a tensor, or of a list of them."""
     dims = args.get("Input Dims") if isinstance(args, dict) else None
     if position is None or not isinstance(dims, list) or len(dims) <= position:

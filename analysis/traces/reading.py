@@ -22,7 +22,8 @@ from analysis.errors import TraceError
 
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
-COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl).*kernel", re.IGNORECASE)
+COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl|msccl).*kernel", re.IGNORECASE)
+"""RCCL names its kernels `ncclDevKernel_Generic`, and those of MSCCL schedules `mscclKernel_Sum_half_Simple_false`."""
 COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE)
 OLD_CATEGORIES = {
     "Operator": "cpu_op",
@@ -73,9 +74,9 @@ class RankTrace:
     Attributes:
         info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
         events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
-            (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN) and
-            args (a dict, of collectives only; else None). A trace with device events keeps only those operators of the
-            host that issue collectives.
+            (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
+            launcher (process and thread that did) and args (a dict, of collectives only; else None). A trace with
+            device events keeps only those operators of the host that issue collectives.
         left_out: Number of events without a usable time.
     """
 
@@ -174,23 +175,26 @@ def _repaired(data: bytes) -> bytes:
 
 
 def _is_nccl(event: _Event) -> bool:
-    return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:"))
+    """Whether an event of the host shows that NCCL was called. Of ProcessGroupNCCL2 there is no `nccl:` span."""
+    return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:", "record_param_comms"))
 
 
 def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
     """The table `RankTrace.events`, and how many events have no usable time."""
     complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
     on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
-    kept, launched = [], {}
+    kept: list[_Event] = []
+    launched: dict[int, _Event] = {}  # one graph launch may have launched many kernels
     for event in complete:
         event.name = _clean(str(event.name))
         if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
             kept.append(event)
         elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
-            launched[link] = event.ts
+            launched[link] = event
         elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
             kept.append(event)
     device = [_device_arguments(event) if event.cat in DEVICE_CATEGORIES else None for event in kept]
+    launches = [None if of is None else launched.get(of.correlation) for of in device]
     frame = pd.DataFrame(
         {
             "cat": [event.cat for event in kept],
@@ -200,7 +204,8 @@ def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
             "start": _numbers([event.ts for event in kept]),
             "end": _numbers([event.dur for event in kept]),
             "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
-            "launch": _numbers([None if of is None else launched.get(of.correlation) for of in device]),
+            "launch": _numbers([None if by is None else by.ts for by in launches]),
+            "launcher": ["" if by is None else f"{by.pid} {by.tid}" for by in launches],
             "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
         }
     )

@@ -8,21 +8,20 @@ the training thread spends blocked in a collective belongs to no operator, so it
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
-from analysis.traces.collectives import device_collectives, gloo_collectives, only_group
+from analysis.traces.collectives import gloo_collectives, only_group
 from analysis.traces.intervals import Intervals
-from analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, STEP_PREFIX, RankTrace
+from analysis.traces.nccl import device_collectives
+from analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, RankTrace
+from analysis.traces.steps import device_windows, host_windows, profiler_steps
 
-STEP_NAME = STEP_PREFIX + r"\d{1,15}"
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
-CLOCK_STEP_US = 10.0
-"""By how much the profiler's rounding may let two steps overlap."""
-LONGEST_STEP_US = 86_400e6
 MOST_RANKS = 10**6
 """A world size above this is an error in the trace, and is ignored."""
 GLOO_PREFIX = "gloo:"
@@ -37,10 +36,10 @@ class RankTimeline:
 
     Attributes:
         kind: `cpu` (operators and Gloo spans, lowered to kernels) or `cuda` (device kernels as recorded).
-        steps: Columns number, start, end: the analysed optimizer steps.
+        steps: Columns number, start, end: the analysed optimizer steps, as the host went through them.
         phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
-            which the host issued it; NaN if unknown). All that the analysed steps issued or that ran in them.
+            which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
             dtype, stream, issued.
         left_out: Number of events that had no usable time.
@@ -55,6 +54,11 @@ class RankTimeline:
     kernels: pd.DataFrame
     collectives: pd.DataFrame
     left_out: int = 0
+
+    @cached_property
+    def windows(self) -> Intervals:
+        """Of each of the `steps`, the time that counts as its own: on a device `device_windows`, else the host's."""
+        return device_windows(self.kernels, self.steps) if self.kind == "cuda" else host_windows(self.steps)
 
     def issued_kernels(self) -> pd.DataFrame:
         """The `kernels` that the analysed steps issued."""
@@ -95,11 +99,12 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     issued = kernels["launch"].between(begin, end)
     if not issued.any():
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
-    running = ~(kernels["launch"] > end) & (kernels["start"] < end) & (kernels["end"] > begin)
-    group = only_group(info)
-    collectives = gloo_collectives(events, world_size or 0, group)
+    last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
+    running = (kernels["start"] < last) & (kernels["end"] > begin)
+    collectives = gloo_collectives(events, world_size or 0, only_group(info))
     if kind == "cuda":
-        collectives = pd.concat([collectives, device_collectives(events[on_device], events, group)], ignore_index=True)
+        on_streams = device_collectives(events[on_device], events, info, world_size or 0)
+        collectives = pd.concat([collectives, on_streams], ignore_index=True)
     collectives = collectives[collectives["issued"].between(begin, end)]
     phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
     return RankTimeline(
@@ -113,29 +118,6 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         collectives=collectives.reset_index(drop=True),
         left_out=trace.left_out + absurd,
     )
-
-
-def profiler_steps(events: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Columns number, start, end, pid, tid of the profiled optimizer steps, on the thread that has most of them.
-
-    Raises:
-        TraceError: there are none, or their times are impossible.
-    """
-    found = events[(events["cat"] == "user_annotation") & events["name"].str.fullmatch(STEP_NAME)].copy()
-    if found.empty:
-        raise TraceError(f"{path}: no {STEP_PREFIX} in it; call profiler.step() after each optimizer step")
-    found["number"] = found["name"].str.removeprefix(STEP_PREFIX).astype(int)
-    threads = found.groupby(["pid", "tid"])["number"].transform("size")
-    found = found[threads == threads.max()].sort_values("number", kind="stable")
-    found = found[(found["pid"] == found["pid"].iloc[0]) & (found["tid"] == found["tid"].iloc[0])]
-    ends, starts = found["end"].to_numpy()[:-1], found["start"].to_numpy()[1:]
-    for index in np.flatnonzero(starts < ends - CLOCK_STEP_US):
-        first, second = found["number"].iloc[index], found["number"].iloc[index + 1]
-        raise TraceError(f"{path}: step {second} begins before step {first} has ended; its clock went back")
-    longest = found.loc[(found["end"] - found["start"]).idxmax()]
-    if longest["end"] - longest["start"] > LONGEST_STEP_US:
-        raise TraceError(f"{path}: step {longest['number']} lasts longer than a day; its clock is broken")
-    return found[["number", "start", "end", "pid", "tid"]]
 
 
 def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:

@@ -23,9 +23,9 @@ MOST_STREAMS = 4
 
 
 def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
-    """Start and end of a step."""
-    found = timeline.steps[timeline.steps["number"] == step]
-    return float(found["start"].iloc[0]), float(found["end"].iloc[0])
+    """Start and end of a step; on a device, of its work there."""
+    start, end = timeline.windows[timeline.steps["number"] == step][0]
+    return float(start), float(end)
 
 
 def compute_lane(

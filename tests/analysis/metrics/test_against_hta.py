@@ -1,8 +1,8 @@
 """Our figures, HTA's and those of an independent reading of the raw JSON, over made-up traces: they must agree.
 
-HTA counts from the start of the first kernel to the end of the last; ours go over whole steps. So HTA's compute and
-exposed time are ours plus what lies outside the steps (after the last one's end, or between two), and its idle time is
-the rest of its own total.
+HTA counts from the start of the first kernel that the analysed steps issued to the end of the last. Ours go over whole
+steps. On a CPU, HTA's compute and exposed time are ours plus what lies outside the steps (after the last one's end, or
+between two). On a device, steps follow each other without gaps, and what the left-out step did meanwhile counts too.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from analysis.metrics.exposure import exposure
 from analysis.metrics.holistic import holistic_figures
 from analysis.traces.timeline import RankTimeline
 from tests import raw
-from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write
+from tests.traces import ahead_trace, cpu_trace, cuda_trace, event, timeline_of, write
 
 NCCL = ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)")
 LANES = ("compute", "communication", "copy")
@@ -95,19 +95,21 @@ def require_agreement(trace: dict[str, Any]) -> None:
     figures = [theirs[f"{part}_us"] for part in ("total", "compute", "non_compute", "idle")]
     assert figures == pytest.approx(expected, abs=1e-6)
 
-    found = exposure([timeline]).steps
-    for step, bounds in zip(found.to_dict("records"), raw.step_events(trace), strict=True):
-        inside = raw.parts(spans, *raw.span(bounds))
+    found, bounds = exposure([timeline]).steps, raw.windows(trace)
+    running = raw.lanes(trace, everything=timeline.kind == "cuda")
+    for step, window in zip(found.to_dict("records"), bounds, strict=True):
+        inside = raw.parts(running, *window)
         exposed = step["exposed_wait_ms"] + step["exposed_transfer_ms"]
         ours = [step["compute_ms"], exposed, step["exposed_copy_ms"], step["idle_ms"]]
         assert [1000 * ms for ms in ours] == pytest.approx([inside[part] for part in (*LANES, "idle")], abs=1e-6)
-        assert sum(ours) == pytest.approx(step["step_ms"]) == bounds["dur"] / 1000
+        assert sum(ours) == pytest.approx(step["step_ms"]) == pytest.approx((window[1] - window[0]) / 1000)
 
-    within = [raw.parts(spans, *raw.span(bounds)) for bounds in raw.step_events(trace)]
-    outside = {lane: whole[lane] - sum(part[lane] for part in within) for lane in LANES}
-    assert theirs["compute_us"] == pytest.approx(1000 * found["compute_ms"].sum() + outside["compute"])
-    parts = found[["exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms"]].to_numpy().sum()
-    assert theirs["non_compute_us"] == pytest.approx(1000 * parts + outside["communication"] + outside["copy"])
+    if timeline.kind == "cpu":
+        within = [raw.parts(spans, *window) for window in bounds]
+        outside = {lane: whole[lane] - sum(part[lane] for part in within) for lane in LANES}
+        assert theirs["compute_us"] == pytest.approx(1000 * found["compute_ms"].sum() + outside["compute"])
+        parts = found[["exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms"]].to_numpy().sum()
+        assert theirs["non_compute_us"] == pytest.approx(1000 * parts + outside["communication"] + outside["copy"])
 
     communication = raw.total(spans["communication"])
     hidden = communication + raw.total(spans["compute"]) - raw.total(spans["communication"] + spans["compute"])
@@ -126,21 +128,24 @@ def test_lowered_traces(steps: list[Any]) -> None:
     require_agreement(threads_trace(steps))
 
 
-@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+@pytest.mark.parametrize("make", [cpu_trace, cuda_trace, ahead_trace])
 def test_traces_worked_out_by_hand(make: Any) -> None:
     require_agreement(make())
 
 
 def test_work_that_runs_past_the_end_of_its_step() -> None:
-    """Two steps are analysed: 0 .. 1000 and 1005 .. 2005. A gemm of the second runs from 1995 to 2095, so 10 us of it
-    lie in the step and 90 after it; one of the first from 995 to 1095: 5 us in it, 5 between the steps, 90 in the next.
-    Each step has a gemm of 20 us and a collective of 30 us at 4 and 9: 15 us of that are exposed."""
-    late = ("compute", 1, (985, 10, 100))
-    trace = device_trace([[late], [("compute", 1, (985, 5, 100))], []])
+    """Each step has a gemm of 20 us and a collective of 30 us at 4 and 9 us: 15 us of that are exposed. The first also
+    launches a gemm that runs from 995 to 1095, the second one that runs from 1995 to 2095. So the first step ends at
+    1095, with the gemm and collective of the second step in it, hidden; the second ends at 2095, with those of the step
+    that was left out."""
+    late = [[("compute", 1, (985, queued, 100))] for queued in (10, 5)]
+    trace = device_trace([*late, []])
     timeline, theirs = figures_of(trace)
     found = exposure([timeline]).steps
-    assert found["compute_ms"].tolist() == pytest.approx([0.025, 0.1])
-    assert theirs["compute_us"] == pytest.approx(20 + 100 + 100) and found["compute_ms"].sum() == pytest.approx(0.125)
+    assert found["step_ms"].tolist() == pytest.approx([1.095, 1.0])
+    assert found["compute_ms"].tolist() == pytest.approx([0.12, 0.1])
+    assert found["exposed_ms"].tolist() == pytest.approx([0.015, 0])
+    assert theirs["compute_us"] == pytest.approx(20 + 100 + 100)
     require_agreement(trace)
 
 

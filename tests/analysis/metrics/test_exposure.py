@@ -12,10 +12,14 @@ import pandas as pd
 import pytest
 
 from analysis.metrics.exposure import bus_factor, exposure
+from analysis.report.figures.lanes import bounds
+from analysis.summary import analyse_window
 from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
+from analysis.traces.finding import find_windows
 from analysis.traces.matching import KEY, clock_offsets
 from analysis.traces.timeline import RankTimeline
-from tests.traces import cpu_trace, cuda_trace, event, timeline_of
+from planner.traced_run import compute_seconds
+from tests.traces import ahead_trace, cpu_trace, cuda_trace, event, launched, timeline_of, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -53,17 +57,51 @@ def timeline(
 
 @pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
 def test_a_trace_worked_out_by_hand(make: Any) -> None:
-    """Docstring of `cpu_trace`: a step of 999 us with 500 of compute and 300 of communication, 100 of it under compute.
-    Both ranks arrive together, so all that is exposed is transfer; 299 us are idle."""
+    """Docstring of `cpu_trace`: 500 us of compute and 300 of communication in a step, 100 of it under compute. Both
+    ranks arrive together, so all that is exposed is transfer. On a CPU a step has 999 us, of which 299 are idle. On the
+    device the first ends with its last kernel, at 900, and the second at 1900: 200 and 300 are idle."""
     found = exposure([timeline_of(make(rank), rank) for rank in range(2)])
+    idle = (0.299, 0.299) if make is cpu_trace else (0.2, 0.3)
     for row in found.steps.to_dict("records"):
-        assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, 0.299])
+        assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, idle[row["step"] - 5]])
     for row in found.collectives.to_dict("records"):
         assert (row["wait_ms"], row["transfer_ms"], row["exposed_ms"]) == pytest.approx((0, 0.3, 0.2))
         assert row["lateness_ms"] == 0
         if make is cpu_trace:
             assert row["bytes"] == 4000 and row["algbw_gbps"] == row["busbw_gbps"] == pytest.approx(4000 / 300 / 1000)
             assert row["after_backward_ms"] == pytest.approx(-0.19)
+
+
+def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
+    """Docstring of `ahead_trace`. At the end of the host's second step, at 200, the device has not begun the first."""
+    analysis = analyse_window(find_windows(write_run(tmp_path, ahead_trace))[0])
+    steps = analysis.exposure.steps
+    assert steps["step"].tolist() == [5, 6] * 2 and steps["step_ms"].tolist() == pytest.approx([0.9, 1.0] * 2)
+    for row in steps.to_dict("records"):
+        copies, idle = (0, 0.1) if row["step"] == 5 else (0.05, 0.15)
+        assert [row[part] for part in PARTS] == pytest.approx([0.6, 0, 0.2, copies, idle])
+    assert analysis.summary["profiled_step_ms"].tolist() == [0.95] * 2
+    assert analysis.exposure.collectives["step"].tolist() == [5, 6] * 2
+    assert bounds(analysis.timelines[0], 6) == (1300, 2300)
+    assert compute_seconds(analysis.timelines[0]) == pytest.approx((900 + 1000 - 2 * 200) * 1e-6 / 2)
+
+
+def test_a_collective_that_outlives_its_step_may_be_hidden_by_the_next() -> None:
+    """An all-gather of parameters that the second step launches runs from 2200 to 2700, so the step ends there. The
+    left-out step computes from 2400 to 2700: with the second step's own 600 us of compute these are 900. Exposed: 200,
+    and 100 more from 2300 to 2400. The copy beside it counts no time of its own."""
+    trace = ahead_trace()
+    trace["traceEvents"] += launched("ncclDevKernel_AllGather", 190, 2200, 500, 20, correlation=50)
+    second = exposure([timeline_of(trace)]).steps.iloc[1]
+    assert second["step_ms"] == pytest.approx(1.4)
+    assert [second[part] for part in PARTS] == pytest.approx([0.9, 0, 0.3, 0.05, 0.15])
+
+
+def test_a_step_that_launches_nothing_has_no_time_on_the_device() -> None:
+    trace = ahead_trace()
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["args"].get("correlation") not in (11, 12, 13, 14)]
+    steps = exposure([timeline_of(trace)]).steps
+    assert steps["step_ms"].tolist() == pytest.approx([0.9, 0]) and steps["idle_ms"].tolist() == pytest.approx([0.1, 0])
 
 
 def test_on_a_device_backward_ends_with_the_last_kernel_that_it_launched() -> None:
@@ -144,17 +182,15 @@ def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
     assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
 
 
-def test_kernels_launched_before_the_first_step_are_no_idle_time() -> None:
-    """One launched before the window, and one whose launch was not recorded, run from 0 to 60 and from 70 to 90."""
+def test_kernels_launched_before_the_first_step_are_no_part_of_it() -> None:
+    """One launched before the window, and one whose launch was not recorded, run from 0 to 60 and from 70 to 90. So the
+    first step has the time from 90 to 900."""
     trace = cuda_trace()
-    trace["traceEvents"] += [
-        event("cuda_runtime", "cudaLaunchKernel", -500, 4, correlation=77),
-        event("kernel", "late", 0, 60, tid=7, stream=7, correlation=77),
-        event("kernel", "lost", 70, 20, tid=7, stream=7, correlation=78),
-    ]
-    first, second = exposure([timeline_of(trace)]).steps.to_dict("records")
-    assert first["compute_ms"] - second["compute_ms"] == pytest.approx(0.08)
-    assert second["idle_ms"] - first["idle_ms"] == pytest.approx(0.08)
+    trace["traceEvents"] += launched("late", -500, 0, 60, correlation=77)
+    trace["traceEvents"].append(event("kernel", "lost", 70, 20, tid=7, stream=7, correlation=78))
+    first = exposure([timeline_of(trace)]).steps.iloc[0]
+    assert first["step_ms"] == pytest.approx(0.81)
+    assert (first["compute_ms"], first["idle_ms"]) == pytest.approx((0.5, 0.11))
 
 
 def test_where_ranks_are_missing_nobody_is_called_late() -> None:

@@ -13,10 +13,10 @@ from analysis.metrics.exposure import exposure
 from analysis.metrics.stragglers import by_rank, stragglers, verdict
 from analysis.report.pages.summary import write_summary
 from analysis.summary import analyse_window
-from analysis.traces.collectives import device_collectives, only_group
+from analysis.traces.collectives import only_group
 from analysis.traces.finding import find_windows
 from tests.analysis.metrics.test_exposure import timeline
-from tests.traces import cpu_trace, event, parsed, write
+from tests.traces import cpu_trace, write
 
 
 def test_ranks_that_are_alike_are_not_named() -> None:
@@ -54,20 +54,6 @@ def test_two_groups_in_flight_at_once() -> None:
     assert values.loc[HIGH[0]].tolist() == pytest.approx([2, 0.009, 0.015])
     late = stragglers(found).set_index("rank")
     assert late["last"].tolist() == [0, 1, 1, 1] and late["collectives"].tolist() == [2, 2, 2, 2]
-
-
-def test_groups_of_nccl_kernels() -> None:
-    """Told by the kernel, by the operator that issued it, or by nobody."""
-    told = {"Collective name": "allreduce", "Process Group Name": "7", "Process Group Ranks": "[0, 2]", "Group size": 2}
-    sizes = {"In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float"}
-    issued = event("cpu_op", "record_param_comms", 0, 1, **told, **sizes, **{"External id": 5})
-    events = parsed(issued).events
-    args = [told, {"External id": 5}, {"External id": 6}, {"External id": [], "Group size": "two"}]
-    rows = [{"name": "ncclDevKernel_X", "start": 1.0, "end": 2.0, "launch": 0.0, "args": each} for each in args]
-    found = device_collectives(pd.DataFrame(rows), events, "")
-    assert found["group"].tolist() == ["ranks 0, 2, group 7"] * 2 + ["", ""]
-    assert found["group_size"].tolist()[:2] == [2, 2] and found["group_size"].isna().tolist()[2:] == [True, True]
-    assert found["kind"].tolist()[:2] == ["all_reduce"] * 2 and found["bytes"].tolist()[1] == 40
 
 
 def test_gloo_does_not_say_which_group(tmp_path: Path) -> None:

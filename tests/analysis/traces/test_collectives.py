@@ -5,13 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.traces.collectives import KINDS, device_collectives, gloo_collectives
+from analysis.traces.collectives import gloo_collectives
 from analysis.traces.reading import read_trace
 from tests.ranks import RankPool
 from tests.traces import event, parsed
@@ -155,24 +153,3 @@ def test_a_scatter_of_unknown_dtype_has_unknown_bytes() -> None:
     events = [event("cpu_op", "c10d::scatter_", 0, 1, **call), event("user_annotation", "gloo:scatter", 2, 4, 2)]
     seen = gloo_collectives(parsed(*events).events, world_size=2)
     assert seen["kind"].tolist() == ["scatter"] and seen["bytes"].isna().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("allreduce", "all_reduce"),
-        ("_allgather_base", "all_gather"),
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
-        ("all_to_allv", "all_to_all"),
-        ("broadcast", "broadcast"),
-        ("scatter", "scatter"),
-        ("reduce", "reduce"),
-        ("send", "send_recv"),
-        ("recv", "send_recv"),
-    ],
-)
-def test_kinds_that_nccl_names(name: str, kind: str) -> None:
-    args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16", "stream": 20}
-    kernels = pd.DataFrame([{"name": "ncclDevKernel_Generic", "start": 1.0, "end": 2.0, "launch": 0.0, "args": args}])
-    seen = device_collectives(kernels, kernels)
-    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS

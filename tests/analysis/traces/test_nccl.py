@@ -1,0 +1,176 @@
+"""Collectives of NCCL and RCCL, as traces of several eras show them.
+
+The events are made up; their form is that of real traces: kernel names, arguments, what lies around what.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.traces.collectives import KINDS
+from analysis.traces.nccl import device_collectives
+from tests.traces import cuda_trace, event, launched, parsed, timeline_of
+
+TOLD = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float", "Group size": 2}
+SEND_RECV = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)"
+
+
+def collectives(*events: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+    table = parsed(*events).events
+    return device_collectives(table[table["cat"] == "kernel"], table, {"pg_config": groups}, world_size=8)
+
+
+def kernel(at: float, name: str = "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", **args: Any) -> list[Any]:
+    """A kernel of 10 us, launched at `at` by thread 1, and its launch."""
+    return launched(name, at, at + 100, 10, 20, correlation=int(at), **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("allreduce", "all_reduce"),
+        ("_allgather_base", "all_gather"),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("all_to_allv", "all_to_all"),
+        ("broadcast", "broadcast"),
+        ("scatter", "scatter"),
+        ("reduce", "reduce"),
+        ("send", "send_recv"),
+        ("recv", "send_recv"),
+        # names of ProcessGroupNCCL2
+        ("all_reduce", "all_reduce"),
+        ("allGatherSingleImpl", "all_gather"),
+        ("reduceScatterSingleImpl", "reduce_scatter"),
+        ("allToAllSingleImpl", "all_to_all"),
+        ("all_to_all_v_single", "all_to_all"),
+    ],
+)
+def test_kinds_by_the_names_that_torch_records(name: str, kind: str) -> None:
+    args = {"Collective name": name, "In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
+    seen = collectives(*kernel(5, **args))
+    assert seen["kind"].tolist() == [kind] and seen["bytes"].tolist() == [40] and kind in KINDS
+
+
+def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more() -> None:
+    """Until 2023: all-to-all and others ran as SendRecv, and `External id` was the correlation. Sizes are in the
+    operator, if shapes were recorded and if it takes a tensor and no list. Another thread is in an all-reduce."""
+    shapes = {"Input Dims": [[64], [48], [], [], [], []], "Input type": ["long int", "long int", "", "", "", "Scalar"]}
+    of_list = {"Input Dims": [[], [], [], []], "Input type": ["TensorList", "", "", "Scalar"]}
+    gather = {"Input Dims": [[8, 6], [1, 6], []], "Input type": ["float", "float", ""]}
+    seen = collectives(
+        event("cpu_op", "c10d::alltoall_base_", 0, 9, **shapes),
+        event("cpu_op", "c10d::allreduce_", 4, 400, tid=2, **of_list),
+        *kernel(5, SEND_RECV, **{"External id": 5}),
+        event("cpu_op", "c10d::allreduce_", 10, 9, **of_list),
+        *kernel(15, "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", **{"External id": 15}),
+        event("cpu_op", "c10d::_allgather_base_", 20, 9, **gather),
+        *kernel(25, SEND_RECV, **{"External id": 25}),
+    )
+    assert seen["kind"].tolist() == ["all_to_all", "all_reduce", "all_gather"]
+    assert seen["bytes"].tolist() == pytest.approx([8 * 64, np.nan, 4 * 48], nan_ok=True)
+    assert seen["dtype"].tolist() == ["long int", "", "float"]
+    assert seen["group"].eq("all ranks").all() and seen["group_size"].eq(8).all()
+
+
+def test_very_old_traces_have_only_a_span() -> None:
+    """Torch 1.12: no `c10d::` operator around an all-to-all. What follows the span is a message."""
+    seen = collectives(event("user_annotation", "nccl:all_to_all", 0, 9), *kernel(5, SEND_RECV), *kernel(15, SEND_RECV))
+    assert seen["kind"].tolist() == ["all_to_all", "send_recv"] and seen["bytes"].isna().all()
+
+
+def test_streams_without_names_are_of_groups_that_nobody_knows() -> None:
+    """Each process group has a stream of its own. Old traces name no group."""
+    one, other = kernel(5, SEND_RECV), kernel(15, SEND_RECV)
+    other[1]["args"]["stream"] = 21
+    named = kernel(25, **TOLD, **{"Process Group Name": "3"})
+    for events, groups in (
+        ([*one, *named], ["all ranks", "group 3"]),
+        ([*one, *other, *named], ["", "", "group 3"]),
+    ):
+        seen = collectives(*events)
+        assert seen["group"].tolist() == groups
+        assert seen["group_size"].isna().tolist() == [group == "" for group in groups]
+
+
+def test_groups_of_kernels() -> None:
+    """Told by the kernel, by the operator that issued it, or by nobody."""
+    told = {**TOLD, "Process Group Name": "7", "Process Group Ranks": "[0, 2]"}
+    seen = collectives(
+        event("cpu_op", "record_param_comms", 0, 1, **told, **{"External id": 5}),
+        *kernel(3, **told),
+        *kernel(4, **{"External id": 5}),
+        *kernel(5, **{"External id": 6}),
+        *kernel(6, **{"External id": [], "Group size": "two"}),
+        groups=[{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 2]}],
+    )
+    assert seen["group"].tolist() == ["ranks 0, 2, group 7"] * 2 + ["", ""]
+    assert seen["group_size"].tolist()[:2] == [2, 2] and seen["group_size"].isna().tolist()[2:] == [True, True]
+    assert seen["kind"].tolist() == ["all_reduce"] * 2 + ["other"] * 2 and seen["bytes"].tolist()[1] == 40
+
+
+def test_a_group_that_is_named_without_its_ranks_is_the_same_group() -> None:
+    """As in coalesced calls, and in all of ProcessGroupNCCL2."""
+    groups = [{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [0]}, "odd"]
+    full, bare = ({**TOLD, "Process Group Name": "0", "Process Group Ranks": ranks} for ranks in ("[0, 1]", "[]"))
+    seen = collectives(*kernel(5, **full), *kernel(15, **bare), groups=groups)
+    assert seen["group"].tolist() == ["ranks 0, 1, group 0"] * 2
+    assert collectives(*kernel(5, **bare))["group"].tolist() == ["group 0"]
+
+
+def test_a_coalesced_call_that_ran_as_two_kernels_is_one_call() -> None:
+    """NCCL splits a group that is too large for one kernel. Its payload is that of the operator, once."""
+    told = {**TOLD, "Collective name": "allgather_into_tensor_coalesced", "Out msg nelems": 80, "External id": 4}
+    record = event("cpu_op", "record_param_comms", 0, 9, **told)
+    seen = collectives(record, *kernel(5, **told), *kernel(7, **told), *kernel(40, **{**told, "External id": 6}))
+    assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[105, 117, 320], [140, 150, 320]]
+
+
+def test_payloads_of_what_one_rank_does_not_hold_whole() -> None:
+    """ProcessGroupNCCL2 records what the rank gives and gets: of a scatter only the root has all; of messages that were
+    issued together (`batch_op_issue`) what is sent and what is received."""
+
+    def bytes_of(name: str, sent: int, received: int, **args: Any) -> float:
+        sizes = {"In msg nelems": sent, "Out msg nelems": received}
+        return float(collectives(*kernel(5, **{**TOLD, "Collective name": name, **sizes, **args}))["bytes"].iloc[0])
+
+    assert bytes_of("scatter", 0, 6) == bytes_of("scatter", 12, 6) == 4 * 12
+    assert bytes_of("gather", 6, 0) == bytes_of("gather", 6, 12) == 4 * 12
+    assert bytes_of("batch_op_issue", 6, 3) == 4 * 9
+    assert bytes_of("barrier", 0, 0, dtype="Byte") == 0
+    assert bytes_of("broadcast", 6, 6, dtype="Float8_e4m3fn") == 6
+    assert np.isnan(bytes_of("broadcast", 6, 6, dtype="Int128"))
+    unknown = kernel(5, **{**TOLD, "In msg nelems": None, "Out msg nelems": "many"})
+    assert collectives(*unknown)["bytes"].isna().all()
+
+
+def test_kernels_of_a_graph_share_one_launch() -> None:
+    """They have names and times. The second graph is launched in step 6, so its kernels are of step 6. Their
+    `External id` is the correlation; that some operator has the same number says nothing."""
+    trace = cuda_trace()
+    trace["traceEvents"].append(event("cpu_op", "record_param_comms", 1005, 2, **{"External id": 91}))
+    for number, at in ((0, 10), (1, 1010)):
+        trace["traceEvents"].append(event("cuda_runtime", "cudaGraphLaunch", at, 4, correlation=90 + number))
+        for start, name in (
+            (1500, "gemm"),
+            (1600, "ncclDevKernel_AllGather_RING_LL"),
+            (1700, "ncclDevKernel_SendRecv"),
+        ):
+            of_graph = {"stream": 7, "correlation": 90 + number, "External id": 90 + number}
+            trace["traceEvents"].append(event("kernel", name, start + 1000 * (number - 1), 50, tid=7, **of_graph))
+    calls = timeline_of(trace).collectives_by_step()
+    assert calls.loc[calls["step"] == 6, "kind"].tolist() == ["all_gather", "send_recv", "all_reduce"]
+    assert calls.loc[calls["stream"] == "stream 7", "bytes"].isna().all()
+
+
+def test_rocm() -> None:
+    """RCCL calls its kernels Generic, and those of MSCCL schedules by the sum that they do."""
+    trace = cuda_trace(comm_name="mscclKernel_Sum_half_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)")
+    for part in trace["traceEvents"]:
+        part["name"] = part["name"].replace("cudaLaunchKernel", "hipExtLaunchKernel")
+    timeline = timeline_of(trace)
+    assert timeline.kernels["lane"].value_counts().to_dict() == {"compute": 4, "communication": 2}
+    assert timeline.collectives["kind"].tolist() == ["other", "other"] and timeline.collectives["bytes"].isna().all()
+    seen = collectives(*kernel(5, **TOLD), *kernel(15))
+    assert seen["kind"].tolist() == ["all_reduce", "other"] and seen["bytes"].isna().tolist() == [False, True]
