@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise
 from unittest import mock
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp import link_fit
-from ddp.bucket_plan import MOST_PIECES, Timeline, choose, coarse_ends, describe, finish_time, plan, usual_ends
+from ddp.bucket_plan import MOST_PIECES, Cost, Timeline, choose, coarse_ends, describe, finish_time, plan, usual_ends
 
 
 def line(latency: float, per_byte: float):
@@ -151,14 +152,17 @@ LINKS = {
 }
 
 
+@cache
+def measured(link: PretendedLink) -> tuple[Cost, Cost, bool]:
+    """As `ddp.link_fit.measure_all_reduce`."""
+    with mock.patch.object(link_fit, "timed", link.timed), mock.patch.object(link_fit.dist, "all_reduce"):
+        return link_fit.measure_all_reduce(None, torch.device("cpu"), None)
+
+
 def fitted_ends(link: PretendedLink, ready: Sequence[float], payload: Sequence[int]) -> tuple[list[int], Timeline]:
     """What the strategy would decide on this link, and the timeline as it really is."""
     real = Timeline(ready, payload, ["one"] * len(payload), link.occupied_s, longest=0.3 * max(ready))
-    with (
-        mock.patch.object(link_fit, "timed", link.timed),
-        mock.patch.object(link_fit.dist, "all_reduce"),
-    ):
-        cost, tail, is_known = link_fit.measure_all_reduce(None, torch.device("cpu"), None)
+    cost, tail, is_known = measured(link)
     if not is_known:
         return usual_ends(real), real
     seen = replace(real, cost=cost, tail=tail, overhead=link_fit.OVERHEAD * max(ready))
