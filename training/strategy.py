@@ -1,25 +1,8 @@
-"""The one interface of all strategies, and the optimizer step that they share.
+"""The one interface of all strategies. `training.step` is the step that they share."""
 
-A step has three parts:
-1. The ranks tell each other how many samples and micro-batches each of them holds. So every loss can be weighted by its
-   share of the global batch.
-2. Forward and backward of each micro-batch, with the communication that the strategy adds to them.
-3. The ranks tell each other which parameters received a gradient. They add up their shares of the loss, which also
-   shows whether all is finite.
-
-Part 1 and the first half of part 3 are all-gathers of a few bytes between the hosts
-(`training.communication.agreement`). The second half is an all-reduce of two numbers between the devices
-(`training.communication.verdict`). The first exchange is hidden: behind the optimizer of the step before if the step is
-announced (`announce`), or behind the first forward pass if there are several micro-batches.
-
-No part waits for the device. What the host must know of it, it reads a step later: so an error that names step k may be
-raised in step k + 1. On a CPU all is known at once.
-"""
-
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,23 +14,18 @@ from training.communication.agreement import (
     COUNTS_ROW_BYTES,
     RECEIVED_BYTES,
     RESULTS_ROW_BYTES,
-    GlobalBatch,
-    Pending,
     StepAgreement,
-    StepResult,
-    nonfinite_error,
 )
 from training.communication.consistency import require_same_parameters, require_supported_parameters
 from training.communication.traffic import Collective
-from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
+from training.communication.verdict import VERDICT_BYTES, norm_of, update_unless
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
-from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
 
-MicroBatch = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -105,9 +83,7 @@ class Strategy(ABC):
         require_same_parameters(module, group, self._agreement.device)
         self.device = next(module.parameters()).device
         self._modules = list(module.modules())
-        self._latest: MicroBatch | None = None
-        self._announced: Pending | None = None
-        self._latest_step: tuple[Verdict, Sequence[MicroBatch]] | None = None
+        self._steps = StepRunner(self, self._agreement)
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(self.gradient_leaves())
@@ -217,9 +193,7 @@ class Strategy(ABC):
     def finish_communication(self) -> None:
         """Wait for what may be in flight between two steps: updated parameters, and the next step's announcement."""
         self.finish_parameter_synchronization()
-        if self._announced is not None:
-            _, work = self._announced
-            work.wait()
+        self._steps.finish_announcement()
 
     def buffers(self) -> list[Tensor]:
         """Those of all modules, each once. `module.buffers()` would walk the whole tree of modules in every step."""
@@ -300,18 +274,7 @@ class Strategy(ABC):
                 CUDA, in the one before. `step` has not updated any parameter with it.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
-        micro_batches = with_samples(micro_batches)
-        try:
-            verdict, _ = self._attempt(micro_batches)
-            if self._latest_step is not None:
-                self.require_finite()
-            self._latest_step = verdict, micro_batches
-            if verdict.is_here:
-                self.require_finite()
-        except BaseException:
-            self.abandon_step()
-            raise
-        return verdict.loss
+        return self._steps.run(micro_batches)
 
     def require_finite(self) -> None:
         """Wait until the device has done the latest step whose outcome is not known, and look at it. Collective.
@@ -320,33 +283,7 @@ class Strategy(ABC):
             NonFiniteError: on every rank, if its loss or a gradient is NaN or infinite on any. There are no gradients
                 then.
         """
-        if self._latest_step is None:
-            return
-        (verdict, micro_batches), self._latest_step = self._latest_step, None
-        what = verdict.nonfinite
-        if what is None:
-            return
-        if what == "the loss":
-            culprits = (~self._agreement.all_gather(verdict.own_loss).isfinite()).nonzero().flatten().tolist()
-        else:
-            culprits = self._find_culprits(micro_batches)
-        self.zero_grad()
-        raise nonfinite_error(what, verdict.step, culprits, self.options.overlap_optimizer)
-
-    def _find_culprits(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """The ranks that make a gradient that is not finite from these micro-batches. The sum over ranks does not say.
-
-        So the step is run again, and each gradient inspected. A strategy may reduce every micro-batch, which spreads a
-        NaN: the ranks that have it first are to blame.
-        """
-        self.zero_grad()
-        self.watch.inspects = True
-        try:
-            _, result = self._attempt(micro_batches)
-        finally:
-            self.watch.inspects = False
-        bad = result.bad_rounds[result.bad_rounds >= 0]
-        return (result.bad_rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
+        self._steps.require_finite()
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
@@ -356,53 +293,11 @@ class Strategy(ABC):
         Args:
             micro_batches: Those of the next step.
         """
-        self._announced = self._begin_counts(with_samples(micro_batches))
-
-    def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> Pending:
-        lacks_any = self._latest is None and not micro_batches
-        return self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), lacks_any)
-
-    def _attempt(self, micro_batches: Sequence[MicroBatch]) -> tuple[Verdict, StepResult]:
-        """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
-        counts, self._announced = self._announced or self._begin_counts(micro_batches), None
-        self._latest = micro_batches[-1] if micro_batches else self._latest
-        self.watch.begin_step()
-        self.before_step()
-        global_batch: GlobalBatch | None = None
-        losses: list[Tensor] = []
-        for index in itertools.count():
-            if index + 1 >= len(micro_batches) or self.communicates_in_forward:
-                # This may be the last micro-batch of all ranks: from here on the number of rounds must be known.
-                global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
-            is_last = global_batch is not None and index + 1 == global_batch.rounds
-            batch = micro_batches[index] if index < len(micro_batches) else self._latest
-            assert batch is not None
-            with nullcontext() if is_last else self.no_sync():
-                with phase("forward"), self.autocast():
-                    loss = self.forward(batch).loss
-                global_batch = global_batch or self._agreement.counts(counts, self.optimizer_steps)
-                weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
-                with phase("backward"):
-                    self.watch.begin_round()
-                    self.before_backward()
-                    (loss * (weight * self.data_parallel_size if self.averages_over_ranks else weight)).backward()
-                self.after_backward()
-            if weight:
-                losses.append(loss.detach().double() * weight)
-            if is_last:
-                break
-        with phase("gradient_sync"):
-            self.finish_gradient_synchronization()
-        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
-        results = self._agreement.begin_results(self.watch.first_nonfinite_round, self.watch.received())
-        verdict = self._verdict = Verdict(loss, self.norm_of_share(), self.optimizer_steps, self.process_group)
-        result = self._agreement.results(results)
-        self.drop_gradients([p for p, used in zip(self.trainable.values(), result.used, strict=True) if not used])
-        return verdict, result
+        self._steps.announce(micro_batches)
 
     def step(self) -> None:
         """Update the parameters, unless the loss or a gradient is not finite."""
-        update_unless(self._verdict.found_inf, self.updating_optimizer, self.update)
+        update_unless(self._steps.verdict.found_inf, self.updating_optimizer, self.update)
         self.optimizer_steps += 1
 
     def update(self) -> None:
@@ -449,13 +344,3 @@ class Strategy(ABC):
         verdict = Collective("all_reduce", 1, VERDICT_BYTES, size, "bookkeeping")
         clipping = self.expected_clipping_traffic() if clips else []
         return [*self.expected_gradient_traffic(micro_batches), exchanges, verdict, *clipping]
-
-
-def with_samples(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Those micro-batches that are not empty."""
-    return [batch for batch in micro_batches if sample_count(batch)]
-
-
-def sample_count(micro_batch: MicroBatch) -> int:
-    """Samples in a micro-batch: dimension 0 of its first tensor."""
-    return next(iter(micro_batch.values())).shape[0]

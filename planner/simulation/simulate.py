@@ -30,7 +30,8 @@ from planner.simulation.streams import Streams, pretended_streams
 from sharding.units.unit import nan_placeholder
 from training.errors import UserError
 from training.loop import train
-from training.strategy import Strategy, sample_count
+from training.step import sample_count
+from training.strategy import Strategy
 
 NEEDS_DATA = (
     "ddp.link_fit:measure_all_reduce",
