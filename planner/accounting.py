@@ -34,8 +34,8 @@ PRECISIONS = {
 }
 """Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
 FP32, BF16 = 4, 2
-CASTS = "weights that autocast casts"
-"""A term of activations. zero3 does not hold it: see `sharding.units.low_precision`."""
+CASTS = "weights of blocks, cast"
+"""A term of activations: what autocast makes. zero3 has those of a block or two (`sharding.units.low_precision`)."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,9 @@ class Decoder:
             Term("cosines and sines", "2 s d_head 4", 2 * tokens * self.head_dim * FP32),
         ]
         if low == BF16:
-            linear = layers * (2 * d * (q + kv) + 3 * d * f) + self.labels * d
+            linear = layers * (2 * d * (q + kv) + 3 * d * f)
             terms.append(Term(CASTS, "2 for each of a linear layer", BF16 * linear))
+            terms.append(Term("head, cast", "2 labels d_model", BF16 * self.labels * d))
         return terms
 
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if not activations:
         console.print("Activations: no formula here; `plan.py` without `memory` counts them by running the model.")
     if any(term.name == CASTS for term in activations):
-        console.print("zero3 frees the weights that autocast casts with their blocks, so its activations are without.")
+        console.print("zero3 frees cast weights with their blocks: its activations are without those.")
     console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")
 
 

@@ -63,6 +63,26 @@ def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist
     return _groups_of_roots[group]
 
 
+_queues: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def behind_nothing(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks for small collectives that must not wait for an `all_gather` under way. Collective when
+    first called.
+
+    NCCL runs the collectives of a group one after the other, on whatever streams. Over Gloo `group` itself will do,
+    because each root has a group of its own.
+    """
+    if is_gloo(group, device):
+        return group
+    if group not in _queues:
+        ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
+        made = dist.new_group(ranks, timeout, dist.get_backend_config(group), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+        _queues[group] = made
+    return _queues[group]
+
+
 def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start to sum `full` (a multiple of the world size long) over ranks; this rank's part of the sum goes to `shard`.
 

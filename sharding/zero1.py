@@ -7,8 +7,7 @@ reduce-scatter followed by an all-gather, and the optimizer fits between the two
   backward goes on.
 - After backward, each rank updates its shard of the parameters with its shard of the gradients.
 - Then the updated parameters are all-gathered, bucket by bucket, while the next forward pass begins. Each part of the
-  model waits only for its own parameters (`sharding.arrivals`). Buffers are broadcast before that: NCCL runs the
-  collectives of a group one after the other, so behind the all-gathers they would hold up the forward pass.
+  model waits only for its own parameters (`sharding.arrivals`).
 
 On the wire that is 2(N-1)/N * P elements, as much as DDP.
 
@@ -24,7 +23,7 @@ from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
 from ddp.fixed_order import FixedOrder
 from sharding.arrivals import Arrivals
 from sharding.blocks import around_units, find_blocks, plan_units
-from sharding.collectives import all_gather, expected_all_gathers, expected_reduce_scatters
+from sharding.collectives import all_gather, behind_nothing, expected_all_gathers, expected_reduce_scatters
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.sharded import ShardedStrategy
@@ -50,8 +49,6 @@ class Zero1(ShardedStrategy):
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         self.buckets = [self.make_bucket(flat) for flat in self.flats]
         self.order = FixedOrder(self.buckets)
-        self._is_updated = False  # parameters were updated, and are not being gathered yet
-        self.module.register_forward_pre_hook(lambda *_: self._gather_parameters())  # outside of a step, too
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
@@ -72,8 +69,8 @@ class Zero1(ShardedStrategy):
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        super().before_step()
-        self._gather_parameters()
+        if buffers := self.buffers():  # or forward would begin when all parameters are gathered
+            broadcast_from_rank0(buffers, behind_nothing(self.process_group, self.device))
         self.order.restart()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
@@ -103,16 +100,10 @@ class Zero1(ShardedStrategy):
 
     def update(self) -> None:
         super().update()
-        self._is_updated = True
-
-    def _gather_parameters(self) -> None:
-        if self._is_updated:
-            self._is_updated = False
-            for flat in reversed(self.flats):  # the order in which forward needs them
-                self.arrivals.start(flat, all_gather(flat.full, self.process_group))
+        for flat in reversed(self.flats):  # the order in which forward needs them
+            self.arrivals.start(flat, all_gather(flat.full, self.process_group))
 
     def finish_parameter_synchronization(self) -> None:
-        self._gather_parameters()
         self.arrivals.wait()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:

@@ -17,7 +17,7 @@ What happens in a step, with units 1 to n:
 - Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
-two; at its start also the root. Under autocast, low-precision copies of weights come and go with their unit
+two; at its start also the root. Under autocast, copies of the linear layers' weights come and go with their unit
 (`sharding.units.low_precision`).
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
@@ -62,7 +62,8 @@ class Zero3(ShardedStrategy):
         plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
-        units = [Unit(plan.modules, [plan.parameters], self.process_group) for plan in plans]
+        casts = self.options.precision != "fp32"
+        units = [Unit(plan.modules, [plan.parameters], self.process_group, casts) for plan in plans]
         self.root = Unit([self.module], [before, after], self.process_group)
         self.embeddings = Embeddings(embeddings, self.process_group)
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
@@ -79,7 +80,8 @@ class Zero3(ShardedStrategy):
         self.module.register_forward_hook(lambda *_: self._after_forward())
         for unit in units:
             for module in unit.modules:
-                module.register_forward_pre_hook(partial(self._before_unit, unit), with_kwargs=True)
+                before = partial(self._before_unit, unit)
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # others may read weights
                 module.register_forward_hook(partial(self._after_unit, unit))
         for embedding in self.embeddings.modules:  # no-op, unless an activation checkpoint looks up again in backward
             embedding.register_forward_pre_hook(lambda *_: self._unshard_now(self.embeddings))
@@ -106,7 +108,7 @@ class Zero3(ShardedStrategy):
         self._unshard_now(self.embeddings)
         self._prefetch_in_forward(0)
 
-    def _before_unit(self, unit: Unit, module: nn.Module, *inputs: Any) -> None:
+    def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
         if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
@@ -116,8 +118,6 @@ class Zero3(ShardedStrategy):
             if not (earlier.is_sharded or earlier.running) and self.order.is_over(earlier):
                 earlier.reshard()
         self._unshard_now(unit)
-        if torch.is_autocast_enabled(self.device.type) and torch.is_grad_enabled():
-            unit.low_precision.use(module, torch.get_autocast_dtype(self.device.type))
         self._prefetch_in_forward(index + 1)
         if unit.has_frozen:
             for leaf in tensors_with_gradient(inputs):
@@ -128,8 +128,7 @@ class Zero3(ShardedStrategy):
         if index < len(self.schedule.units):
             self.schedule.unshard(self.schedule.units[index])
 
-    def _after_unit(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
-        unit.low_precision.stop_using(module)
+    def _after_unit(self, unit: Unit, _: nn.Module, inputs: Any, output: Any) -> None:
         if not self._in_backward:
             unit.running -= 1
         for leaf in tensors_with_gradient(output):

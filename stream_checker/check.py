@@ -32,7 +32,7 @@ class Seen:
         races: How often each race was found, in all steps.
         host_waits: By place, how often the host waited for the device, in all steps.
         waits_in_backward: How often a stream waited for a collective in backward, where it could compute.
-        stalls: How often a synchronous collective was issued behind others in flight (`CheckedGroup`).
+        stalls: How often a synchronous collective was issued behind others in flight (`Device`).
         copied_bytes: Bytes written by operators that only copy, those of the model among them.
         losses: Of all steps; empty if they are not finite because of a race.
     """
@@ -70,7 +70,7 @@ def check(
     def make_group(name: str) -> CheckedGroup:
         return CheckedGroup(device, 0, RANKS, is_late, name)
 
-    with default_group(make_group, RANKS, CONFIG) as group, pretended_device(device):
+    with default_group(make_group, RANKS, CONFIG), pretended_device(device):
         registry = next(registry for registry in REGISTRIES if choice in registry.names)
         strategy = registry.load(choice)(make_module(), adamw, options or StrategyOptions())
         batches = [make_batch(index) for index in range(micro_batches)]
@@ -80,13 +80,12 @@ def check(
             return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
 
         run(max(2, strategy.settling_steps))
-        waits, collectives = waits_in_backward(strategy, group), 0
+        waits = waits_in_backward(strategy, device)
         device.is_recording = True
         try:
             losses = run(1)
             also(strategy)
             losses += run(STEPS - 1)
-            collectives = group.collectives
             strategy.finish_communication()
         except NonFiniteError:  # something was read before it was there
             if not device.memory.races:
@@ -97,25 +96,25 @@ def check(
             device.memory.races,
             device.waits,
             device.launches / STEPS,
-            collectives / STEPS,
+            device.collectives / STEPS,
             sum(waits) / STEPS,
-            group.stalls / STEPS,
+            device.stalls / STEPS,
             device.copied_bytes / STEPS,
             losses,
         )
 
 
-def waits_in_backward(strategy: Strategy, group: CheckedGroup) -> list[int]:
+def waits_in_backward(strategy: Strategy, device: Device) -> list[int]:
     """From now on, how often a stream waited in each backward pass."""
     found: list[int] = []
     before, after = strategy.before_backward, strategy.after_backward
 
     def begin() -> None:
         before()
-        found.append(-group.waits)
+        found.append(-device.collective_waits)
 
     def end() -> None:
-        found.append(group.waits)
+        found.append(device.collective_waits)
         after()
 
     strategy.before_backward, strategy.after_backward = begin, end  # type: ignore[method-assign]

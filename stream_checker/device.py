@@ -36,6 +36,10 @@ class Device(TorchDispatchMode):
         launches: Operators that touch memory.
         copied_bytes: Bytes that operators wrote that only copy.
         waits: By place in the code, how often the host waited for the device.
+        collectives: How many were issued, in all groups.
+        collective_waits: How often a stream was made to wait for one.
+        stalls: How often a synchronous one was issued behind others of its group in flight. NCCL runs the collectives
+            of a group one after the other (`ncclLaunchPrepare`), so the current stream stands still until they end.
     """
 
     def __init__(self) -> None:
@@ -45,6 +49,7 @@ class Device(TorchDispatchMode):
         self.is_recording = False
         self.launches = self.copied_bytes = self._streams = 0
         self.waits: Counter[str] = Counter()
+        self.collectives = self.collective_waits = self.stalls = 0
         self._of_host: dict[int, StorageWeakRef] = {}
 
     def is_pinned(self, tensor: Tensor) -> None:

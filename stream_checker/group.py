@@ -49,7 +49,7 @@ class Flight(dist._Work):
         device.current.wait_event(self._end)
         if not self._is_waited_for:
             self._is_waited_for = True
-            self._group.waits += device.is_recording
+            device.collective_waits += device.is_recording
             self._group.inputs = [one for one in self._group.inputs if one is not self._inputs]
             with device.on_host():
                 if self._arrive is not None:
@@ -79,10 +79,6 @@ class CheckedGroup(dist.ProcessGroup):
         is_late: Results arrive when they are waited for, and until then outputs are NaN. Otherwise they arrive at once.
 
     Attributes:
-        collectives: How many were issued while the device records.
-        waits: How often a stream was made to wait for one.
-        stalls: How often a synchronous one was issued behind others in flight. NCCL runs the collectives of a
-            communicator one after the other (`ncclLaunchPrepare`), so the current stream stands still until they end.
         inputs: Of the collectives that nobody has waited for.
     """
 
@@ -91,7 +87,6 @@ class CheckedGroup(dist.ProcessGroup):
         self._rank, self._size, self._name = rank, size, name
         self.device, self.is_late = device, is_late
         self.stream = Stream(f"stream of group {name}")
-        self.collectives = self.waits = self.stalls = 0
         self.inputs: list[Sequence[Tensor]] = []
 
     @property
@@ -126,12 +121,12 @@ class CheckedGroup(dist.ProcessGroup):
         if not device.is_recording:
             return self._arrived(outputs, values)
         stream = device.current
-        self.collectives += 1
+        device.collectives += 1
         if getattr(opts, "asyncOp", True):
             self.stream.wait_stream(device.current)
             stream = self.stream
         elif any(self.inputs):  # those of hosts are empty
-            self.stalls += 1
+            device.stalls += 1
         said = f"{kind} issued at {place()}"
         device.memory.access(stream, inputs, outputs, lambda: said)
 

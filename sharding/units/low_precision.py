@@ -1,52 +1,58 @@
 """Copies of a unit's weights in the precision of its matrix products, which come and go with the unit.
 
 Autocast casts the weight of each linear layer, and autograd keeps the copy until backward: 2 bytes for every parameter
-of the model at once, however little ZeRO-3 holds of the parameters themselves. Here the unit makes these copies, by the
-same cast, in the layers' place. So it can free them when it is resharded, and make them again when it is unsharded for
-backward. What autograd has saved are views of a copy's storage, which is freed and allocated again, not replaced.
+of the model at once, however little ZeRO-3 holds of the parameters themselves. Here the unit makes these copies in
+autocast's place, by the same cast and where autocast would. So it can free them when it is resharded, and make them
+again when it is unsharded for backward. What autograd has saved are views of a copy's storage, which is freed and
+allocated again, not replaced.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 class LowPrecisionWeights:
-    """Of linear layers. Whatever else autocast casts is left to it.
+    """Of linear layers with fp32 weights. Whatever else autocast casts is left to it.
 
     Args:
-        modules: Of the unit.
+        layers: Modules of the unit.
         parameters: Of the unit. A layer may use another unit's weight.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: Collection[nn.Parameter]) -> None:
-        self._layers = {
-            module: [layer for layer in module.modules() if type(layer) is nn.Linear and layer.weight in parameters]
-            for module in modules
-        }
+    def __init__(self, layers: Iterable[nn.Module], parameters: Collection[nn.Parameter]) -> None:
+        for layer in dict.fromkeys(layers):
+            if type(layer) is nn.Linear and layer.weight in parameters and layer.weight.dtype == torch.float32:
+                layer.register_forward_pre_hook(self._use)
+                layer.register_forward_hook(self._stop_using, always_call=True)
         self.begin_forward()
 
     def begin_forward(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []  # each with its weight
+        self._copies: dict[Tensor, Tensor] = {}  # by weight
+        self._references: dict[Tensor, int] = {}  # to a copy's storage, when nobody has saved it
         self._are_here = True
-        for module in self._layers:
-            self.stop_using(module)
 
-    def use(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Until `stop_using`, `module` computes with copies of its weights. Gradients flow through the cast."""
-        for layer in self._layers[module]:
-            copy = layer.weight.to(dtype)
-            self._copies.append((copy, layer.weight))
-            layer.__dict__["weight"] = copy  # found before the parameter, which stays registered
+    def _use(self, layer: nn.Module, _: Any) -> None:
+        """Let `layer` compute with a copy of its weight, where autocast would. Gradients flow through the cast."""
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        if not (torch.is_autocast_enabled(weight.device.type) and torch.is_grad_enabled()):
+            return
+        if weight not in self._copies:
+            copy = self._copies[weight] = weight.to(torch.get_autocast_dtype(weight.device.type))
+            self._references[weight] = references(copy)
+        layer.__dict__["weight"] = self._copies[weight]  # found before the parameter, which stays registered
 
-    def stop_using(self, module: nn.Module) -> None:
-        for layer in self._layers[module]:
-            layer.__dict__.pop("weight", None)
+    def _stop_using(self, layer: nn.Module, *_: Any) -> None:
+        layer.__dict__.pop("weight", None)
 
     def free(self) -> None:
-        """The weights are about to be freed: free their copies, too."""
-        for copy, _ in self._copies:
+        """The weights are about to be freed: free their copies, and forget those that autograd has not saved."""
+        for weight, copy in list(self._copies.items()):
+            if references(copy) <= self._references[weight]:
+                del self._copies[weight], self._references[weight]
             copy.untyped_storage().resize_(0)
         self._are_here = False
 
@@ -54,9 +60,13 @@ class LowPrecisionWeights:
         """The weights are whole again: make the copies that were freed."""
         if self._are_here:
             return
-        for copy, _ in self._copies:
+        self._are_here = True
+        for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         if self._copies:
-            copies, weights = zip(*((copy.data, weight.data) for copy, weight in self._copies), strict=True)
-            torch._foreach_copy_(copies, weights)
-        self._are_here = True
+            torch._foreach_copy_([copy.data for copy in self._copies.values()], [w.data for w in self._copies])
+
+
+def references(tensor: Tensor) -> int:
+    """How many tensors share its storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

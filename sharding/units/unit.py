@@ -90,6 +90,7 @@ class Unit:
 
     Args:
         parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
+        casts: The modules run under autocast.
 
     Attributes:
         flats: The flat parameters, one for each part, dtype and device.
@@ -101,13 +102,18 @@ class Unit:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], parameters: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        group: dist.ProcessGroup,
+        casts: bool = False,
     ) -> None:
         self.modules = list(modules)
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
         self.flats = [ShardedParameters(kind, group) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat) for flat in self.flats if flat.trainable]
-        self.low_precision = LowPrecisionWeights(modules, {p for flat in self.flats for p in flat.parameters})
+        layers = [layer for module in modules for layer in module.modules()] if casts else []
+        self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})
         self.has_frozen = not all(flat.trainable for flat in self.flats)
         self.is_sharded = True
         self.begin_forward()

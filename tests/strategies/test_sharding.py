@@ -139,35 +139,6 @@ def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int
         assert left == 0
 
 
-def copies_in_use(model: str, by_autocast: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Parameters after steps in bf16; bytes of low-precision copies when forward ends, and when all is done."""
-    module = build(model)
-    strategy = make("zero3", module, precision="bf16")
-    units, held = strategy.schedule.units, []
-    if by_autocast:
-        for unit in units:
-            unit.low_precision._layers = {member: [] for member in unit.modules}
-
-    def count() -> int:
-        copies = [copy for unit in units for copy, _ in unit.low_precision._copies]
-        return sum(copy.untyped_storage().nbytes() for copy in copies)
-
-    module.register_forward_hook(lambda *_: held.append(count()))
-    for step in range(3):
-        one_step(strategy, [make_batch(model, 2, 10 * step + i) for i in range(2)])
-    return strategy.full_state_dict(), [held[-1], count()]
-
-
-@pytest.mark.parametrize("model", ["llama", "llama, checkpointed"])
-def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str) -> None:
-    """After forward those of the last of two blocks are there. The results are bitwise those of autocast's copies."""
-    linear = sum(layer.weight.numel() for layer in build(model).modules() if isinstance(layer, nn.Linear))
-    by_autocast, _ = ranks.run(2, copies_in_use, model, True)[0]
-    state, (after_forward, left) = ranks.run(2, copies_in_use, model, False)[0]
-    assert 0 < after_forward <= 2 * linear / 2 and left == 0
-    assert all(torch.equal(state[name], by_autocast[name]) for name in by_autocast)
-
-
 # Order, re-use, checkpoints ------------------------------------------------------------------------------------------
 
 

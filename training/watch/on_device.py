@@ -11,6 +11,7 @@ is held only until it is waited for or completed. At most as many collectives as
 followed; others stay `queued`.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,6 +32,9 @@ STALL_S = 2.0
 ALLOWED_SHARE, REPORT_MARGIN_S = 0.8, 10.0
 """A hang is declared after so much of the timeout, or so long before it ends, whichever is later: then the ranks have
 time to report before NCCL's watchdog ends the process."""
+
+LOOK_EVERY = 64
+"""Collectives. Where no more can be followed, the training thread makes room once in so many: it takes 1 ms."""
 
 
 def only_orders_streams(backend: Backend, device: torch.device) -> bool:
@@ -102,13 +106,14 @@ class DeviceCollectives:
         self._flight = flight
         self._open: dict[int, OpenCollective] = {}  # by number, oldest first
         self._not_followed: set[int] = set()  # numbers, of those that a device runs
+        self._looking = threading.Lock()  # the watcher's thread looks, and the training thread to make room
 
     def issue(self, number: int, queue: str | None, device: torch.device, timeout_s: float) -> None:
         """The host is about to issue a collective."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # it runs when the graph does
         self._flight.set_state(number, QUEUED)
-        if len(self._open) == RING_ENTRIES:
+        if len(self._open) == RING_ENTRIES and number % LOOK_EVERY == 0:
             self.look()
         if len(self._open) == RING_ENTRIES:
             self._not_followed.add(number)  # the oldest tells more than the latest
@@ -128,11 +133,15 @@ class DeviceCollectives:
         found = self._open.get(number)
         if found is not None:
             found.is_completed = mark_stream(found.device)
-        return found is not None or number in self._not_followed
+        if number in self._not_followed:
+            self._not_followed.remove(number)
+            return True
+        return found is not None
 
     def look(self) -> None:
         """Bring the flight recorder up to date."""
-        with current(self.oldest.device) if self.oldest else nullcontext():
+        oldest = self.oldest
+        with self._looking, current(oldest.device) if oldest is not None else nullcontext():
             self._look()
 
     def _look(self) -> None:

@@ -1,0 +1,94 @@
+"""Copies of weights that zero3 makes in autocast's place: the same numbers, and gone when their block is."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sharding.units.low_precision import LowPrecisionWeights
+from tests.models import FEATURES, answer, batch, build, make_batch
+from tests.parity import OPTIMIZERS, load, one_step
+from tests.ranks import RankPool
+from training.config import StrategyOptions
+
+
+class Block(nn.Module):
+    """Two linear layers. Autocast does not simply cast the weight of the second: see `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.one, self.two = kind, nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        if kind in ("bfloat16", "float64"):
+            self.two.to(getattr(torch, kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.one(x))
+        if self.kind == "no autocast":
+            with torch.autocast("cpu", enabled=False):
+                return self.two(x.float())
+        if self.kind == "used twice":
+            x = self.two(x)
+        return self.two(x.to(self.two.weight.dtype))
+
+
+class Casts(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x.float())
+        return answer(x.float().sum(-1, keepdim=True), y)
+
+
+BUILD = {"llama": partial(build, "llama"), "llama, checkpointed": partial(build, "llama, checkpointed")} | {
+    kind: partial(Casts, kind) for kind in ("bfloat16", "float64", "no autocast", "used twice")
+}
+
+
+def copies_in_use(model: str, by_autocast: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """Parameters after steps in bf16; bytes of low-precision copies when forward ends, and when all is done."""
+    torch.manual_seed(0)
+    module = BUILD[model]()
+    with mock.patch.object(LowPrecisionWeights, "_use", lambda *_: None) if by_autocast else nullcontext():
+        strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], StrategyOptions(precision="bf16"))
+        units, held = strategy.schedule.units, []
+
+        def count() -> int:
+            copies = [copy for unit in units for copy in unit.low_precision._copies.values()]
+            return sum(copy.untyped_storage().nbytes() for copy in copies)
+
+        module.register_forward_hook(lambda *_: held.append(count()))
+        for step in range(3):
+            batches = [make_batch("llama" if "llama" in model else "plain", 2, 10 * step + i) for i in range(2)]
+            one_step(strategy, batches)
+        assert not any("weight" in vars(layer) for layer in module.modules()), "the parameters are in their places"
+        return strategy.full_state_dict(), [held[-1], count()]
+
+
+@pytest.mark.parametrize("model", BUILD)
+def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str) -> None:
+    """After forward those of the last block are there. The results are bitwise those of autocast's own copies."""
+    linear = sum(layer.weight.numel() for layer in BUILD[model]().modules() if isinstance(layer, nn.Linear))
+    by_autocast, _ = ranks.run(2, copies_in_use, model, True)[0]
+    state, (after_forward, left) = ranks.run(2, copies_in_use, model, False)[0]
+    assert 0 < after_forward <= 2 * linear / 2 and left == 0
+    assert all(torch.equal(state[name], by_autocast[name]) for name in by_autocast)
+
+
+def weight_after_an_error() -> bool:
+    module = Casts("used twice")
+    strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], StrategyOptions(precision="bf16"))
+    module.blocks[1].two.register_forward_pre_hook(lambda *_: 1 / 0)
+    with strategy.autocast(), pytest.raises(ZeroDivisionError):
+        strategy.forward(batch(2, 0))
+    return any("weight" in vars(layer) for layer in module.modules())
+
+
+def test_an_error_in_a_block_leaves_no_copy_in_a_parameters_place(ranks: RankPool) -> None:
+    assert ranks.run(2, weight_after_an_error) == [False, False]
