@@ -63,10 +63,10 @@ def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist
     return _groups_of_roots[group]
 
 
-_queues: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def behind_nothing(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A group of the same ranks for small collectives that must not wait for an `all_gather` under way. Collective when
     first called.
 
@@ -75,12 +75,12 @@ def behind_nothing(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     """
     if is_gloo(group, device):
         return group
-    if group not in _queues:
+    if group not in _side_groups:
         ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
         made = dist.new_group(ranks, timeout, dist.get_backend_config(group), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-        _queues[group] = made
-    return _queues[group]
+        _side_groups[group] = made
+    return _side_groups[group]
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:

@@ -23,7 +23,7 @@ from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
 from ddp.fixed_order import FixedOrder
 from sharding.arrivals import Arrivals
 from sharding.blocks import around_units, find_blocks, plan_units
-from sharding.collectives import all_gather, behind_nothing, expected_all_gathers, expected_reduce_scatters
+from sharding.collectives import all_gather, expected_all_gathers, expected_reduce_scatters, side_group
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.sharded import ShardedStrategy
@@ -70,7 +70,7 @@ class Zero1(ShardedStrategy):
 
     def before_step(self) -> None:
         if buffers := self.buffers():  # or forward would begin when all parameters are gathered
-            broadcast_from_rank0(buffers, behind_nothing(self.process_group, self.device))
+            broadcast_from_rank0(buffers, side_group(self.process_group, self.device))
         self.order.restart()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
