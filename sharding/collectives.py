@@ -76,8 +76,11 @@ def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     if is_gloo(group, device):
         return group
     if group not in _side_groups:
-        ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
-        made = dist.new_group(ranks, timeout, dist.get_backend_config(group), use_local_synchronization=True)
+        options = group._get_backend(device).options
+        timeout = None if options is None else options._timeout  # torch's `fake` group has none
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), timeout, dist.get_backend_config(group), use_local_synchronization=True
+        )
         assert isinstance(made, dist.ProcessGroup), "this rank is a member"
         _side_groups[group] = made
     return _side_groups[group]
