@@ -40,6 +40,11 @@ def free(tensor: Tensor | None) -> None:
         tensor.untyped_storage().resize_(0)
 
 
+def references(tensor: Tensor) -> int:
+    """How many tensors share its storage, those that autograd has saved among them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 _device_types_of_gloo: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 

@@ -8,11 +8,11 @@ the unit stays whole.
 import time
 from collections.abc import Iterable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from sharding.blocks import UnitPlan, uses_of_parameters
+from sharding.collectives import references
 from sharding.units.unit import Unit
 
 RELEASE_S = 0.1
@@ -63,7 +63,7 @@ class Embeddings(Unit):
 
     def _references(self) -> int:
         """How many tensors share the full tensors' storages."""
-        return sum(torch._C._storage_Use_Count(flat.full.untyped_storage()._cdata) for flat in self.flats)
+        return sum(references(flat.full) for flat in self.flats)
 
 
 def find_embeddings(module: nn.Module, plans: Iterable[UnitPlan]) -> UnitPlan:

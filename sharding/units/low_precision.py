@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sharding.collectives import free, references
+
 
 class LowPrecisionWeights:
     """Of linear layers with fp32 weights. Whatever else autocast casts is left to it.
@@ -32,7 +34,6 @@ class LowPrecisionWeights:
     def begin_forward(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}  # by weight
         self._references: dict[Tensor, int] = {}  # to a copy's storage, when nobody has saved it
-        self._are_here = True
 
     def _use(self, layer: nn.Module, _: Any) -> None:
         """Let `layer` compute with a copy of its weight, where autocast would. Gradients flow through the cast."""
@@ -53,20 +54,11 @@ class LowPrecisionWeights:
         for weight, copy in list(self._copies.items()):
             if references(copy) <= self._references[weight]:
                 del self._copies[weight], self._references[weight]
-            copy.untyped_storage().resize_(0)
-        self._are_here = False
+            free(copy)
 
     def restore(self) -> None:
         """The weights are whole again: make the copies that were freed."""
-        if self._are_here:
-            return
-        self._are_here = True
         for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         if self._copies:
             torch._foreach_copy_([copy.data for copy in self._copies.values()], [w.data for w in self._copies])
-
-
-def references(tensor: Tensor) -> int:
-    """How many tensors share its storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
