@@ -39,9 +39,10 @@ import ddp
 import sharding
 from benchmarks.variants import LOCAL, RUNTIME, SETTINGS, parse_variant
 from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
-from training.config import BACKENDS, RunConfig
+from training.config import BACKENDS, RunConfig, link_text
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
+from training.link.speed import NONE, Link
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
 ALONE = (LOCAL, RUNTIME)
@@ -71,12 +72,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("LINK_BITS_PER_S") or None,
         help="bits per second that a rank can send, for the bound (default: what the link lab sets)",
     )
+    parser.add_argument("--link", type=link_text, default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto", help=f"of choices that name none; {', '.join(BACKENDS)}")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
+    if link := Link.parse(options.link):
+        options.link_rate = link.bits_per_s
     choices = options.choices.split(",")
     wanted = [options.against, *choices, *ALONE] if options.rounds else choices
     options.variants = {text: parse_variant(text, names) for text in wanted}
@@ -93,7 +97,7 @@ def main() -> int:
     from training.run import silence_libraries
 
     silence_libraries()
-    taken_over = ("workload", "global_batch_size", "device", "grad_accum_steps", "backend", "depth", "width")
+    taken_over = ("workload", "global_batch_size", "device", "grad_accum_steps", "backend", "link", "depth", "width")
     try:
         config = RunConfig(
             **{name: getattr(options, name) for name in taken_over},

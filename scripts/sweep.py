@@ -21,10 +21,14 @@ from scripts.sweep_state import SweepState
 from training.cli import OneLineParser, exit_with_error
 from training.errors import UserError
 from training.flags import with_config_file
+from training.link.speed import NONE
 from training.process.environment import quiet_libraries
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
+SWEEP_LINK = "2.5gbit"
+"""Of each rank without a GPU by default: communication of workload `sample` then takes about as long as its backward
+pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, and all choices would look alike."""
 QUIET = quiet_libraries() | {
     "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
@@ -96,6 +100,8 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
         flags += ["--max-steps", str(SWEEP_STEPS)]
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     config = runs.config(family.registry.names[0])
+    if not any(flag.split("=")[0] == "--link" for flag in flags) and not has_gpu(config.device):
+        flags += ["--link", SWEEP_LINK]
     config.micro_batch_size(options.ranks)
     if config.max_steps is not None and config.profile_steps() > config.max_steps:
         from training.profiling.profiler import require_window_fits  # imports torch
@@ -109,6 +115,13 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     return runs, state, options.resume
 
 
+def has_gpu(device: str) -> bool:
+    """Whether a run with `--device` trains on GPUs."""
+    import torch  # takes seconds
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
 def given_to_resume(arguments: list[str]) -> str:
     """The value behind `--resume`, which takes none in a sweep; empty if there is none."""
     for one, following in pairwise([*arguments, ""]):
@@ -117,6 +130,16 @@ def given_to_resume(arguments: list[str]) -> str:
         if one == "--resume" and not following.startswith("-") and not following.isdecimal():  # a number: RANKS
             return following
     return ""
+
+
+def link_sentence(runs: Runs) -> str:
+    """The first line of a sweep."""
+    link = runs.config(runs.family.registry.names[0]).link
+    if link == NONE:
+        return "links: as this machine is"
+    return (
+        f"links: {link} from rank to rank, on top of this machine; --link none is the machine as it is (docs/link.md)"
+    )
 
 
 def interrupted(number: int) -> int:
@@ -144,6 +167,7 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []
     labels = runs.labels()
+    print(link_sentence(runs), flush=True)
     for label in labels:
         if label in state.finished:
             print(f"{label}: finished before", flush=True)

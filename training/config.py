@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from training.errors import UserError
+from training.link.speed import NONE, canonical
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -85,6 +86,18 @@ def bucket_cap(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 
 
+def link_text(text: str) -> str:
+    """What `--link` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no link.
+    """
+    try:
+        return canonical(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _flag(
     group: str,
     default: Any,
@@ -147,6 +160,12 @@ class RunConfig:
 
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
+    )
+    link: str = _communication(
+        NONE,
+        "give each rank a link of this rate and latency, without a GPU: 1gbit, or 250mbit,50us; none is the machine as "
+        "it is (docs/link.md)",
+        parse=link_text,
     )
     timeout_minutes: float = _communication(
         10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
@@ -213,6 +232,7 @@ class RunConfig:
                 _require(value >= least, flag, value, f"a whole number of at least {least}")
             if field.metadata["above_zero"]:
                 _require(0 < value < float("inf"), flag, value, "a number above 0")
+        object.__setattr__(self, "link", canonical(self.link))
         _require(self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
         _require(
             not (self.overlap_optimizer and self.clip_grad_norm),

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
+from training.link.group import pace_default_group
+from training.link.speed import NONE, Link
 
 Result = TypeVar("Result")
 
@@ -87,6 +89,8 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     if config.device == "cuda" and not has_cuda:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
     use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
+    if config.link != NONE:
+        require_pacable(config, use_cuda)
     backend = config.backend if config.backend != AUTO else NCCL if use_cuda else "gloo"
     if library_of(backend) == NCCL and not use_cuda:
         raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")
@@ -99,6 +103,17 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
             f"GPU; use --nproc_per_node={gpus}, or --backend gloo to share GPUs"
         )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
+
+
+def require_pacable(config: RunConfig, use_cuda: bool) -> None:
+    """
+    Raises:
+        UserError: `--link` cannot slow down what carries this run's messages.
+    """
+    if use_cuda:
+        raise UserError(f"--link {config.link} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise UserError(f"--link {config.link} is for the ranks of one machine; several nodes have links of their own")
 
 
 @contextmanager
@@ -129,6 +144,9 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
         raise OneRankError(
             f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
         ) from error
+    link = Link.parse(config.link)
+    if link is not None:
+        pace_default_group(link)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
         gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably

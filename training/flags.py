@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.cli import OneLineParser, exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, flag_name
+from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
 from training.registry import Registry
 
-METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}"}
+METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}
 
 
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:

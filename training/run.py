@@ -24,6 +24,7 @@ from training.data.workloads import build_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from training.flags import to_toml
+from training.link.speed import NONE
 from training.loop import TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
 from training.profiling.memory import ModelSize
@@ -251,6 +252,8 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     """One line on how the run went."""
     evaluation, median = record["eval"], record["step_time_median_s"]
     parts = [f"{label}: done"]
+    if record["config"]["link"] != NONE:
+        parts[0] += f" over links of {record['config']['link']}"
     if median is not None:
         parts.append(f"median step {median * 1000:.0f} ms")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")

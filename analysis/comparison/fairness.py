@@ -45,11 +45,15 @@ def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_link(record: dict[str, Any]) -> str:
-    """The rate to which the link lab has shaped the link, if it has."""
-    rate = record.get("link_bits_per_s")
-    return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s"
+    """How fast each link was: paced by `--link`, shaped by the link lab, or the machine's own."""
+    rate, paced = record.get("link_bits_per_s"), record["config"].get("link", "none")
+    if paced != "none":
+        return f"{paced}, paced"
+    return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s, shaped"
 
 
+LINK = "link"
+"""Runs over different links are never compared: the link decides which choice is fast."""
 BACKEND_CLASS = "backend class"
 """With one of torch's NCCL classes DDP overlaps its all-reduces with backward, with the other it does not
 (docs/cuda.md)."""
@@ -75,7 +79,7 @@ SETTINGS = {
     "optimizer overlapped with communication": Setting(
         lambda record: "yes" if record["config"].get("overlap_optimizer") else "no", (TIME,)
     ),
-    "link rate": Setting(of_link, (TIME,)),
+    LINK: Setting(of_link, (TIME,)),
     "search for unused parameters": Setting(of_config("find_unused_parameters", "off"), (TIME,)),
     "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
     "seed": Setting(lambda record: record["config"].get("seed"), (LOSS,)),
@@ -98,7 +102,8 @@ def field_of(name: str) -> str:
     return name.replace(" ", "-")
 
 
-FIELDS = tuple(map(field_of, SETTINGS))
+FIELDS = tuple(field_of(name) for name in SETTINGS if name != LINK)
+"""Those in which a user may allow a difference."""
 
 
 def differences(records: Mapping[str, dict[str, Any]]) -> list[Difference]:
@@ -124,10 +129,10 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
     found = differences(records)
     refused = [difference for difference in found if field_of(difference.name) not in set(allowed)]
     if refused:
-        flags = " ".join(f"--allow-different {field_of(difference.name)}" for difference in refused)
+        flags = [f"--allow-different {field_of(found.name)}" for found in refused if found.name != LINK]
+        way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""
         raise TraceError(
-            f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike, or give "
-            f"{flags}"
+            f"these runs cannot be compared: they differ in {', '.join(map(str, refused))}; train them alike{way_out}"
         )
     return found
 

@@ -16,6 +16,7 @@ from training.config import RECORD_VERSION, RunConfig
 from training.data.workload import Workload
 from training.distributed import Ranks, backend_class
 from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
+from training.link.speed import Link
 from training.loop import TrainingResult
 from training.process.environment import VARIABLE, scheduling
 from training.profiling.memory import ModelSize
@@ -97,7 +98,7 @@ class RunSoFar:
         result = self.result.whole_steps()
         traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
         earlier = self.resumed_from["step"] if self.resumed_from else 0
-        link = os.environ.get("LINK_BITS_PER_S")
+        paced, shaped = Link.parse(self.config.link), os.environ.get("LINK_BITS_PER_S")
         return {
             "schema_version": RECORD_VERSION,
             "choice": self.config.choice,
@@ -112,7 +113,7 @@ class RunSoFar:
             "threads": torch.get_num_threads(),
             "allocator": os.environ.get(VARIABLE) or None,
             "scheduling": scheduling(),
-            "link_bits_per_s": int(link) if link else None,
+            "link_bits_per_s": paced.bits_per_s if paced else int(shaped) if shaped else None,
             "config": self.config.as_dict(),
             "versions": package_versions(),
             "parameters": size.elements,

@@ -26,7 +26,12 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         )
     if config.get("overlap_optimizer"):
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
-    if record.get("link_bits_per_s"):
+    if config.get("link", "none") != "none":
+        lines.append(
+            f"Every rank had a link of {config['link']} (--link): a collective ended no earlier than such links could "
+            "have delivered it."
+        )
+    elif record.get("link_bits_per_s"):
         lines.append(f"Each node's link was shaped to {record['link_bits_per_s'] / 1e6:g} Mbit/s.")
     return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]
 

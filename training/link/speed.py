@@ -1,0 +1,59 @@
+"""How fast a link is, as people write it: `1gbit`, `250mbit,50us`, or `none`."""
+
+import re
+from dataclasses import dataclass
+
+from training.communication.rates import Rate
+from training.errors import UserError
+
+NONE = "none"
+"""The machine as it is."""
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of one rank. It carries both directions at once.
+
+    Attributes:
+        bits_per_s: In each direction.
+        latency_s: One way, of each message.
+    """
+
+    bits_per_s: int
+    latency_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Link | None":
+        """The link that `text` names; None for `none`.
+
+        Raises:
+            UserError: the text names no link.
+        """
+        rate, _, latency = text.lower().partition(",")
+        bits_per_s = Rate.parse(rate).bits_per_s
+        if bits_per_s is None and not latency:
+            return None
+        parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency or "0s")
+        if bits_per_s is None or parts is None:
+            raise UserError(
+                f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
+                f"250mbit,50us; or {NONE}"
+            )
+        return cls(bits_per_s, float(parts[1]) * SECONDS[parts[2]])
+
+    def __str__(self) -> str:
+        rate = str(Rate(self.bits_per_s))
+        if not self.latency_s:
+            return rate
+        unit, scale = next((unit, scale) for unit, scale in SECONDS.items() if self.latency_s < 1000 * scale)
+        return f"{rate},{self.latency_s / scale:g}{unit}"
+
+
+def canonical(text: str) -> str:
+    """The one way to write a link: `1gbit` for `1000mbit`.
+
+    Raises:
+        UserError: the text names no link.
+    """
+    return str(Link.parse(text) or NONE)
