@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
-from training.link.group import pace_default_group
+from training.link.group import paced_groups
 from training.link.speed import NONE, Link
 
 Result = TypeVar("Result")
@@ -144,13 +144,11 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
         raise OneRankError(
             f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
         ) from error
-    link = Link.parse(config.link)
-    if link is not None:
-        pace_default_group(link)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
-        gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
-        host_barrier()
+        with paced_groups(Link.parse(config.link)):
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
+            gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
+            host_barrier()
     finally:
         gc.collect()
         dist.destroy_process_group()

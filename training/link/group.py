@@ -9,7 +9,8 @@ that it would have. What the caller gets, `Work` or future, is the one behind th
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
@@ -40,8 +42,8 @@ from training.link.schedule import Schedule
 from training.link.speed import Link
 
 _abandoned: list[dist.ProcessGroup] = []
-"""Groups that end in the middle of a collective. Whoever destroys one waits for its threads, and holds the interpreter's
-lock, which the callbacks need."""
+"""Groups that end in the middle of a collective. Whoever destroys one waits for its threads, and meanwhile holds the
+interpreter's lock, which their callbacks need."""
 
 
 class PacedGroup(dist.ProcessGroup):
@@ -113,12 +115,16 @@ class PacedGroup(dist.ProcessGroup):
     def unregister_post_hook(self, hook_id: int) -> None:
         del self._post_hooks[hook_id]
 
-    def shutdown(self) -> None:
+    def finish(self) -> None:
+        """Wait for what Gloo has moved."""
         for work in self._moving:
             if work.get_future().done():
                 work.wait()
             else:
                 _abandoned.append(self._inner)
+
+    def shutdown(self) -> None:
+        self.finish()
         self._inner.shutdown()
 
     def abort(self) -> None:
@@ -193,6 +199,16 @@ class PacedGroup(dist.ProcessGroup):
         messages, options = schedule.all_gather(self.size(), own.nbytes), opts or AllgatherOptions()
         return self._paced(messages, lambda: self._inner.all_gather_single(output, own, options))
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        messages = schedule.all_reduce(self.size(), sum(tensor.nbytes for tensor in tensors))
+        options = opts or AllreduceCoalescedOptions()
+        return self._paced(messages, lambda: self._inner.allreduce_coalesced(tensors, options))
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        messages = schedule.all_gather(self.size(), sum(own.nbytes for own in inputs))
+        options = opts or AllgatherOptions()
+        return self._paced(messages, lambda: self._inner.all_gather_single_coalesced(outputs, inputs, options))
+
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or BroadcastOptions()
         messages = schedule.broadcast(self.size(), tensors[0].nbytes, opts.rootRank)
@@ -229,8 +245,6 @@ def refused(name: str) -> Callable[..., Any]:
 
 
 for name in (
-    "allreduce_coalesced",
-    "all_gather_single_coalesced",
     "allgather_coalesced",
     "alltoall",
     "recv",
@@ -263,20 +277,40 @@ def forget(group: dist.ProcessGroup) -> None:
             groups.remove(group)
 
 
-def pace_default_group(link: Link) -> None:
-    """Put a paced group in the place of the default group. Groups that are made later are paced too. Collective."""
+@contextmanager
+def paced_groups(link: Link | None) -> Iterator[None]:
+    """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
+
+    Collective. It ends when all collectives of the default group have.
+    """
     inner = dist.group.WORLD
-    assert inner is not None, "join the process group first"
-    path = [make_file(inner.size()) if inner.rank() == 0 else Path()]
+    if link is None or inner is None:
+        yield
+        return
+    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link))
+    replace(inner, paced)
+    try:
+        yield
+    finally:
+        paced.finish()
+        replace(paced, inner)
+
+
+def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
+    """The ledger of the default group's ranks. Collective."""
+    path = [make_file(group.size()) if group.rank() == 0 else Path()]
     dist.broadcast_object_list(path, src=0)
-    ledger = Ledger(path[0], inner.size(), link)
+    ledger = Ledger(path[0], group.size(), link)
     dist.barrier()
-    if inner.rank() == 0:
+    if group.rank() == 0:
         path[0].unlink()  # those who have it open keep it
+    return ledger
+
+
+def replace(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
+    """Give `new` the place of `old` as the default group."""
     world = c10d._world
-    (backend, store), name, config = world.pg_map[inner], inner.group_name, world.pg_backend_config[inner]
-    ranks = world.pg_group_ranks[inner]
-    forget(inner)
-    paced = PacedGroup(inner, range(inner.size()), ledger)
-    c10d._register_pg_in_world(paced, backend, store, name, config, rank_mapping=ranks, add_to_default_tag=True)
-    c10d._update_default_pg(paced)
+    (backend, store), config, ranks = world.pg_map[old], world.pg_backend_config[old], world.pg_group_ranks[old]
+    forget(old)
+    c10d._register_pg_in_world(new, backend, store, new.group_name, config, rank_mapping=ranks, add_to_default_tag=True)
+    c10d._update_default_pg(new)

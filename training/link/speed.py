@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from training.communication.rates import Rate
 from training.errors import UserError
 
 NONE = "none"
 """The machine as it is."""
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
 
 
 @dataclass(frozen=True)
@@ -30,24 +31,24 @@ class Link:
         Raises:
             UserError: the text names no link.
         """
-        rate, _, latency = text.lower().partition(",")
+        rate, comma, latency = text.lower().partition(",")
         bits_per_s = Rate.parse(rate).bits_per_s
-        if bits_per_s is None and not latency:
+        if bits_per_s is None and not comma:
             return None
-        parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency or "0s")
+        parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency if comma else "0s")
         if bits_per_s is None or parts is None:
             raise UserError(
                 f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
                 f"250mbit,50us; or {NONE}"
             )
-        return cls(bits_per_s, float(parts[1]) * SECONDS[parts[2]])
+        return cls(bits_per_s, float(Decimal(parts[1]) * SECONDS[parts[2]]))
 
     def __str__(self) -> str:
         rate = str(Rate(self.bits_per_s))
         if not self.latency_s:
             return rate
-        unit, scale = next((unit, scale) for unit, scale in SECONDS.items() if self.latency_s < 1000 * scale)
-        return f"{rate},{self.latency_s / scale:g}{unit}"
+        unit = next((unit for unit in reversed(SECONDS) if self.latency_s >= SECONDS[unit]), "us")
+        return f"{rate},{self.latency_s / float(SECONDS[unit]):g}{unit}"
 
 
 def canonical(text: str) -> str:

@@ -1,0 +1,149 @@
+"""When links deliver, against schedules worked out by hand. A second carries 1000 bytes; latencies are given."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.link import ledger, schedule
+from training.link.ledger import SLOTS, Ledger
+from training.link.speed import Link
+
+BITS = 8000
+
+
+class Links:
+    """A ledger whose clock the test sets."""
+
+    def __init__(self, size: int, latency_s: float = 0.0) -> None:
+        path = ledger.make_file(size)
+        self.ledger, self.size = Ledger(path, size, Link(BITS, latency_s)), size
+        path.unlink()
+        self._numbers = itertools.count(1)
+        self.group = self.ledger.group("default")
+
+    def issue(self, number: int, at: Sequence[float]) -> None:
+        for rank, moment in enumerate(at):
+            with mock.patch.object(ledger, "monotonic", lambda moment=moment: moment):
+                self.ledger.issue(self.group, number, rank)
+
+    def ends(self, number: int, messages: schedule.Schedule, asked: Sequence[int] | None = None) -> list[float]:
+        """By rank; `asked`: in which order the ranks ask."""
+        order, members = asked or range(self.size), tuple(range(self.size))
+        found = {rank: self.ledger.delivery(self.group, number, rank, members, messages) for rank in order}
+        return [found[rank] for rank in range(self.size)]
+
+
+def test_a_ring_begins_when_the_last_rank_has_issued_it() -> None:
+    links = Links(2)
+    links.issue(1, at=[5.0, 7.0])
+    assert links.ends(1, schedule.all_reduce(2, 3000)) == [10.0, 10.0]
+
+
+def test_hops_cost_latency() -> None:
+    links = Links(4, latency_s=0.5)
+    links.issue(1, at=[1.0] * 4)
+    assert links.ends(1, schedule.all_reduce(4, 2000)) == [1.0 + 3.0 + 6 * 0.5] * 4
+
+
+def test_collectives_queue_on_a_link() -> None:
+    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    for number in (1, 2, 3):
+        links.issue(number, at=[1.0, 1.0])
+    assert [links.ends(number, messages)[0] for number in (1, 2, 3)] == [2.0, 3.0, 4.0]
+    links.issue(4, at=[9.0, 9.0])
+    assert links.ends(4, messages) == [10.0, 10.0]
+
+
+def test_an_idle_link_saves_nothing_up() -> None:
+    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    links.issue(1, at=[100.0, 100.0])
+    assert links.ends(1, messages) == [101.0, 101.0]
+
+
+def test_a_broadcast_is_passed_on() -> None:
+    """Rank 0 sends to 1 and 2, one after the other; rank 1 passes it on to 3."""
+    links = Links(4, latency_s=0.25)
+    links.issue(1, at=[1.0, 1.0, 1.0, 1.0])
+    assert links.ends(1, schedule.broadcast(4, 1000, root=0)) == [3.0, 3.25, 3.25, 3.5]
+
+
+@given(st.permutations(range(4)))
+def test_nothing_is_passed_on_before_it_has_arrived(asked: list[int]) -> None:
+    links = Links(4, latency_s=0.25)
+    links.issue(1, at=[1.0, 1.0, 1.0, 1.0])
+    root, first, second, third = links.ends(1, schedule.broadcast(4, 1000, root=0), asked)
+    assert root == 3.0 and {2.25, 3.25} >= {second}
+    assert first >= 2.25 + 1.0 and third == first + 0.25  # which has sent its copy then
+
+
+def test_both_directions_of_a_link_are_used_at_once() -> None:
+    links, other = Links(2), schedule.broadcast(2, 1000, root=1)
+    links.issue(1, at=[1.0, 1.0])
+    links.issue(2, at=[1.0, 1.0])
+    assert links.ends(1, schedule.broadcast(2, 1000, root=0)) == [2.0, 2.0]
+    assert links.ends(2, other) == [2.0, 2.0]
+
+
+def test_a_root_that_scatters_is_done_last() -> None:
+    links = Links(3)
+    links.issue(1, at=[1.0, 1.0, 1.0])
+    assert links.ends(1, schedule.scatter(3, 1000, root=0)) == [3.0, 2.0, 3.0]
+
+
+def test_a_late_receiver_delays_only_its_own_message() -> None:
+    links = Links(3)
+    links.issue(1, at=[1.0, 1.0, 50.0])
+    assert links.ends(1, schedule.scatter(3, 1000, root=0)) == [51.0, 2.0, 51.0]
+
+
+def test_groups_share_the_links_of_their_ranks() -> None:
+    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    links.issue(1, at=[1.0, 1.0])
+    links.ends(1, messages)
+    links.group = links.ledger.group("another")
+    links.issue(1, at=[1.0, 1.0])
+    assert links.ends(1, messages) == [3.0, 3.0]
+    assert links.ledger.group("default") != links.group == links.ledger.group("another")
+
+
+def test_a_rank_far_behind_is_not_held_back_further() -> None:
+    links, messages = Links(2), schedule.all_reduce(2, 1000)
+    for number in range(1, SLOTS + 2):
+        with mock.patch.object(ledger, "monotonic", lambda number=number: float(number)):
+            links.ledger.issue(links.group, number, 0)
+    links.ledger.issue(links.group, 1, 1)
+    assert links.ends(1, messages) == [0.0, 0.0]
+
+
+@given(st.integers(2, 5), st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.data())
+def test_no_link_carries_more_than_its_rate(size: int, payloads: list[int], data: st.DataObject) -> None:
+    """Whatever is issued when, and by whichever rank asked for first."""
+    links, sent = Links(size), [0.0] * size
+    at, latest = 1.0, 0.0
+    for number, nbytes in enumerate(payloads, start=1):
+        at += data.draw(st.floats(0, 3))
+        kind = data.draw(st.sampled_from(["all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all"]))
+        rooted = kind in ("broadcast", "scatter", "gather")
+        root = (data.draw(st.integers(0, size - 1)),) if rooted else ()
+        messages = getattr(schedule, kind)(size, nbytes, *root)
+        links.issue(number, at=[at + data.draw(st.floats(0, 1)) for _ in range(size)])
+        order = data.draw(st.permutations(range(size)))
+        latest = max(latest, *links.ends(number, messages, order))
+        if isinstance(messages, schedule.Ring):
+            sent = [each + messages.nbytes for each in sent]
+        else:
+            for edge in messages:
+                sent[edge.sender] += edge.nbytes
+    assert latest >= 1.0 + 8 * max(sent) / BITS - 1e-9
+
+
+def test_there_are_enough_groups_and_an_error_if_not(tmp_path: Path) -> None:
+    links = Links(2)
+    with pytest.raises(RuntimeError, match="process groups"):
+        for number in range(ledger.GROUPS):
+            links.ledger.group(f"group {number}")
