@@ -137,9 +137,7 @@ def link_sentence(runs: Runs) -> str:
     link = runs.config(runs.family.registry.names[0]).link
     if link == NONE:
         return "links: as this machine is"
-    return (
-        f"links: {link} from rank to rank, on top of this machine; --link none is the machine as it is (docs/link.md)"
-    )
+    return f"links: {link} for each rank; --link none is the machine as it is (docs/link.md)"
 
 
 def interrupted(number: int) -> int:

@@ -127,7 +127,8 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
         TraceError: names each setting that differs, with its values and their runs.
     """
     found = differences(records)
-    refused = [difference for difference in found if field_of(difference.name) not in set(allowed)]
+    may_differ = set(allowed) & set(FIELDS)
+    refused = [difference for difference in found if field_of(difference.name) not in may_differ]
     if refused:
         flags = [f"--allow-different {field_of(found.name)}" for found in refused if found.name != LINK]
         way_out = f", or give {' '.join(flags)}" if len(flags) == len(refused) else ""

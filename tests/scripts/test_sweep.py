@@ -146,6 +146,26 @@ def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
     assert "--resume" in sweep.asked[CHOICES[1]] and "--resume" not in sweep.asked[CHOICES[2]]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "flags", "link", "said"),
+    [
+        (False, [], "2.5gbit", "links: 2.5gbit for each rank; --link none is the machine as it is (docs/link.md)"),
+        (False, ["--link", "250mbit,1ms"], "250mbit,1ms", "links: 250mbit,1ms for each rank"),
+        (False, ["--link=none"], "none", "links: as this machine is"),
+        (True, [], "none", "links: as this machine is"),
+        (True, ["--device", "cpu"], "2.5gbit", "links: 2.5gbit for each rank"),
+    ],
+)
+def test_without_a_gpu_a_sweep_shows_the_physics(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, gpus: bool, flags: list[str], link: str, said: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    answer = sweep.run(*flags)
+    assert answer.returncode == 0 and answer.stdout.startswith(said)
+    for arguments in sweep.asked.values():
+        assert parse_config("", ddp.REGISTRY, (), arguments[1:]).link == link
+
+
 LEGACY = ["bucket_ddp_async@nccl-legacy", "pytorch_ddp@nccl-legacy"]
 
 

@@ -333,6 +333,9 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> 
         (2, {"backend": "nccl-legacy"}, ("cuda:1", "nccl-legacy")),
         (1, {"backend": "nccl-legacy"}, "2 ranks on this node but only 1 GPU"),
         (0, {"backend": "nccl-legacy"}, "--backend nccl-legacy needs CUDA"),
+        (2, {"link": "1gbit"}, "--link 1gbit slows down Gloo between CPUs, and this run is on GPUs"),
+        (2, {"link": "1gbit", "device": "cpu"}, ("cpu", "gloo")),
+        (0, {"link": "1gbit"}, ("cpu", "gloo")),
     ],
 )
 def test_device_and_backend(
@@ -345,6 +348,13 @@ def test_device_and_backend(
     else:
         device, backend = choose_device_and_backend(RunConfig(**flags))
         assert (str(device), backend) == expected
+
+
+def test_links_of_several_nodes_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"--link 1gbit is for the ranks of one machine"):
+        choose_device_and_backend(RunConfig(link="1gbit"))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])

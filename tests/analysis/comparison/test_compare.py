@@ -285,7 +285,11 @@ DIFFERENT = {
         {"config": {"overlap_optimizer": True}},
         "optimizer overlapped with communication (no: a; yes: b)",
     ),
-    "link": ({"link_bits_per_s": 1e9}, "link rate (not shaped: a; 1000 Mbit/s: b)"),
+    "link": ({"link_bits_per_s": 1e9}, "link (not shaped: a; 1000 Mbit/s, shaped: b); train them alike"),
+    "paced link": (
+        {"link_bits_per_s": 1e9, "config": {"link": "1gbit,50us"}},
+        "link (not shaped: a; 1gbit,50us, paced: b); train them alike",
+    ),
     "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
@@ -311,6 +315,13 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_nobody_can_allow_different_links() -> None:
+    first, second = record("a", 1.0), record("b", 1.0)
+    second["config"]["link"] = "1gbit"
+    with pytest.raises(TraceError, match=r"link \(not shaped: a; 1gbit, paced: b\); train them alike$"):
+        require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
+
+
 def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["lr"], second["device_name"] = 0.2, "other"
@@ -326,7 +337,7 @@ def test_what_a_record_does_not_say_differs_from_nothing() -> None:
 
 
 def test_fields_are_words_of_a_command_line() -> None:
-    assert len(FIELDS) == len(set(FIELDS)) == len(SETTINGS)
+    assert len(FIELDS) == len(set(FIELDS)) == len(SETTINGS) - 1 and "link" not in FIELDS
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", field) for field in FIELDS)
 
 
@@ -376,14 +387,20 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     """Compressed gradients, above all; and no run without them stands beside."""
     assert labels(None) == labels(record("a", 1.0)) == []
     settings = record("a", 1.0)["config"] | {"compress": "bf16", "overlap_optimizer": True}
-    said = {"config": settings, "link_bits_per_s": 250_000_000, "notes": ["2 buckets fit this <link>"]}
+    said = {"config": settings, "notes": ["2 buckets fit this <link>"]}
     with pytest.raises(TraceError, match="differ in gradient compression"):
         compared(tmp_path, **said)
     marked = record("other", 0.1) | said
+    shaped = record("other", 0.1) | {"link_bits_per_s": 250_000_000}
+    assert "shaped to 250 Mbit/s" in summary_page(analysed(tmp_path, "other", shaped), "other")
+    paced = record("other", 0.1)["config"] | {"link": "1gbit"}
+    assert "Every rank had a link of 1gbit" in summary_page(
+        analysed(tmp_path, "other", shaped | {"config": paced}), "other"
+    )
     page = comparison_page(compared(tmp_path, tuple(FIELDS), **said))
     summary = summary_page(analysed(tmp_path, "other", marked), "other")
     for text in (page, summary):
-        assert "Gradients are compressed (bf16)" in text and "shaped to 250 Mbit/s" in text
+        assert "Gradients are compressed (bf16)" in text
         assert "updated while other buckets" in text and "other: 2 buckets fit this &lt;link&gt;." in text
 
 
