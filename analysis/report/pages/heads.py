@@ -28,7 +28,7 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
     if config.get("profile_ranks"):
         lines.append(
-            f"Only ranks {config['profile_ranks']} of {record['world_size']} were profiled: figures of traces are "
+            f"Profiled ranks: {config['profile_ranks']}, of {record['world_size']} in all. Figures of traces are "
             "theirs, and it is unknown for which rank a collective waited, and how fast it was."
         )
     if config.get("link", "none") != "none":

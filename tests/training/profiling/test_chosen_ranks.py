@@ -51,7 +51,7 @@ def test_only_the_chosen_ranks_leave_traces(ranks: RankPool, tmp_path: Path) -> 
     assert analysis.exposure.collectives["busbw_gbps"].isna().all()
     page = write_summary(analysis, "flat_ddp", tmp_path / "reports")
     text = page.read_text()
-    assert "Only ranks 1-2 of 3 were profiled" in text and "Incomplete: of rank" not in text
+    assert "Profiled ranks: 1-2, of 3 in all" in text and "Incomplete: of rank" not in text
     assert len(pd.read_csv(page.with_suffix(".csv"))) == 2
 
 
