@@ -37,7 +37,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="analyse the last profiled step too; a GPU trace may have cut off its end",
     )
     parser.add_argument(
-        "--enable-multiprocessing", action="store_true", help="read ranks in parallel, one process a core"
+        "--enable-multiprocessing",
+        action="store_true",
+        help="read ranks in parallel, one process a core, at most 8",
     )
     parser.add_argument(
         "--output-dir",

@@ -9,6 +9,8 @@ import pandas as pd
 
 from analysis.errors import TraceError
 from training.config import RECORD_VERSION
+from training.errors import UserError
+from training.profiling.chosen_ranks import ranks_in
 
 REQUIRED: dict[str, type] = {
     "config": dict,
@@ -63,6 +65,24 @@ def failure_of(record: dict[str, Any]) -> str:
     if ended["how"] == "completed":
         return ""
     return f"this run ended early ({ended['how']}: {ended.get('message')})"
+
+
+def leaves_traces(record: dict[str, Any]) -> bool:
+    """Whether the run was to leave traces: not with --no-profile, nor with --nsys."""
+    return not (record["config"]["no_profile"] or record["config"].get("nsys"))
+
+
+def profiled_ranks(record: dict[str, Any]) -> list[int]:
+    """The ranks of which the run was to leave traces: all of them, or those of --profile-ranks.
+
+    Raises:
+        TraceError: the record does not say.
+    """
+    chosen = record["config"].get("profile_ranks")
+    try:
+        return sorted(ranks_in(chosen, "--profile-ranks")) if chosen else list(range(record["world_size"]))
+    except (UserError, TypeError):
+        raise TraceError(f"a damaged run record (config.profile_ranks: {chosen}); train again") from None
 
 
 def write_csv(path: Path, table: pd.DataFrame) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.errors import TraceError, listed
-from analysis.files import failure_of, read_record
+from analysis.files import failure_of, profiled_ranks, read_record
 from analysis.metrics.audit import audit
 from analysis.metrics.exposure import Exposure, exposure
 from analysis.metrics.holistic import holistic_figures
@@ -29,6 +29,8 @@ KIND_SENTENCES = {
     "so HTA's exposed communication, idle time and overlap are unknown.",
 }
 HTA_PARTS = ("compute", "non_compute", "idle")
+MOST_PROCESSES = 8
+"""Each holds a whole trace, so their number bounds the memory of a report."""
 
 
 @dataclass(frozen=True)
@@ -66,38 +68,36 @@ def analyse_window(
     """Read and analyse all ranks of a window. A rank that cannot be read makes it incomplete.
 
     Args:
-        multiprocessing: Read ranks in as many processes as there are cores.
+        multiprocessing: Read ranks in as many processes as there are cores, at most `MOST_PROCESSES`.
         on_rank: Called after each rank's trace is read, for a progress bar.
 
     Raises:
         TraceError: no rank's trace can be used, or the ranks' traces do not belong together.
     """
-    timelines, problems = [], []
+    timelines, figures, problems = [], {}, []
     for rank, found in read_ranks(window, include_last_step, multiprocessing):
-        if isinstance(found, RankTimeline):
-            timelines.append(found)
-        else:
+        if isinstance(found, str):
             problems.append(found)
+        else:
+            timeline, figures[rank] = found
+            timelines.append(timeline)
         on_rank(rank)
     if not timelines:
         more = f" (nor can the {len(problems) - 1} others be used)" if len(problems) > 1 else ""
         raise TraceError(f"{problems[0]}{more}")
     require_comparable(timelines)
-    missing = missing_ranks(window, timelines[0].world_size)
+    record = find_record(window)
+    absent = missing_ranks(window, timelines[0].world_size)
+    missing = [rank for rank in absent if record is None or rank in profiled_ranks(record)]
     if missing:
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
-    figures = holistic_figures(timelines).set_index("rank")
-    record = find_record(window)
-    rows = [
-        summary_row(timeline, figures.loc[timeline.rank].to_dict()) | memory_row(record, timeline.rank)
-        for timeline in timelines
-    ]
+    rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
     return WindowAnalysis(
         window=window,
         timelines=timelines,
         summary=pd.DataFrame(rows),
         audit=audit(timelines, None if record and failure_of(record) else record),
-        exposure=exposure(timelines, is_complete=not problems),
+        exposure=exposure(timelines, is_complete=not (problems or absent)),
         record=record,
         problems=problems,
     )
@@ -105,14 +105,27 @@ def analyse_window(
 
 def read_ranks(
     window: Window, include_last_step: bool, multiprocessing: bool
-) -> Iterator[tuple[int, RankTimeline | str]]:
-    """Each rank with its timeline, or with what is wrong with its trace. Only one trace at a time is in memory."""
+) -> Iterator[tuple[int, tuple[RankTimeline, dict[Any, float]] | str]]:
+    """Each rank with what `analyse_rank` says. A process has only one trace at a time in memory."""
     jobs = [(path, rank, include_last_step) for rank, path in window.files.items()]
     if not multiprocessing or len(jobs) == 1:
-        yield from zip(window.files, itertools.starmap(read_rank, jobs), strict=True)
+        yield from zip(window.files, itertools.starmap(analyse_rank, jobs), strict=True)
         return
-    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing_context("spawn")) as pool:
-        yield from zip(window.files, pool.map(read_rank, *zip(*jobs, strict=True)), strict=True)
+    with ProcessPoolExecutor(
+        min(len(jobs), os.cpu_count() or 1, MOST_PROCESSES), multiprocessing_context("spawn")
+    ) as pool:
+        yield from zip(window.files, pool.map(analyse_rank, *zip(*jobs, strict=True)), strict=True)
+
+
+def analyse_rank(path: Path, rank: int, include_last_step: bool) -> tuple[RankTimeline, dict[Any, float]] | str:
+    """A rank's timeline and its row of `holistic_figures`, or what is wrong with its trace."""
+    found = read_rank(path, rank, include_last_step)
+    if isinstance(found, str):
+        return found
+    try:
+        return found, holistic_figures([found]).iloc[0].to_dict()
+    except TraceError as error:
+        return str(error)
 
 
 def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | str:
@@ -191,10 +204,11 @@ def collectives_by_kind(collectives: pd.DataFrame, steps: int) -> dict[str, floa
 
 
 def find_record(window: Window) -> dict[str, Any] | None:
-    """The run record beside a window's rank folders, if there is one.
+    """The run record beside a window's rank folders, if there is one. Folders of several nodes may lie apart.
 
     Raises:
         TraceError: it is there but cannot be read.
     """
-    path = next(iter(window.files.values())).parent.parent / f"{window.run_id}.run.json"
-    return read_record(path, failed_too=True) if path.exists() else None
+    folders = {path.parent.parent: None for path in window.files.values()}  # in order
+    paths = [folder / f"{window.run_id}.run.json" for folder in folders]
+    return next((read_record(path, failed_too=True) for path in paths if path.exists()), None)

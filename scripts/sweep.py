@@ -23,6 +23,7 @@ from training.errors import UserError
 from training.flags import with_config_file
 from training.link.speed import NONE
 from training.process.environment import quiet_libraries
+from training.process.under_nsys import find_nsys
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
@@ -103,6 +104,9 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     if not any(flag.split("=")[0] == "--link" for flag in flags) and not has_gpu(config.device):
         flags += ["--link", SWEEP_LINK]
     config.micro_batch_size(options.ranks)
+    config.require_profiled_ranks(options.ranks)
+    if config.nsys:
+        find_nsys()
     if config.max_steps is not None and config.profile_steps() > config.max_steps:
         from training.profiling.profiler import require_window_fits  # imports torch
 

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
 from training.link.speed import NONE, canonical
+from training.profiling.chosen_ranks import ranks_in
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -196,6 +198,13 @@ class RunConfig:
     )
     profile_active: int = _profiling(3, "optimizer steps in each profile window", at_least=1)
     profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
+    profile_ranks: str | None = _profiling(None, "profile these ranks only, such as 0,1,8 or 0-3 (default: all)")
+    nsys: bool = _profiling(
+        False, "profile with Nsight Systems instead: ranks run under nsys, NVTX ranges name phases and collectives"
+    )
+    memory_snapshot: bool = _profiling(
+        False, "on GPUs, also write what CUDA memory holds, and who allocated it, at the end of each profile window"
+    )
 
     checkpoint_every: int | None = _checkpoints(
         None, "save a checkpoint every so many optimizer steps, and after the last (docs/checkpoints.md)", at_least=1
@@ -249,6 +258,8 @@ class RunConfig:
             self.checkpoint_dir,
             "with --checkpoint-every or --resume",
         )
+        if self.profile_ranks is not None:
+            ranks_in(self.profile_ranks, "--profile-ranks")
         self.strategy_options()
 
     @property
@@ -264,6 +275,24 @@ class RunConfig:
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,
         )
+
+    def profiles(self, rank: int) -> bool:
+        """Whether this rank is profiled."""
+        chosen = self.profile_ranks is None or rank in ranks_in(self.profile_ranks, "--profile-ranks")
+        return chosen and not self.no_profile
+
+    def require_profiled_ranks(self, world_size: int) -> None:
+        """Check that every rank that is to be profiled exists.
+
+        Raises:
+            UserError: names the first that does not.
+        """
+        ranks = range(world_size) if self.profile_ranks is None else ranks_in(self.profile_ranks, "--profile-ranks")
+        if (highest := max(ranks)) >= world_size:
+            raise UserError(
+                f"--profile-ranks {self.profile_ranks}: there is no rank {highest}; the run has ranks 0 to "
+                f"{world_size - 1}"
+            )
 
     def micro_batch_size(self, data_parallel_size: int) -> int:
         """Samples in one micro-batch of one rank.
@@ -296,6 +325,11 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def choice_folder(config: RunConfig) -> Path:
+    """Where a run leaves its traces and its record."""
+    return Path(config.output_dir) / "profile" / config.label
 
 
 def labelled(choice: str, backend: str | None) -> str:

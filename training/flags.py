@@ -20,6 +20,7 @@ from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
+from training.process.under_nsys import continue_under_nsys
 from training.registry import Registry
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}
@@ -28,6 +29,10 @@ METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", li
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
     """The whole of an entrypoint: train as the command line says, and return the exit code."""
     config = parse_config(description, registry, aliases)
+    try:
+        continue_under_nsys(config)
+    except UserError as error:
+        exit_with_error(str(error))
     prepare_process()
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
-from training.config import RunConfig
+from training.config import RunConfig, choice_folder
 from training.data.copies import copied_ahead
 from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
@@ -29,10 +29,9 @@ from training.loop import TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
 from training.profiling.memory import ModelSize
 from training.profiling.memory_timeline import record_step_memory
-from training.profiling.profiler import WindowProfiler, require_window_fits
+from training.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
 from training.records.progress import training_progress
 from training.records.record import (
-    choice_folder,
     gather_memory,
     make_run_id,
     make_trace_folder,
@@ -87,6 +86,8 @@ def train_and_record(
     """
     so_far = so_far or RunSoFar(config)
     config = resolve(config, ranks)
+    config.require_profiled_ranks(ranks.world_size)
+    require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.world_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))

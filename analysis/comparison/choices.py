@@ -13,6 +13,7 @@ from analysis.command import report_folder, report_on_window
 from analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
 from analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
 from analysis.errors import TraceError
+from analysis.files import leaves_traces
 from analysis.report.pages.compare import Compared, write_comparison
 from analysis.traces.finding import Window, find_windows
 
@@ -60,7 +61,7 @@ def report_on_choices(
     traced: dict[str, Traced] = {}
     incomplete: list[str] = []
     for choice, record in records.items():
-        if record["config"]["no_profile"]:
+        if not leaves_traces(record):
             continue
         trace_dir = output_dir / "profile" / choice
         try:

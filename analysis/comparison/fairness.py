@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from analysis.errors import TraceError
 
-TIME, MEMORY, TRAFFIC, LOSS = "step times", "memory", "traffic", "losses"
+TIME, MEMORY, TRAFFIC, LOSS, TRACES = "step times", "memory", "traffic", "losses", "figures of traces"
 
 
 class Setting(NamedTuple):
@@ -84,6 +84,7 @@ SETTINGS = {
     "optimizer steps": Setting(lambda record: len(record["train_loss"]), (LOSS,)),
     "seed": Setting(lambda record: record["config"].get("seed"), (LOSS,)),
     "ranks": Setting(lambda record: record["world_size"], EVERYTHING),
+    "profiled ranks": Setting(of_config("profile_ranks", "all"), (TRACES,)),
     "device": Setting(lambda record: record.get("device_name"), (TIME,)),
     "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
     BACKEND_CLASS: Setting(lambda record: record["backend_class"], (TIME,)),
@@ -153,4 +154,4 @@ def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> lis
 def affected(differences: Iterable[Difference]) -> list[str]:
     """The figures that cannot be compared."""
     found = {figure for difference in differences for figure in difference.affects}
-    return [figure for figure in EVERYTHING if figure in found]
+    return [figure for figure in (*EVERYTHING, TRACES) if figure in found]

@@ -13,7 +13,7 @@ from analysis.comparison.choices import last_window, print_whole
 from analysis.comparison.compare import keep
 from analysis.comparison.fairness import require_comparable
 from analysis.errors import TraceError
-from analysis.files import failure_of, read_record
+from analysis.files import failure_of, leaves_traces, read_record
 from analysis.report.pages.changes import DIGITS, TwoRuns, write_changes
 from analysis.summary import analyse_window
 
@@ -87,7 +87,7 @@ def load(path: Path) -> Run:
         TraceError: the record or a trace cannot be read.
     """
     record = read_record(path)
-    if record["config"]["no_profile"]:
+    if not leaves_traces(record):
         return Run(record, None)
     analysis = analyse_window(last_window(path.parent, record["run_id"]))
     for problem in analysis.problems:

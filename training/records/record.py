@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.files import write_durably
-from training.config import RunConfig
+from training.config import RunConfig, choice_folder
 from training.errors import UserError
 from training.loop import TrainingResult
 from training.profiling.memory import COMPONENTS, ModelSize, peak_rss_bytes
@@ -32,17 +32,14 @@ def make_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
-def choice_folder(config: RunConfig) -> Path:
-    return Path(config.output_dir) / "profile" / config.label
-
-
 def make_trace_folder(config: RunConfig, rank: int) -> Path:
-    """Make the folder for this rank's traces, and check that files can be written there.
+    """Make the folder for this rank's traces, and check that files can be written there. A rank that writes no traces
+    gets the choice's folder.
 
     Raises:
         UserError: they cannot.
     """
-    folder = choice_folder(config) / f"rank_{rank}"
+    folder = choice_folder(config) / (f"rank_{rank}" if config.profiles(rank) else "")
     probe = folder / f".write-test-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

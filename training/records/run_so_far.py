@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from training.communication.traffic import Collective
-from training.config import RECORD_VERSION, RunConfig
+from training.config import RECORD_VERSION, RunConfig, choice_folder
 from training.data.workload import Workload
 from training.distributed import Ranks, backend_class
 from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
@@ -20,7 +20,7 @@ from training.link.speed import Link
 from training.loop import TrainingResult
 from training.process.environment import VARIABLE, scheduling
 from training.profiling.memory import ModelSize
-from training.records.record import choice_folder, device_name, package_versions, step_statistics, write_json
+from training.records.record import device_name, package_versions, step_statistics, write_json
 from training.strategy import Strategy
 from training.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
 from training.watch.rank_state import RankState

@@ -1,10 +1,11 @@
-"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder."""
+"""The phase that this rank is in. It shows in the rank's profile, in its flight recorder, and in Nsight Systems."""
 
 from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
 
+from training.watch import ranges
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.rank_state import LOOP
 
@@ -44,15 +45,19 @@ class phase:
     """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed."""
 
     def __init__(self, name: str, in_profile: bool = True) -> None:
-        self._name = name
+        self._name, self._in_profile = name, in_profile
         self._mark = record_function(name) if in_profile else nullcontext()
 
     def __enter__(self) -> None:
         self._before = _phase
         _enter(_step, self._name)
         self._mark.__enter__()
+        if self._in_profile:
+            ranges.push(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._in_profile:
+            ranges.pop()
         self._mark.__exit__(kind, *rest)
         if kind is None:
             _enter(_step, self._before)

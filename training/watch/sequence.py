@@ -26,6 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from training.errors import SequenceError
+from training.watch import ranges
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
 from training.watch.mismatch import ADVICE, UNEVEN, find_difference
@@ -120,6 +121,7 @@ class CollectiveRecorder:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
         known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
+        told = "" if len(self._groups) == 1 else label  # the first group is that of all ranks
 
         def hook(call: Any) -> None:
             inputs = call.input_tensors
@@ -133,6 +135,10 @@ class CollectiveRecorder:
                 return
             elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
             parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
+            if ranges.are_shown():
+                place_in = (name, tensors[0].device.type if tensors else "", kind in ("send", "recv"))
+                size_bytes = elements * tensors[0].element_size() if tensors else 0
+                ranges.push(ranges.call_name(current_step(), place_in, kind, size_bytes, told))
             seqs[name] = seq = seqs[name] + 1
             issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
@@ -149,6 +155,7 @@ class CollectiveRecorder:
             number = self._issuing.pop(name, None)
             if number is None:
                 return
+            ranges.pop()
             if call.work is None:
                 self._on_device.ordered(number)
                 return

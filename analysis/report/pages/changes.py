@@ -16,7 +16,7 @@ from analysis.metrics.significance import FEWEST_PAIRS
 from analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from analysis.report.figures.times import loss_figure, parts_figure, step_times_figure
 from analysis.report.page import Section, cell, drawing, render, table, titled
-from analysis.report.pages.heads import audit_lines, banner, fairness_section
+from analysis.report.pages.heads import audit_lines, banner, fairness_section, labels
 
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
 WHICH = {"choice": Column("run", "", "which of the two")}
@@ -67,6 +67,7 @@ def changes_page(runs: TwoRuns, rows: pd.DataFrame) -> str:
         f"Run {record['run_id']} against baseline {runs.baseline.record['run_id']}; workload "
         f"{record['config']['workload']}, {record['world_size']} ranks over {record['backend']} on "
         f"{record['device_name']}.",
+        *dict.fromkeys(line for each in records.values() for line in labels(each)),
         *audit_lines({name: each.traced.failed_checks for name, each in runs.named.items() if each.traced}),
     ]
     sections = [

@@ -26,6 +26,11 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         )
     if config.get("overlap_optimizer"):
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
+    if config.get("profile_ranks"):
+        lines.append(
+            f"Profiled ranks: {config['profile_ranks']}, of {record['world_size']} in all. Figures of traces are "
+            "theirs, and it is unknown for which rank a collective waited, and how fast it was."
+        )
     if config.get("link", "none") != "none":
         lines.append(
             f"Every rank had a link of {config['link']} (--link): a collective ended no earlier than such links could "
