@@ -6,21 +6,28 @@ from pathlib import Path
 from doctor.rulebook import all_rules
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROW = re.compile(r"^\| (`[A-Z][A-Z0-9_=]+`.*?) \| .* \| ([^|]*) \|$", re.MULTILINE)
 RULES = {rule.name: rule for rule in all_rules()}
 
 
 def rows(page: str) -> list[tuple[list[str], list[str]]]:
-    """Variables and rules of each row of a page's tables."""
-    found = ROW.findall((DOCS / page).read_text())
-    return [(re.findall(r"`([A-Z0-9_]+)", names), re.findall(r"`([a-z0-9-]+)`", rules)) for names, rules in found]
+    """Variables and rules of each row of the tables of a page whose last column is "checked by"."""
+    found = []
+    for table in re.findall(
+        r"^\|[^\n]*\| checked by \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", (DOCS / page).read_text(), re.MULTILINE
+    ):
+        for row in table.splitlines():
+            cells = row.strip("|").split(" | ")
+            found.append((re.findall(r"`([A-Z][A-Z0-9_]+)", cells[0]), re.findall(r"`([a-z0-9-]+)`", cells[-1])))
+    return found
 
 
 def test_rules_that_are_named_exist() -> None:
-    guide = rows("nccl-environment.md")
-    assert len(guide) > 25
-    for variables, rules in guide + rows("gpu.md"):
+    guide, recipes = rows("nccl-environment.md"), rows("gpu.md")
+    assert len(guide) > 25 and len(recipes) > 15
+    explained = {variable for variables, _ in guide for variable in variables}
+    for variables, rules in guide + recipes:
         assert not set(rules) - set(RULES), f"{variables}: no such rule"
+        assert not {v for v in variables if v.startswith(("NCCL_", "FI_"))} - explained
 
 
 def test_every_variable_that_a_rule_advises_is_in_the_guide_with_that_rule() -> None:
