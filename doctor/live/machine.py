@@ -58,7 +58,7 @@ def examine() -> Machine:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     interfaces = {name: _read(f"/sys/class/net/{name}/operstate") or "unknown" for _, name in socket.if_nameindex()}
     groups = _names_in("/sys/kernel/iommu_groups")
-    prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_VISIBLE_DEVICES", "MASTER_")
+    prefixes = ("NCCL_", "GLOO_", "FI_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_VISIBLE_DEVICES", "MASTER_")
     return Machine(
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,

@@ -1,0 +1,81 @@
+"""The commands of the recipes are ones that torchrun and the entrypoints take, wherever they stand."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import config_from_args, parse_args
+
+import ddp
+from training.config import RunConfig
+from training.flags import parse_config
+
+ROOT = Path(__file__).parents[2]
+JOB = yaml.safe_load((ROOT / "deploy" / "pytorchjob.yaml").read_text())
+SKY = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
+COMMANDS = re.findall(
+    r"(?<=torchrun ).*(?= main_ddp\.py| scripts/| benchmarks/).*", (ROOT / "docs" / "gpu.md").read_text()
+)
+
+
+def trained(torchrun: Any) -> RunConfig:
+    """What the entrypoint would train with; refuses flags that it does not have."""
+    assert torchrun.training_script == "main_ddp.py"
+    return parse_config("", ddp.REGISTRY, arguments=torchrun.training_script_args)
+
+
+def test_commands_in_the_docs() -> None:
+    assert len(COMMANDS) == 4
+    for command in COMMANDS:
+        torchrun = parse_args(shlex.split(command))
+        assert (ROOT / torchrun.training_script).is_file()
+        if torchrun.training_script == "main_ddp.py":
+            config = trained(torchrun)
+            assert [config.micro_batch_size(ranks) for ranks in (2, 4, 8, 16)] == [16, 8, 4, 2]
+
+
+def containers() -> list[dict[str, Any]]:
+    pods = [replica["template"]["spec"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
+    return [container for pod in pods for container in pod["containers"]]
+
+
+def test_the_job_starts_torchrun_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables that the operator sets (v1.9.0: pkg/controller.v1/pytorch/envvar.go and master.go)."""
+    replicas = [replica["replicas"] for replica in JOB["spec"]["pytorchReplicaSpecs"].values()]
+    per_node = int(JOB["spec"]["nprocPerNode"])
+    operator = {"NNODES": sum(replicas), "NPROC_PER_NODE": per_node, "MASTER_ADDR": "m", "MASTER_PORT": 23456}
+    for name, value in {**operator, "NODE_RANK": 1}.items():
+        monkeypatch.setenv(f"PET_{name}", str(value))
+    for container in containers():
+        assert container["command"][0] == "torchrun" and container["name"] == "pytorch"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == per_node
+        torchrun = parse_args(container["command"][1:] + container["args"])
+        launch, _, _ = config_from_args(torchrun)
+        assert (launch.min_nodes, launch.nproc_per_node, launch.rdzv_endpoint) == (2, 8, "m:23456")
+        assert launch.rdzv_backend == "static" and launch.rdzv_configs["rank"] == 1
+        config = trained(torchrun)
+        assert config.micro_batch_size(sum(replicas) * per_node) == 2
+        assert config.output_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_sky_starts_torchrun_on_every_node() -> None:
+    """`run` is a shell script: `uv` prints what it is given, instead of running it."""
+    nodes, gpus = SKY["num_nodes"], int(SKY["resources"]["accelerators"].split(":")[1])
+    given = {"NUM_NODES": nodes, "NODE_RANK": 1, "NUM_GPUS_PER_NODE": gpus, "NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    done = subprocess.run(
+        ["bash", "-euc", "uv() { printf '%s\\n' \"$@\"; }\n" + SKY["run"]],
+        env={f"SKYPILOT_{name}": str(value) for name, value in given.items()} | {"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    words = done.stdout.splitlines()
+    assert words[:3] == ["run", "--no-dev", "torchrun"]
+    launch, _, _ = config_from_args(torchrun := parse_args(words[3:]))
+    assert (launch.min_nodes, launch.nproc_per_node, launch.rdzv_endpoint) == (nodes, gpus, "10.0.0.1:29500")
+    assert trained(torchrun).micro_batch_size(nodes * gpus) == 2
