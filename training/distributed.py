@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
-from training.link.group import paced_groups
 from training.link.speed import NONE, Link
+from training.link.world import paced_groups
 
 Result = TypeVar("Result")
 

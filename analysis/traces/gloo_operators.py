@@ -46,6 +46,23 @@ OPERATORS = {
 }
 
 
+PACED, GLOO = "paced::", "gloo:"
+"""`--link` (docs/link.md) makes operators `paced::all_reduce` and so on, which last as long as Gloo's spans would over
+such links; Gloo's own spans are as they are in memory. `paced::_reduce_scatter_base_` issues, as `c10d::` ones do."""
+
+
+def with_paced_names(events: list[Any]) -> list[Any]:
+    """`events`, which have a `name`, as Gloo would have left them on links: paced ones in the place of Gloo's."""
+    named = [(event, str(event.name)) for event in events]
+    if not any(name.startswith(PACED) for _, name in named):
+        return events
+    for event, name in named:
+        if name.startswith(PACED):
+            kind = name.removeprefix(PACED)
+            event.name = f"c10d::{kind}" if kind.startswith("_") else GLOO + kind
+    return [event for event, name in named if not name.startswith(GLOO)]
+
+
 def payload_elements(args: Any, issued: Issued, world_size: int) -> int:
     """Elements of a call's payload, by nccl-tests' definition; 0 where the trace does not carry shapes."""
     return sum(tensor_sizes(args, issued.position)) * (world_size if issued.is_share else 1)

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.errors import TraceError
+from analysis.traces.gloo_operators import with_paced_names
 
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
@@ -100,6 +101,7 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     if not data.strip():
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
+    file.traceEvents = with_paced_names(file.traceEvents)
     for event in file.traceEvents:
         if type(event.cat) is str and event.cat in OLD_CATEGORIES:
             is_step = event.cat == "Operator" and str(event.name).startswith(STEP_PREFIX)

@@ -1,18 +1,13 @@
 # mypy: disable-error-code="override"
-"""A process group over Gloo on which each collective takes as long as it would over a link.
+"""A process group over Gloo on which each collective takes as long as it would over links.
 
-Gloo moves the data as always, so results are bitwise Gloo's. It runs the callbacks of a collective's future in its own
-thread, before the collective counts as done. The callback sleeps there until the links would have delivered. So waiting
-costs no CPU, the next collective queues behind as it would, and the profiler's span of the collective has the length
-that it would have. What the caller gets, `Work` or future, is the one behind that callback.
+Gloo moves the data as always, so results are bitwise Gloo's. What the caller gets, `Work` or future, is done when the
+links would have delivered (`delivery`). A thread sleeps until then, so waiting costs no CPU. In a trace,
+`paced::all_reduce` lasts as long as Gloo's `gloo:all_reduce` would over such links; the latter is as it was in memory.
 """
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,27 +26,22 @@ from torch._C._distributed_c10d import (
     HookOpName,
     ScatterOptions,
     _create_work_from_future,
-    _unregister_process_group,
 )
-from torch._C._profiler import _RecordFunctionFast
 
 from training.errors import UserError
 from training.link import schedule
-from training.link.ledger import Ledger, make_file
+from training.link.delivery import Delivery, Parcel
+from training.link.ledger import Ledger
+from training.link.registers import forget
 from training.link.schedule import Schedule
-from training.link.speed import Link
-
-_abandoned: list[dist.ProcessGroup] = []
-"""Groups that end in the middle of a collective. Whoever destroys one waits for its threads, and meanwhile holds the
-interpreter's lock, which their callbacks need."""
+from training.link.spans import as_operator
 
 
 class PacedGroup(dist.ProcessGroup):
-    """Methods are those of `torch.distributed.ProcessGroup`. Sends and receives between two ranks are not paced yet,
-    and so are refused.
+    """Methods are those of `torch.distributed.ProcessGroup`. What no strategy issues is not paced, and so is refused.
 
     Args:
-        inner: A group over Gloo. This group takes its place in `torch.distributed`.
+        inner: A group over Gloo.
         members: Its ranks, by their numbers in the whole world.
     """
 
@@ -61,9 +51,8 @@ class PacedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, inner._get_backend(device))  # the reducer of DDP asks for it
         self._set_default_backend(kind)
         self._inner, self._members, self._ledger = inner, tuple(members), ledger
-        self._number = ledger.group(inner.group_name)
-        self._count = 0
-        self._moving: list[dist.Work] = []  # what Gloo may still run
+        self._number, self._count = ledger.group(inner.group_name), 0
+        self._delivery = Delivery(inner.group_name)
         self._pre_hooks: dict[int, Callable[[Any], None]] = {}
         self._post_hooks: dict[int, Callable[[Any], None]] = {}
 
@@ -115,16 +104,12 @@ class PacedGroup(dist.ProcessGroup):
     def unregister_post_hook(self, hook_id: int) -> None:
         del self._post_hooks[hook_id]
 
-    def finish(self) -> None:
-        """Wait for what Gloo has moved."""
-        for work in self._moving:
-            if work.get_future().done():
-                work.wait()
-            else:
-                _abandoned.append(self._inner)
+    def end_delivery(self) -> None:
+        """No collective follows."""
+        self._delivery.end()
 
     def shutdown(self) -> None:
-        self.finish()
+        self.end_delivery()
         self._inner.shutdown()
 
     def abort(self) -> None:
@@ -133,43 +118,36 @@ class PacedGroup(dist.ProcessGroup):
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def _paced(
-        self, messages: Schedule, issue: Callable[[], dist.Work], results: Callable[[], Any] | None = None
+        self,
+        kind: str,
+        shown: Tensor | None,
+        messages: Schedule,
+        issue: Callable[[], dist.Work],
+        values: Callable[[Any], Any] = lambda gloos: gloos,
     ) -> dist.Work:
-        """The collective that `issue` issues, delivered no earlier than links would.
-
-        Args:
-            results: Makes the value of its future. Default: Gloo's own.
-        """
-        self._count = number = self._count + 1
-        ledger, place, members = self._ledger, (self._number, number, self.rank()), self._members
-        ledger.issue(*place)
-        work = issue()
-        self._moving = [one for one in self._moving if not one.is_completed()] + [work]
-        moved = work.get_future()
-
-        def deliver(moved: Any) -> Any:
-            values = moved.value()
-            if results is not None:
-                values = results()
-            time.sleep(max(0.0, ledger.delivery(*place, members, messages) - time.monotonic()))
-            return values
-
-        if moved.done():  # already, so a callback would run, and sleep, here
-            future: Any = torch.futures.Future()
-            threading.Thread(target=lambda: finish(future, lambda: deliver(moved)), daemon=True).start()
-        else:
-            future = moved.then(deliver)
-        paced = _create_work_from_future(future)
+        """The collective that `issue` issues. See `Parcel` for the other arguments."""
+        self._count += 1
+        place = (self._number, self._count, self.rank())
+        self._ledger.issue(*place)
+        moved = issue().get_future()
+        parcel = Parcel(kind, shown, moved, lambda: self._ledger.delivery(*place, self._members, messages), values)
+        work = _create_work_from_future(self._delivery.send(parcel))
         for hook in self._post_hooks.values():
-            hook(SimpleNamespace(work=paced))
-        return paced
+            hook(SimpleNamespace(work=work))
+        return work
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        messages = schedule.all_reduce(self.size(), tensors[0].nbytes)
-        return self._paced(messages, lambda: self._inner.allreduce(tensors, opts or AllreduceOptions()))
+        messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceOptions()
+        return self._paced("all_reduce", tensors[0], messages, lambda: self._inner.allreduce(tensors, options))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceCoalescedOptions()
+        return self._paced(
+            "all_reduce", tensors[0], messages, lambda: self._inner.allreduce_coalesced(tensors, options)
+        )
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        """As torch's Gloo backend makes it: an all-reduce of a copy. Its own has no future."""
+        """As torch's Gloo backend makes it, an all-reduce of a copy. Torch's own has no future."""
         gloo: Any = self._get_backend(whole.device)
         copy = whole.clone(memory_format=torch.contiguous_format)
         options = AllreduceOptions()
@@ -182,59 +160,60 @@ class PacedGroup(dist.ProcessGroup):
         def issue() -> dist.Work:
             for hook in self._pre_hooks.values():
                 hook(call)
-            with _RecordFunctionFast("c10d::_reduce_scatter_base_", [output, whole]):
-                return gloo.allreduce([copy], options)
+            return as_operator("_reduce_scatter_base_", (output, whole), lambda: gloo.allreduce([copy], options))
 
-        def take_part() -> list[Tensor]:
+        def take_part(_: Any) -> list[Tensor]:
             output.view(-1).copy_(copy.view(self.size(), -1)[self.rank()])
             return [output]
 
-        return self._paced(schedule.all_reduce(self.size(), whole.nbytes), issue, take_part)
+        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), issue, take_part)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        messages = schedule.all_gather(self.size(), inputs[0].nbytes)
-        return self._paced(messages, lambda: self._inner.allgather(outputs, inputs, opts or AllgatherOptions()))
+        messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
+        return self._paced("all_gather", inputs[0], messages, lambda: self._inner.allgather(outputs, inputs, options))
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         messages, options = schedule.all_gather(self.size(), own.nbytes), opts or AllgatherOptions()
-        return self._paced(messages, lambda: self._inner.all_gather_single(output, own, options))
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        messages = schedule.all_reduce(self.size(), sum(tensor.nbytes for tensor in tensors))
-        options = opts or AllreduceCoalescedOptions()
-        return self._paced(messages, lambda: self._inner.allreduce_coalesced(tensors, options))
+        return self._paced("all_gather", own, messages, lambda: self._inner.all_gather_single(output, own, options))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        messages = schedule.all_gather(self.size(), sum(own.nbytes for own in inputs))
-        options = opts or AllgatherOptions()
-        return self._paced(messages, lambda: self._inner.all_gather_single_coalesced(outputs, inputs, options))
+        messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
+        return self._paced(
+            "all_gather", inputs[0], messages, lambda: self._inner.all_gather_single_coalesced(outputs, inputs, options)
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or BroadcastOptions()
-        messages = schedule.broadcast(self.size(), tensors[0].nbytes, opts.rootRank)
-        return self._paced(messages, lambda: self._inner.broadcast(tensors, opts))
+        options = opts or BroadcastOptions()
+        messages = schedule.broadcast(self.size(), nbytes(tensors), options.rootRank)
+        return self._paced("broadcast", tensors[0], messages, lambda: self._inner.broadcast(tensors, options))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        opts = opts or ScatterOptions()
-        messages = schedule.scatter(self.size(), outputs[0].nbytes, opts.rootRank)
-        return self._paced(messages, lambda: self._inner.scatter(outputs, inputs, opts))
+        options = opts or ScatterOptions()
+        messages = schedule.scatter(self.size(), nbytes(outputs), options.rootRank)
+        sent = inputs[0][0].expand(self.size(), *inputs[0][0].shape) if inputs else None  # as large as all parts
+        return self._paced("scatter", sent, messages, lambda: self._inner.scatter(outputs, inputs, options))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or GatherOptions()
-        messages = schedule.gather(self.size(), inputs[0].nbytes, opts.rootRank)
-        return self._paced(messages, lambda: self._inner.gather(outputs, inputs, opts))
+        options = opts or GatherOptions()
+        messages = schedule.gather(self.size(), nbytes(inputs), options.rootRank)
+        return self._paced("gather", inputs[0], messages, lambda: self._inner.gather(outputs, inputs, options))
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
-        messages = schedule.all_to_all(self.size(), given.nbytes / self.size())
-        options = opts or AllToAllOptions()
+        messages, options = schedule.all_to_all(self.size(), given.nbytes / self.size()), opts or AllToAllOptions()
+        issue = self._inner.all_to_all_single
         return self._paced(
-            messages, lambda: self._inner.all_to_all_single(output, given, output_sizes, input_sizes, options)
+            "all_to_all", given, messages, lambda: issue(output, given, output_sizes, input_sizes, options)
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._paced(schedule.barrier(self.size()), lambda: self._inner.barrier(opts or BarrierOptions()))
+        options = opts or BarrierOptions()
+        return self._paced("barrier", None, schedule.barrier(self.size()), lambda: self._inner.barrier(options))
+
+
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def refused(name: str) -> Callable[..., Any]:
@@ -255,62 +234,3 @@ for name in (
     "send",
 ):
     setattr(PacedGroup, name, refused(name))
-
-
-def finish(future: Any, make: Callable[[], Any]) -> None:
-    """Give `future` what `make` returns or raises."""
-    try:
-        future.set_result(make())
-    except Exception as error:
-        future.set_exception(error)
-
-
-def forget(group: dist.ProcessGroup) -> None:
-    """Take `group` out of torch's registers, so that another can have its name."""
-    world = c10d._world
-    _unregister_process_group(group.group_name)
-    for register in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        register.pop(group, None)
-    world.pg_to_tag.pop(group, None)
-    for groups in world.tags_to_pg.values():
-        if group in groups:
-            groups.remove(group)
-
-
-@contextmanager
-def paced_groups(link: Link | None) -> Iterator[None]:
-    """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
-
-    Collective. It ends when all collectives of the default group have.
-    """
-    inner = dist.group.WORLD
-    if link is None or inner is None:
-        yield
-        return
-    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link))
-    replace(inner, paced)
-    try:
-        yield
-    finally:
-        paced.finish()
-        replace(paced, inner)
-
-
-def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
-    """The ledger of the default group's ranks. Collective."""
-    path = [make_file(group.size()) if group.rank() == 0 else Path()]
-    dist.broadcast_object_list(path, src=0)
-    ledger = Ledger(path[0], group.size(), link)
-    dist.barrier()
-    if group.rank() == 0:
-        path[0].unlink()  # those who have it open keep it
-    return ledger
-
-
-def replace(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
-    """Give `new` the place of `old` as the default group."""
-    world = c10d._world
-    (backend, store), config, ranks = world.pg_map[old], world.pg_backend_config[old], world.pg_group_ranks[old]
-    forget(old)
-    c10d._register_pg_in_world(new, backend, store, new.group_name, config, rank_mapping=ranks, add_to_default_tag=True)
-    c10d._update_default_pg(new)

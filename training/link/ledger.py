@@ -44,9 +44,10 @@ class Ledger:
         self._link = link
         self._file = path.open("r+b")
         memory = np.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=np.float64)
-        sizes = np.cumsum([2 * world_size, GROUPS])
-        free, self._names, slots = np.split(memory, sizes)
+        sizes = np.cumsum([2 * world_size, GROUPS, GROUPS * world_size**2])
+        free, self._names, connections, slots = np.split(memory, sizes)
         self._sending, self._receiving = free.reshape(2, world_size)  # when each link is free again
+        self._connections = connections.reshape(GROUPS, world_size, world_size)  # the same
         self._slots = slots.reshape(GROUPS, SLOTS, 2 + world_size, world_size)
         self._threads = threading.Lock()
 
@@ -97,7 +98,7 @@ class Ledger:
                 if not ends[0, 0]:
                     ends[0, 0] = self._pass_ring(schedule, members, issued.max())
                 return float(ends[0, 0])
-            messages = _Messages(self, schedule, members, issued, ends)
+            messages = _Messages(self, schedule, members, issued, ends, self._connections[group])
             return max(messages.end_for(edge, rank) for edge in schedule if rank in (edge.sender, edge.receiver))
 
     def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
@@ -121,13 +122,22 @@ class Ledger:
 class _Messages:
     """The messages of one collective. Each goes on its links when a rank first asks for its end.
 
-    A rank asks only when Gloo has moved the data, so both ends of its messages have issued the collective then.
+    A rank asks only when Gloo has moved the data, so both ends of its messages have issued the collective then. Two
+    ranks of a group have one connection. Gloo sends what the receiver has asked for, over that same connection. So a
+    request waits behind data that goes its way, and messages of both directions take turns.
     """
 
     def __init__(
-        self, ledger: Ledger, schedule: tuple[Edge, ...], members: tuple[int, ...], issued: np.ndarray, ends: np.ndarray
+        self,
+        ledger: Ledger,
+        schedule: tuple[Edge, ...],
+        members: tuple[int, ...],
+        issued: np.ndarray,
+        ends: np.ndarray,
+        connections: np.ndarray,
     ) -> None:
-        self._ledger, self._schedule, self._members, self._issued, self._ends = ledger, schedule, members, issued, ends
+        self._ledger, self._schedule, self._members = ledger, schedule, members
+        self._issued, self._ends, self._connections = issued, ends, connections
 
     def end_for(self, edge: Edge, rank: int) -> float:
         return self._end(edge) + (self._ledger.latency_s if rank == edge.receiver else 0)
@@ -139,7 +149,9 @@ class _Messages:
             if edge.is_forwarded:
                 before = next(each for each in self._schedule if each.receiver == sender)
                 ready = max(ready, self.end_for(before, sender))
-            ends[sender, receiver] = self._ledger.occupy(
+            pair = min(sender, receiver), max(sender, receiver)
+            ready = max(ready, self._connections[pair])
+            ends[sender, receiver] = self._connections[pair] = self._ledger.occupy(
                 self._members[sender], self._members[receiver], edge.nbytes, ready
             )
         return float(ends[sender, receiver])
@@ -148,7 +160,7 @@ class _Messages:
 def make_file(world_size: int) -> Path:
     """An empty ledger for so many ranks. Whoever has all ranks open it removes it."""
     descriptor, name = tempfile.mkstemp(prefix="link-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    numbers = 2 * world_size + GROUPS + GROUPS * SLOTS * (2 + world_size) * world_size
+    numbers = 2 * world_size + GROUPS * (1 + world_size**2 + SLOTS * (2 + world_size) * world_size)
     os.truncate(descriptor, 8 * numbers)
     os.close(descriptor)
     return Path(name)

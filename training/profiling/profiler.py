@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from training.config import RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
+from training.link.speed import NONE
 from training.profiling.memory_snapshot import MemorySnapshots
 from training.profiling.nsys import NsysWindow
 from training.watch.phases import phase
@@ -89,6 +91,8 @@ class WindowProfiler:
             on_trace_ready=self._on_window_end,
             record_shapes=True,
             profile_memory=True,
+            # On paced links other threads than the training thread run `paced::` operators (training/link/spans.py).
+            experimental_config=_ExperimentalConfig(profile_all_threads=config.link != NONE),
         )
         self._traces = self._enabled and not config.nsys
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.parity import for_each_choice, is_refused, train_on_rank
 from tests.ranks import RankFailed, RankPool
 from training.distributed import host_barrier
-from training.link.group import paced_groups
 from training.link.speed import Link
+from training.link.world import paced_groups
 
 ELEMENTS = 60_000
 SLOW = Link(80 * 10**6, 1e-4)
@@ -160,7 +161,8 @@ def test_ddp_and_fsdp2_run_on_it(ranks: RankPool) -> None:
 def traced(path: str) -> list[dict[str, Any]]:
     with paced_groups(SLOW):
         host_barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(record_shapes=True, experimental_config=everywhere) as profiler:
             for kind in ("all_reduce", "reduce_scatter", "all_gather"):
                 issue(kind)[0].wait()
     profiler.export_chrome_trace(f"{path}.{dist.get_rank()}")

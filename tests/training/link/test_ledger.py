@@ -81,12 +81,14 @@ def test_nothing_is_passed_on_before_it_has_arrived(asked: list[int]) -> None:
     assert first >= 2.25 + 1.0 and third == first + 0.25  # which has sent its copy then
 
 
-def test_both_directions_of_a_link_are_used_at_once() -> None:
-    links, other = Links(2), schedule.broadcast(2, 1000, root=1)
+@pytest.mark.parametrize(("other_group", "second"), [("another", 2.0), ("default", 3.0)])
+def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group: str, second: float) -> None:
+    links = Links(2)
     links.issue(1, at=[1.0, 1.0])
-    links.issue(2, at=[1.0, 1.0])
     assert links.ends(1, schedule.broadcast(2, 1000, root=0)) == [2.0, 2.0]
-    assert links.ends(2, other) == [2.0, 2.0]
+    links.group = links.ledger.group(other_group)
+    links.issue(2, at=[1.0, 1.0])
+    assert links.ends(2, schedule.broadcast(2, 1000, root=1)) == [second, second]
 
 
 def test_a_root_that_scatters_is_done_last() -> None:

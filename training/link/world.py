@@ -1,0 +1,42 @@
+"""Pacing all process groups of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from training.link.group import PacedGroup
+from training.link.ledger import Ledger, make_file
+from training.link.registers import replace_default
+from training.link.speed import Link
+
+
+@contextmanager
+def paced_groups(link: Link | None) -> Iterator[None]:
+    """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
+
+    Collective.
+    """
+    inner = dist.group.WORLD
+    if link is None or inner is None:
+        yield
+        return
+    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link))
+    replace_default(inner, paced)
+    try:
+        yield
+    finally:
+        paced.end_delivery()
+        replace_default(paced, inner)
+
+
+def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
+    """The ledger of the default group's ranks. Collective."""
+    path = [make_file(group.size()) if group.rank() == 0 else Path()]
+    dist.broadcast_object_list(path, src=0)
+    ledger = Ledger(path[0], group.size(), link)
+    dist.barrier()
+    if group.rank() == 0:
+        path[0].unlink()  # those who have it open keep it
+    return ledger
