@@ -147,8 +147,11 @@ def slurm_cluster() -> Iterator[Cluster]:
         cluster.start("head", "slurmctld", "-D")
         for node in NODES[1:]:
             cluster.start(node, "slurmd", "-D", "-N", node)
-        wait_for(lambda: cluster.run("sinfo", "--noheader", "--format=%D %t", "--partition=low").split() == ["2", "idle"],
-                 START_S, "the nodes of SLURM do not come up")
+        wait_for(
+            lambda: cluster.run("sinfo", "--noheader", "--format=%D %t", "--partition=low").split() == ["2", "idle"],
+            START_S,
+            "the nodes of SLURM do not come up",
+        )
         yield cluster
 
 

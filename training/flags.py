@@ -7,6 +7,7 @@ In a file a key is the name of a flag without its leading dashes: `ddp-choice = 
 
 import argparse
 import dataclasses
+import os
 import sys
 import tomllib
 import types
@@ -21,6 +22,7 @@ from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
 from training.process.under_nsys import continue_under_nsys
+from training.process.launcher import adopt_launcher
 from training.registry import Registry
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}
@@ -28,6 +30,7 @@ METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", li
 
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
     """The whole of an entrypoint: train as the command line says, and return the exit code."""
+    adopt_launcher(os.environ)
     config = parse_config(description, registry, aliases)
     try:
         continue_under_nsys(config)
@@ -91,6 +94,9 @@ def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence
         _add_flag(groups[title], field, aliases if field.name == "choice" else ())
     run = groups["run"]
     run.add_argument("--config", metavar="FILE", help="TOML file of flags; those on the command line win")
+    run.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # from the `deepspeed` launcher; LOCAL_RANK counts
     run.add_argument("-h", "--help", action="help", help="print this and stop")
     run.add_argument("--version", action=_Version, nargs=0, help="print the versions of this project and of torch")
     return parser
