@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        path = f"{os.environ['PATH']}:{SBIN}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{SBIN}"
         return {**inherited, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def start(self, node: str, *command: str) -> None:
