@@ -13,21 +13,31 @@ first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((15000 + SLURM_JOB_ID % 16000)) # most likely another for another job
 
 # on_tasks COMMAND...: srun COMMAND, and requeue the job if it must end early. When SLURM announces that by SIGUSR1, the
-# training saves a checkpoint and ends with exit code 0. The signal is repeated, since a rank that still starts ignores
-# it. (torchrun and a rank that starts would be killed by it, so they get it as ignored.)
+# training saves a checkpoint and ends with exit code 0. A rank that still starts, and torchrun, ignore the signal: so it
+# is sent again and again.
 on_tasks() {
-  local training code asked=
-  trap 'asked=1; while :; do scancel --signal=USR1 "$SLURM_JOB_ID"; sleep 5; done & asking=$!' USR1
+  local training code repeating=
+  trap '[ -n "$repeating" ] || { repeat_usr1 & repeating=$!; }' USR1
   srun "$@" &
   training=$!
-  while wait $training; code=$?; kill -0 $training 2>/dev/null; do :; done
+  while wait $training; code=$?; [ $code = 138 ] && kill -0 $training 2>/dev/null; do :; done # 138: by the signal
+  if [ $code = 138 ]; then wait $training; code=$?; fi
   trap '' USR1
-  if [ -n "$asked" ]; then
-    kill "$asking"
-    if [ $code = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-  fi
+  if [ -n "$repeating" ]; then kill "$repeating"; fi
+  if { [ -n "$repeating" ] && [ $code = 0 ]; } || is_preempted; then scontrol requeue "$SLURM_JOB_ID"; fi
   return $code
 }
+repeat_usr1() {
+  while scancel --signal=USR1 "$SLURM_JOB_ID"; do sleep 5; done
+}
+# Whether a job of higher priority takes this one's place. Unless the cluster is set up to send SIGUSR1 then
+# (preempt_send_user_signal), it sends SIGTERM: the training ends at once, and the job would count as failed.
+is_preempted() {
+  local job preempted
+  job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+  preempted=$(grep -oP ' PreemptTime=\K[0-9]\S+' <<<"$job") && [[ ! $preempted < $(grep -oP ' StartTime=\K\S+' <<<"$job") ]]
+}
+
 rank=(sh -c 'trap "" USR1; exec python "$@"' sh)
 torchrun=(sh -c 'trap "" USR1; exec torchrun --log-dir "$0/node-$SLURM_NODEID" --tee 3 "$@"' "$results/logs")
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '

@@ -20,15 +20,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.slurm_cluster import Cluster, slurm_cluster, wait_for, why_no_cluster
+from safetensors.numpy import load_file
+
+from benchmarks.slurm_cluster import GPUS, Cluster, slurm_cluster, wait_for, why_no_cluster
 from training.cli import OneLineParser
 from training.errors import UserError
 
 SKIPPED = 77
 LIMIT_S = 150.0
-CHOICE, STEPS = "zero2", 3000
+CHOICE, ENDLESS, STEPS_AFTER = "zero2", 1_000_000, 200
+"""A training is stopped at some step, and ends so many steps later."""
 TRAINING = ["main_shard.py", "--ddp-choice", CHOICE, "--workload", "mlp", "--depth", "3", "--width", "64"]
-TRAINING += ["--train-samples", str(8 * STEPS), "--eval-samples", "4", "--no-profile"]
+TRAINING += ["--train-samples", "800", "--epochs", str(ENDLESS // 100), "--eval-samples", "4", "--no-profile"]
 
 
 def main() -> int:
@@ -58,18 +61,30 @@ class Jobs:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder, self._began = cluster, folder, time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
+        self._config = folder / "steps.toml"
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:5.0f} s  {text}", flush=True)
 
-    def submit(self, name: str, script: str, *flags: str, training: list[str] = TRAINING) -> str:
-        """The id of the job."""
+    def submit(self, name: str, script: str, *flags: str, training: list[str] = TRAINING, has_signal: bool = True) -> str:
+        """The id of the job. Without `has_signal`, the script does not ask SLURM for SIGUSR1."""
         variables = f"--export=ALL,RESULTS={self.folder / name}"
         output = f"--output={self.folder / name}.log"
-        path = f"scripts/slurm/{script}.sbatch"
-        return self.cluster.run(
-            "sbatch", "--parsable", "--cpus-per-task=1", variables, output, *flags, path, *training
-        ).strip()
+        command = ["sbatch", "--parsable", "--cpus-per-task=1", variables, output, *flags]
+        path = ROOT / "scripts" / "slurm" / f"{script}.sbatch"
+        if not has_signal:
+            lines = path.read_text().splitlines(keepends=True)
+            path = self.folder / f"{name}.sbatch"
+            path.write_text("".join(line for line in lines if not line.startswith("#SBATCH --signal")))
+        command += [str(path), *training]
+        if "--max-steps" not in training:
+            command += ["--config", str(self._config)]
+        return self.cluster.run(*command).strip()
+
+    def set_steps(self, steps: int) -> None:
+        """Change the length of the trainings that start from now on."""
+        self.steps = steps
+        self._config.write_text(f"max-steps = {steps}\n")
 
     def of(self, job: str) -> dict[str, str]:
         """What SLURM knows of a job, by its own names."""
@@ -97,10 +112,12 @@ class Jobs:
         """Of all its runs, the earliest first."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{name}/profile/{CHOICE}/*.run.json"))]
 
-    def last_checkpoint(self, name: str) -> list[bytes]:
-        """All tensors and random states of its ranks after the last step, as files."""
-        folder = self.folder / name / "checkpoints" / CHOICE / f"step_{STEPS:08d}"
-        return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+    def last_checkpoint(self, name: str) -> dict[tuple[str, str], bytes]:
+        """By rank and name, all tensors that its ranks hold after the last step: parameters, states of the optimizer
+        and of torch's random numbers."""
+        folder = self.folder / name / "checkpoints" / CHOICE / f"step_{self.steps:08d}"
+        files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+        return {(rank, tensor): value.tobytes() for rank, file in files.items() for tensor, value in file.items()}
 
 
 def require(holds: bool, problem: str) -> None:
@@ -111,57 +128,67 @@ def require(holds: bool, problem: str) -> None:
         raise UserError(problem)
 
 
-def require_same_as_straight(jobs: Jobs, name: str, host: str | None = None) -> None:
-    """Check that a job that was stopped once has ended as the one that was not, to the last bit."""
+def require_same_as_straight(jobs: Jobs, name: str, how: str = "stopped") -> None:
+    """Check that a job whose first run ended early, and `how`, has ended as the one that ran to its end at once."""
     (expected,), runs = jobs.records("straight"), jobs.records(name)
-    require([run["ended"]["how"] for run in runs] == ["stopped", "completed"], f"{name}: not stopped exactly once")
-    require(runs[1]["resumed_from"]["step"] == runs[0]["ended"]["step"], f"{name}: did not resume where it stopped")
+    require([run["ended"]["how"] for run in runs] == [how, "completed"], f"{name}: not {how} exactly once")
+    ended, resumed = runs[0]["ended"]["step"], runs[1]["resumed_from"]["step"]
+    require(0 < resumed <= ended, f"{name}: ended in step {ended} and resumed after {resumed}")
+    require(resumed == ended or how != "stopped", f"{name}: the steps from {resumed} to {ended} are lost")
     for field in ("train_loss", "eval"):
         require(runs[1][field] == expected[field], f"{name}: {field} differs from the run that was not stopped")
     require(jobs.last_checkpoint(name) == jobs.last_checkpoint("straight"), f"{name}: the last checkpoint differs")
-    jobs.say(f"{name}: stopped after step {runs[0]['ended']['step']}, resumed, and equal to the last bit")
+    jobs.say(f"{name}: {how} after step {ended}, resumed after step {resumed}, equal to the last bit")
 
 
 def time_limit_and_drained_node(jobs: Jobs) -> None:
-    """Two jobs on a node each. One comes to its time limit on a node that is drained, and goes on on the other."""
-    straight = jobs.submit("straight", "one_node", "--nodelist=n1")
-    limited = jobs.submit("time-limit", "one_node", "--time=1", "--signal=B:USR1@20")
+    """A job comes to its time limit on a node that is drained, and goes on on the other one."""
+    jobs.set_steps(ENDLESS)
+    job = jobs.submit("time-limit", "one_node", "--time=1", "--signal=B:USR1@20")
     jobs.await_log("time-limit", "step 1/")
-    require(jobs.of(limited)["BatchHost"] == "n2", "the second job is not on the second node")
-    jobs.cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=try")
-    jobs.say("time-limit: trains on n2, which is now drained")
-    wait_for(lambda: jobs.of(limited)["Restarts"] == "1", LIMIT_S, "time-limit: the job is not requeued")
-    jobs.cluster.run("scontrol", "update", f"jobid={limited}", "timelimit=30")
-    jobs.say("time-limit: got SIGUSR1 ahead of its time limit, and is requeued")
+    first = jobs.of(job)["BatchHost"]
+    jobs.cluster.run("scontrol", "update", f"nodename={first}", "state=drain", "reason=try")
+    jobs.say(f"time-limit: trains on {first}, which is now drained")
+    wait_for(lambda: bool(jobs.records("time-limit")), LIMIT_S, "time-limit: the training is not stopped")
+    jobs.set_steps(jobs.records("time-limit")[0]["ended"]["step"] + STEPS_AFTER)
+    wait_for(lambda: jobs.of(job)["Restarts"] == "1", LIMIT_S, "time-limit: the job is not requeued")
+    jobs.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=30")
+    jobs.say("time-limit: SIGUSR1 came ahead of the time limit; the training saved, and the job is requeued")
+    wait_for(lambda: jobs.of(job)["JobState"] == "RUNNING", LIMIT_S, "time-limit: the job does not run again")
+    require(jobs.of(job)["BatchHost"] != first, "time-limit: runs on the drained node again")
+    jobs.cluster.run("scontrol", "update", f"nodename={first}", "state=resume")
+    straight = jobs.submit("straight", "one_node")
+    jobs.await_end("time-limit", job)
     jobs.await_end("straight", straight)
-    jobs.say(f"straight: done on n1 with {jobs.records('straight')[0]['world_size']} ranks, one for each GPU")
-    jobs.await_end("time-limit", limited)
-    require(jobs.of(limited)["BatchHost"] == "n1", "time-limit: ran on the drained node again")
-    jobs.cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    require(jobs.records("straight")[0]["world_size"] == GPUS, "straight: not a rank for each GPU")
     require_same_as_straight(jobs, "time-limit")
 
 
 def preemption(jobs: Jobs) -> None:
-    """A job of plain `srun` on both nodes gives way to one of `srun torchrun`, and goes on afterwards."""
-    on_both = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
-    low = jobs.submit("preempted", "srun", *on_both)
-    rank_log = "preempted/logs/rank-0"
-    jobs.await_log(rank_log, "step 1/")
-    high = jobs.submit(
-        "urgent", "nodes", *on_both, "--partition=high", "--exclusive", training=[*TRAINING, "--max-steps", "20"]
-    )
+    """Two jobs on both nodes, one of plain `srun`, give way to a third one, and go on afterwards.
+
+    The first gets SIGUSR1, and the other SIGTERM, as on a cluster without `preempt_send_user_signal`.
+    """
+    low = jobs.submit("preempted", "srun", "--ntasks-per-node=1", "--gpus-per-node=1")
+    often = [*TRAINING, "--checkpoint-every", "20"]
+    terminated = jobs.submit("terminated", "nodes", "--gpus-per-node=1", training=often, has_signal=False)
+    jobs.await_log("preempted/logs/rank-0", "step 1/")
+    wait_for(lambda: any(jobs.folder.glob("terminated/checkpoints/*/step_*")), LIMIT_S, "terminated: no checkpoint")
+    high = jobs.submit("urgent", "nodes", "--partition=high", "--exclusive", training=[*TRAINING, "--max-steps", "20"])
     jobs.await_end("urgent", high)
-    require(jobs.records("urgent")[0]["world_size"] == 2, "urgent: not on both nodes")
-    jobs.say("urgent: done with a rank on each node")
-    require(jobs.of(low)["Restarts"] == "1", "preempted: the job is not requeued")
+    require(jobs.records("urgent")[0]["world_size"] == 2 * GPUS, "urgent: not a rank for each GPU of both nodes")
+    require([jobs.of(job)["Restarts"] for job in (low, terminated)] == ["1", "1"], "a preempted job is not requeued")
+    jobs.say(f"urgent: preempted both other jobs, and is done with {GPUS} ranks on each node")
     jobs.await_end("preempted", low)
+    jobs.await_end("terminated", terminated)
     require_same_as_straight(jobs, "preempted")
+    require_same_as_straight(jobs, "terminated", "interrupted")
 
 
 def sweep(jobs: Jobs) -> None:
     """A job for each choice, and one that reports."""
     results, choices = jobs.folder / "sweep", ("flat_ddp", "pytorch_ddp")
-    variables = f"CHOICES={' '.join(choices)}", "SBATCH_EXCLUSIVE=no", f"SBATCH_OUTPUT={results}-%j.log"
+    variables = f"CHOICES={' '.join(choices)}", f"SBATCH_OUTPUT={results}-%j.log"
     command = ("scripts/slurm/sweep.sh", "ddp", str(results), "--workload", "mlp", "--depth", "3", "--width", "64")
     said = jobs.cluster.run("env", *variables, *command)
     report = re.findall(r"report: job (\d+)", said)[0]
