@@ -23,6 +23,7 @@ from training.errors import UserError
 from training.process.environment import prepare_process
 from training.process.under_nsys import continue_under_nsys
 from training.process.launcher import adopt_launcher
+from training.process.launcher import adopt_launcher, without_local_rank
 from training.registry import Registry
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}
@@ -57,7 +58,7 @@ def parse_config(
     """
     parser = build_parser(description, registry.sentences, aliases)
     try:
-        arguments = with_config_file(sys.argv[1:] if arguments is None else arguments)
+        arguments = with_config_file(without_local_rank(sys.argv[1:] if arguments is None else arguments))
         values, unknown = parser.parse_known_args(arguments)
         if unknown:
             known_flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -94,9 +95,6 @@ def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence
         _add_flag(groups[title], field, aliases if field.name == "choice" else ())
     run = groups["run"]
     run.add_argument("--config", metavar="FILE", help="TOML file of flags; those on the command line win")
-    run.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # from the `deepspeed` launcher; LOCAL_RANK counts
     run.add_argument("-h", "--help", action="help", help="print this and stop")
     run.add_argument("--version", action=_Version, nargs=0, help="print the versions of this project and of torch")
     return parser

@@ -7,7 +7,7 @@ Imports nothing heavy.
 
 import re
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FIRST_PORT, PORTS = 15000, 16000
@@ -27,6 +27,11 @@ def adopt_launcher(environ: Environment) -> None:
     for launcher in (of_slurm, of_open_mpi):
         for name, value in launcher(environ).items():
             environ.setdefault(name, value)
+
+
+def without_local_rank(arguments: Sequence[str]) -> list[str]:
+    """Without what `deepspeed` puts in front of them; it sets LOCAL_RANK too."""
+    return [argument for argument in arguments if not argument.startswith("--local_rank=")]
 
 
 def of_slurm(environ: Environment) -> dict[str, str]:
