@@ -4,13 +4,14 @@
 if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
 # Folder of the results and logs. It stays the same when the job is requeued.
-results=${RESULTS:-results/$SLURM_JOB_NAME-$SLURM_JOB_ID}
+results=${RESULTS:-results/$SLURM_JOB_NAME-$job}
 mkdir -p "$results/logs"
 
 ranks_per_node=${SLURM_GPUS_ON_NODE:-${RANKS_PER_NODE:-1}} # without GPUs: sbatch --export=ALL,RANKS_PER_NODE=4
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((15000 + SLURM_JOB_ID % 16000)) # most likely another for another job
+port=$((15000 + job % 16000)) # most likely another for another job
 
 # on_tasks COMMAND...: srun COMMAND, and requeue the job if it must end early. When SLURM announces that by SIGUSR1, the
 # training saves a checkpoint and ends with exit code 0. A rank that still starts, and torchrun, ignore the signal: so it

@@ -49,6 +49,7 @@ def main() -> int:
             jobs = Jobs(cluster, (options.output_dir or Path(folder)).absolute())
             time_limit_and_drained_node(jobs)
             preemption(jobs)
+            elastic(jobs)
             sweep(jobs)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -186,6 +187,29 @@ def preemption(jobs: Jobs) -> None:
     jobs.await_end("terminated", terminated)
     require_same_as_straight(jobs, "preempted")
     require_same_as_straight(jobs, "terminated", "interrupted")
+
+
+def elastic(jobs: Jobs) -> None:
+    """Of two nodes, one is lost and joins again. The other one trains on alone meanwhile."""
+    jobs.set_steps(ENDLESS)
+    often = [*TRAINING, "--checkpoint-every", "20"]
+    array = jobs.submit("elastic", "elastic", "--gpus-per-node=1", "--open-mode=append", training=often)
+
+    def await_resumed(times: int) -> None:
+        wait_for(lambda: jobs.log("elastic").count("resumes after step") == times, LIMIT_S, "elastic: does not resume")
+
+    wait_for(lambda: any(jobs.folder.glob("elastic/checkpoints/*/step_*")), LIMIT_S, "elastic: no checkpoint")
+    jobs.cluster.run("scontrol", "requeuehold", f"{array}_1")
+    await_resumed(1)
+    jobs.cluster.run("scontrol", "release", f"{array}_1")
+    await_resumed(2)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", array)
+    wait_for(lambda: len(jobs.records("elastic")) == 3, LIMIT_S, "elastic: the training is not stopped")
+    jobs.cluster.run("scancel", array)
+    runs = jobs.records("elastic")
+    require([run["world_size"] for run in runs] == [2, 1, 2], "elastic: not with 2 ranks, 1 and 2")
+    require(set(runs[-1]["step_samples"]) == {8}, "elastic: the global batch has changed")
+    jobs.say("elastic: went on with 1 rank when a node was lost, and with 2 when it joined again")
 
 
 def sweep(jobs: Jobs) -> None:
