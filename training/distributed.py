@@ -137,8 +137,8 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
         ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
         if len(ranks) > 1:
             raise UserError(
-                f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start one "
-                "rank on its node, show each rank another GPU, or use --backend gloo to share it"
+                f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start "
+                "one rank on its node, show each rank another GPU, or use --backend gloo to share it"
             )
 
 

@@ -21,9 +21,8 @@ from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
-from training.process.under_nsys import continue_under_nsys
-from training.process.launcher import adopt_launcher
 from training.process.launcher import adopt_launcher, without_local_rank
+from training.process.under_nsys import continue_under_nsys
 from training.registry import Registry
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}

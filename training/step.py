@@ -143,6 +143,7 @@ class StepRunner:
                 losses.append(loss.detach().double() * weight)
             if is_last:
                 break
+        assert global_batch is not None, "the last round knows it"
         if global_batch.is_last:
             strategy.stops_after = strategy.optimizer_steps + 1
         with phase("gradient_sync"):

@@ -9,7 +9,6 @@ cannot have such a cluster; one line says why.
 
 import argparse
 import json
-import os
 import re
 import signal
 import sys
@@ -70,7 +69,9 @@ class Jobs:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:5.0f} s  {text}", flush=True)
 
-    def submit(self, name: str, script: str, *flags: str, training: list[str] = TRAINING, has_signal: bool = True) -> str:
+    def submit(
+        self, name: str, script: str, *flags: str, training: list[str] = TRAINING, has_signal: bool = True
+    ) -> str:
         """The id of the job. Without `has_signal`, the script does not ask SLURM for SIGUSR1."""
         variables = f"--export=ALL,RESULTS={self.folder / name}"
         output = f"--output={self.folder / name}.log"
@@ -108,13 +109,17 @@ class Jobs:
             UserError: it failed, or takes too long.
         """
         ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_for(lambda: self.of(job)["JobState"] in ended, LIMIT_S, f"job {name} does not end: {self.log(name)[-2000:]}")
+        wait_for(
+            lambda: self.of(job)["JobState"] in ended, LIMIT_S, f"job {name} does not end: {self.log(name)[-2000:]}"
+        )
         state = self.of(job)["JobState"]
         require(state == "COMPLETED", f"job {name} is {state}: {self.log(name)[-2000:]}")
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """Of all its runs, the earliest first."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{name}/profile/{CHOICE}/*.run.json"))]
+        return [
+            json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{name}/profile/{CHOICE}/*.run.json"))
+        ]
 
     def last_checkpoint(self, name: str) -> dict[tuple[str, str], bytes]:
         """By rank and name, all tensors that its ranks hold after the last step: parameters, states of the optimizer

@@ -21,15 +21,15 @@ from training.communication.agreement import NonFiniteError
 from training.config import RunConfig
 from training.data.reviews import make_reviews
 from training.distributed import (
-    gpus_of_ranks,
-    require_own_gpus,
     Ranks,
     backend_class,
     choose_device_and_backend,
     from_rank0,
+    gpus_of_ranks,
     group_config,
     library_of,
     on_every_rank,
+    require_own_gpus,
 )
 from training.errors import UserError
 from training.run import run, seed_everything, train_and_record

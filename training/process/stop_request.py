@@ -1,4 +1,4 @@
-"""SIGUSR1: save a checkpoint after the current step, and end. SLURM sends it ahead of the time limit (`docs/slurm.md`)."""
+"""SIGUSR1: save a checkpoint after a step, and end. SLURM sends it ahead of the time limit (`docs/slurm.md`)."""
 
 import os
 import signal

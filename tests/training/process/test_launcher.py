@@ -70,7 +70,15 @@ def test_what_the_user_has_set_stays() -> None:
         {**SBATCH, **TORCHRUN},
         {**MPIRUN, **TORCHRUN},
     ],
-    ids=["nothing", "batch script", "srun shell", "salloc shell", "torchrun in srun", "torchrun in sbatch", "in mpirun"],
+    ids=[
+        "nothing",
+        "batch script",
+        "srun shell",
+        "salloc shell",
+        "torchrun in srun",
+        "torchrun in sbatch",
+        "in mpirun",
+    ],
 )
 def test_what_is_no_rank_of_slurm_or_mpirun(environ: dict[str, str]) -> None:
     assert adopted(environ) == {}
