@@ -64,6 +64,7 @@ class Jobs:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder, self._began = cluster, folder, time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
+        require(not any(folder.iterdir()), f"--output-dir {folder} is not empty; give another")
         self._config = folder / "steps.toml"
 
     def say(self, text: str) -> None:
