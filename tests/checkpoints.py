@@ -129,7 +129,7 @@ def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[d
     """
     straight = fingerprints(*train_to(choice, 8, dropout=0.5))
     changes = {"dropout": 0.5, "checkpoint_every": 100}
-    strategy, result = train_to(choice, 8, folder, asks_in_step=3, **changes)
+    strategy, result = train_to(choice, 8, folder, asks_in_step=3, resume=AUTO, **changes)  # there is none yet
     assert strategy.stops_after == len(result.loss) == strategy.optimizer_steps
     saved = checkpoints_in(folder)
     return straight, fingerprints(*train_to(choice, 8, folder, resume=AUTO, **changes)), len(result.loss), saved[0][0]

@@ -18,7 +18,7 @@ from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
 from training.link.group import paced_groups
 from training.link.speed import NONE, Link
-from training.process.launcher import LOOKED_FOR
+from training.process.launcher import LOOKED_FOR, adopt_launcher
 
 Result = TypeVar("Result")
 
@@ -78,6 +78,7 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     Raises:
         UserError: not started by a launcher; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
     """
+    adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]

@@ -4,7 +4,7 @@ It makes a slurmctld and two slurmd (`benchmarks.slurm_cluster`), submits every 
 out. It takes about three minutes on two cores. Nothing is left behind.
 
 Exit code 0: all is right. 1: something is not; one line on standard error says what. 77: skipped, since this machine
-cannot have such a cluster; one line says why.
+cannot have such a cluster; one line says why. 130 or 143: stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -28,8 +28,11 @@ from training.errors import UserError
 
 SKIPPED = 77
 LIMIT_S = 150.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHOICE, ENDLESS, STEPS_AFTER = "zero2", 1_000_000, 200
 """A training is stopped at some step, and ends so many steps later."""
+EVERY, ALL = 100, ("--keep-last", "1000")
+"""The run that is not stopped saves so often, so that shorter ones can be compared with it."""
 TRAINING = ["main_shard.py", "--ddp-choice", CHOICE, "--workload", "mlp", "--depth", "3", "--width", "64"]
 TRAINING += ["--train-samples", "800", "--epochs", str(ENDLESS // 100), "--eval-samples", "4", "--no-profile"]
 
@@ -38,8 +41,8 @@ def main() -> int:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, help="keep results and logs there (default: remove them)")
     options = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    for number in ENDING:
+        signal.signal(number, end)
     if reason := why_no_cluster():
         print(f"skipped: no SLURM cluster here: {reason}")
         return SKIPPED
@@ -53,9 +56,14 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
+
+
+def end(number: int, frame: object) -> None:
+    """The handler of `ENDING`. A second signal would interrupt the removal of the cluster."""
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 class Jobs:
@@ -145,8 +153,9 @@ def require_same_as_straight(jobs: Jobs, name: str, how: str = "stopped") -> Non
     ended, resumed = runs[0]["ended"]["step"], runs[1]["resumed_from"]["step"]
     require(0 < resumed <= ended, f"{name}: ended in step {ended} and resumed after {resumed}")
     require(resumed == ended or how != "stopped", f"{name}: the steps from {resumed} to {ended} are lost")
-    for field in ("train_loss", "eval"):
-        require(runs[1][field] == expected[field], f"{name}: {field} differs from the run that was not stopped")
+    losses = expected["train_loss"][: jobs.steps]
+    require(len(losses) == jobs.steps, f"{name}: the run that was not stopped has fewer steps")
+    require(runs[1]["train_loss"] == losses, f"{name}: losses differ from those of the run that was not stopped")
     require(jobs.last_checkpoint(name) == jobs.last_checkpoint("straight"), f"{name}: the last checkpoint differs")
     jobs.say(f"{name}: {how} after step {ended}, resumed after step {resumed}, equal to the last bit")
 
@@ -167,7 +176,7 @@ def time_limit_and_drained_node(jobs: Jobs) -> None:
     wait_for(lambda: jobs.of(job)["JobState"] == "RUNNING", LIMIT_S, "time-limit: the job does not run again")
     require(jobs.of(job)["BatchHost"] != first, "time-limit: runs on the drained node again")
     jobs.cluster.run("scontrol", "update", f"nodename={first}", "state=resume")
-    straight = jobs.submit("straight", "one_node")
+    straight = jobs.submit("straight", "one_node", training=[*TRAINING, *f"--checkpoint-every {EVERY}".split(), *ALL])
     jobs.await_end("time-limit", job)
     jobs.await_end("straight", straight)
     require(jobs.records("straight")[0]["world_size"] == GPUS, "straight: not a rank for each GPU")
@@ -179,12 +188,16 @@ def preemption(jobs: Jobs) -> None:
 
     The first gets SIGUSR1, and the other SIGTERM, as on a cluster without `preempt_send_user_signal`.
     """
+    jobs.set_steps(ENDLESS)
     low = jobs.submit("preempted", "srun", "--ntasks-per-node=1", "--gpus-per-node=1")
     often = [*TRAINING, "--checkpoint-every", "20"]
     terminated = jobs.submit("terminated", "nodes", "--gpus-per-node=1", training=often, has_signal=False)
     jobs.await_log("preempted/logs/rank-0", "step 1/")
     wait_for(lambda: any(jobs.folder.glob("terminated/checkpoints/*/step_*")), LIMIT_S, "terminated: no checkpoint")
     high = jobs.submit("urgent", "nodes", "--partition=high", "--exclusive", training=[*TRAINING, "--max-steps", "20"])
+    both = ("preempted", "terminated")
+    wait_for(lambda: all(map(jobs.records, both)), LIMIT_S, "preempted, terminated: a training does not end")
+    jobs.set_steps((max(jobs.records(name)[0]["ended"]["step"] for name in both) // EVERY + 1) * EVERY)
     jobs.await_end("urgent", high)
     require(jobs.records("urgent")[0]["world_size"] == 2 * GPUS, "urgent: not a rank for each GPU of both nodes")
     require([jobs.of(job)["Restarts"] for job in (low, terminated)] == ["1", "1"], "a preempted job is not requeued")
