@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ddp.link_fit import WATCHED_STEPS
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
-from training.checkpoint.manifest import folder_name
+from training.checkpoint.manifest import checkpoints_in, folder_name
 from training.checkpoint.session import Checkpoints
-from training.config import RunConfig
+from training.config import AUTO, RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import TrainingResult, Unwatched, train
@@ -73,14 +73,21 @@ def train_to(
     folder: Path | None = None,
     dropout: float = 0.0,
     model: str | None = None,
+    asks_in_step: int | None = None,
     **changes: Any,
 ) -> tuple[Strategy, TrainingResult]:
-    """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes."""
+    """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes.
+
+    Args:
+        asks_in_step: From this step on, the last rank asks all to stop.
+    """
     saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
     config = RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
     strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)
+    if asks_in_step is not None and dist.get_rank() == dist.get_world_size() - 1:
+        strategy.wants_to_stop = lambda: strategy.optimizer_steps >= asks_in_step
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
     try:
@@ -112,6 +119,20 @@ def straight_and_stopped(choice: tuple[str, str], folder: Path, in_background: b
     stopped = fingerprints(*train_to(choice, 4, folder, dropout=0.5, resume="latest", checkpoint_async=in_background))
     other = fingerprints(*train_to(choice, 4, dropout=0.5, seed=1))
     return [straight, stopped, other]
+
+
+def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[dict, dict, int, int]:
+    """The same 8 steps without a stop, and with one that a single rank asked for in step 3.
+
+    Returns:
+        Both as in `straight_and_stopped`; the number of steps before the stop, and the step of the checkpoint.
+    """
+    straight = fingerprints(*train_to(choice, 8, dropout=0.5))
+    changes = {"dropout": 0.5, "checkpoint_every": 100}
+    strategy, result = train_to(choice, 8, folder, asks_in_step=3, resume=AUTO, **changes)  # there is none yet
+    assert strategy.stops_after == len(result.loss) == strategy.optimizer_steps
+    saved = checkpoints_in(folder)
+    return straight, fingerprints(*train_to(choice, 8, folder, resume=AUTO, **changes)), len(result.loss), saved[0][0]
 
 
 def fitted_and_stopped(folder: Path) -> list[Any]:

@@ -217,7 +217,7 @@ class RunConfig:
     resume: str | None = _checkpoints(
         None,
         "continue from this checkpoint, or from the newest in a folder; without a value, or with latest: from the "
-        "newest in --checkpoint-dir",
+        "newest in --checkpoint-dir; auto: the same, or start from the beginning if there is none",
         alone=LATEST,
     )
 

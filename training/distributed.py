@@ -3,8 +3,9 @@
 import datetime
 import gc
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
 from training.link.speed import NONE, Link
 from training.link.world import paced_groups
+from training.process.launcher import LOOKED_FOR, adopt_launcher
 
 Result = TypeVar("Result")
 
@@ -74,15 +76,21 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
 
     Raises:
-        UserError: not started by `torchrun`; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
+        UserError: not started by a launcher; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
     """
+    adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]
+    if missing == ["MASTER_ADDR"]:
+        raise UserError(
+            "MASTER_ADDR not set, and mpirun with several hosts does not tell where rank 0 runs; run: "
+            "mpirun -x MASTER_ADDR=HOST ... with the first host"
+        )
     if missing:
         script = Path(sys.argv[0]).name
         raise UserError(
-            f"{', '.join(missing)} not set, so this was not started by torchrun; run: "
+            f"{', '.join(missing)} not set, so no launcher started this (looked for {LOOKED_FOR}); run: "
             f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
         )
     has_cuda = torch.cuda.is_available()
@@ -97,10 +105,10 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
     if not use_cuda:
         return torch.device("cpu"), backend
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if local_ranks > gpus and (library_of(backend) == NCCL or config.backend == AUTO):
+    if local_ranks > gpus > 1 and library_of(backend) == NCCL:  # who sees a single one: `require_own_gpus`
         raise UserError(
-            f"{local_ranks} ranks on this node but only {gpus} GPU{'s' if gpus > 1 else ''}, and NCCL takes one rank a "
-            f"GPU; use --nproc_per_node={gpus}, or --backend gloo to share GPUs"
+            f"{local_ranks} ranks on this node but only {gpus} GPUs, and NCCL takes one rank a GPU; use "
+            f"--nproc_per_node={gpus}, or --backend gloo to share GPUs"
         )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
 
@@ -114,6 +122,31 @@ def require_pacable(config: RunConfig, use_cuda: bool) -> None:
         raise UserError(f"--link {config.link} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
         raise UserError(f"--link {config.link} is for the ranks of one machine; several nodes have links of their own")
+
+
+def require_own_gpus(gpus: Sequence[str]) -> None:
+    """Check that no two ranks have the same GPU. SLURM may show each rank a single one (`--gpus-per-task=1`), which is
+    then number 0 of each.
+
+    Args:
+        gpus: By rank, what identifies its GPU.
+
+    Raises:
+        UserError: names the ranks.
+    """
+    for gpu in gpus:
+        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1:
+            raise UserError(
+                f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start "
+                "one rank on its node, show each rank another GPU, or use --backend gloo to share it"
+            )
+
+
+def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device) -> list[str]:
+    """The host and the UUID of each rank's GPU. Collective."""
+    store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    return [gpu.decode() for gpu in store.multi_get([f"gpu/{other}" for other in range(size)])]
 
 
 @contextmanager
@@ -130,8 +163,9 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # Ranks that torchrun restarts get the old store, which still has the addresses of the dead ranks.
-        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        attempt = dist.PrefixStore(current_attempt(), store)
+        if library_of(backend) == NCCL:
+            require_own_gpus(gpus_of_ranks(attempt, rank, size, device))
         dist.init_process_group(
             group_config(backend),
             store=attempt,
@@ -152,6 +186,16 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+def current_attempt() -> str:
+    """What tells the keys of this attempt from those of an earlier one in the same store.
+
+    Ranks that `torchrun` restarts get the old store, which still has the addresses of the dead ranks. Not so with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which elastic jobs need: a node that has just joined counts its restarts anew.
+    """
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else 'of a store of its own'}"
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:

@@ -7,6 +7,7 @@ In a file a key is the name of a flag without its leading dashes: `ddp-choice = 
 
 import argparse
 import dataclasses
+import os
 import sys
 import tomllib
 import types
@@ -20,6 +21,7 @@ from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
+from training.process.launcher import adopt_launcher, without_local_rank
 from training.process.under_nsys import continue_under_nsys
 from training.registry import Registry
 
@@ -28,6 +30,7 @@ METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", li
 
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
     """The whole of an entrypoint: train as the command line says, and return the exit code."""
+    adopt_launcher(os.environ)
     config = parse_config(description, registry, aliases)
     try:
         continue_under_nsys(config)
@@ -54,7 +57,7 @@ def parse_config(
     """
     parser = build_parser(description, registry.sentences, aliases)
     try:
-        arguments = with_config_file(sys.argv[1:] if arguments is None else arguments)
+        arguments = with_config_file(without_local_rank(sys.argv[1:] if arguments is None else arguments))
         values, unknown = parser.parse_known_args(arguments)
         if unknown:
             known_flags = [flag for action in parser._actions for flag in action.option_strings]

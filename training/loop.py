@@ -73,7 +73,7 @@ def train(
     earlier: TrainingResult | None = None,
     is_due: Callable[[int], bool] = lambda step: False,
 ) -> TrainingResult:
-    """Train over `steps`.
+    """Train over `steps`, or until the ranks have agreed to stop (`Strategy.stops_after`).
 
     A loss is read a step after it was made, so that the host need not wait for the device.
 
@@ -101,7 +101,8 @@ def train(
         begin_step(strategy.optimizer_steps)
         strategy.zero_grad()
         loss = ReadLater(strategy.forward_backward(micro_batches))
-        if following is not None:
+        is_last = following is None or strategy.stops_after == strategy.optimizer_steps + 1
+        if following is not None and not is_last:
             strategy.announce(following[1])
         with phase("optimizer"):
             if clip_grad_norm is not None:
@@ -114,6 +115,8 @@ def train(
             read(unread_steps=0)
         else:
             read(unread_steps=0 if loss.is_here else 1)
+        if is_last:
+            break
         start = time.perf_counter()
     strategy.require_finite()
     read(unread_steps=0)

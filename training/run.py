@@ -27,6 +27,7 @@ from training.flags import to_toml
 from training.link.speed import NONE
 from training.loop import TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
+from training.process.stop_request import stop_requests
 from training.profiling.memory import ModelSize
 from training.profiling.memory_timeline import record_step_memory
 from training.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
@@ -41,7 +42,7 @@ from training.records.record import (
 )
 from training.records.run_so_far import RunSoFar, Setup
 from training.strategy import MicroBatch, Strategy
-from training.watch.cause import COMPLETED, Ending
+from training.watch.cause import COMPLETED, STOPPED, Ending
 from training.watch.phases import between_steps
 from training.watch.watcher import watched
 
@@ -54,6 +55,7 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
     so_far = RunSoFar(config)
     try:
         with (
+            stop_requests(config.checkpoint_every is not None) as so_far.stop_request,
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
             watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
@@ -102,6 +104,7 @@ def train_and_record(
     config = replace(config, lr=config.lr or workload.learning_rate)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload))
@@ -131,6 +134,11 @@ def train_and_record(
             on_each = so_far.following(after_step)
             train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
             checkpoints.finish()
+    done = len(so_far.result.loss)
+    if strategy.stops_after == done < steps:
+        on_every_rank(lambda: require_written(profiler))
+        from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
+        return
     between_steps("evaluating")
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
@@ -148,6 +156,18 @@ def train_and_record(
         for note in strategy.notes:
             print(f"{config.label}: {note}", flush=True)
         print(summary_line(config.label, record, str(path)), flush=True)
+
+
+def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
+    """Write the record of a run that ends because SIGUSR1 asked it to, and say so.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
+    message = f"stopped by SIGUSR1 after step {done} of {steps}; checkpoint: {checkpoint}"
+    write_json(path, run.record(Ending(STOPPED, step=done, message=message)))
+    print(f"{run.config.label}: {message}; --resume continues; record: {path}", flush=True)
 
 
 def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:

@@ -109,7 +109,8 @@ class StepRunner:
 
     def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> Pending:
         lacks_any = self._latest is None and not micro_batches
-        return self._agreement.begin_counts(sum(map(sample_count, micro_batches)), len(micro_batches), lacks_any)
+        samples = sum(map(sample_count, micro_batches))
+        return self._agreement.begin_counts(samples, len(micro_batches), lacks_any, self._strategy.wants_to_stop())
 
     def _attempt(self, micro_batches: Sequence[MicroBatch]) -> tuple[Verdict, StepResult]:
         """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
@@ -142,6 +143,9 @@ class StepRunner:
                 losses.append(loss.detach().double() * weight)
             if is_last:
                 break
+        assert global_batch is not None, "the last round knows it"
+        if global_batch.is_last:
+            strategy.stops_after = strategy.optimizer_steps + 1
         with phase("gradient_sync"):
             strategy.finish_gradient_synchronization()
         loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=strategy.device)

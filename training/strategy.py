@@ -39,6 +39,10 @@ class Strategy(ABC):
         options: What the strategy may be told (`training.config.StrategyOptions`).
         process_group: The ranks that share the work. Default: all.
 
+    Attributes:
+        wants_to_stop: Answers whether this rank has been asked to stop, in each step. Set it to your own function.
+        stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
+
     Raises:
         UnsupportedError: The module has no trainable parameter, has one with sparse or complex gradients, or is not the
             same on every rank.
@@ -73,6 +77,8 @@ class Strategy(ABC):
         self.notes: list[str] = []  # decisions of the strategy that the user of a run should know
         self.process_group = group
         self.optimizer_steps = 0
+        self.wants_to_stop: Callable[[], bool] = lambda: False
+        self.stops_after: int | None = None
         self.synchronizes_gradients = True
         if self.options.compress and self.shards:
             raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")

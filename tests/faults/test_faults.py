@@ -86,6 +86,32 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
 
 
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sigusr1(tmp_path: Path, saves: bool) -> None:
+    """To one rank: all save and end, with exit code 0. Without checkpoints they go on, and say so."""
+    mark = f"sigusr1-{os.getpid()}-{tmp_path.name}"
+    length = ["--epochs", "100000", "--checkpoint-every", "1000000"] if saves else ["--epochs", "20"]
+    command = [*FLAT_DDP, *length, "--no-profile", "--output-dir", str(tmp_path)]
+    output_path = tmp_path / "output"
+    with output_path.open("w") as output:
+        environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        try:
+            wait_for(lambda: "step 1/" in output_path.read_text())
+            os.kill(rank_processes(mark)[1 if saves else 0], signal.SIGUSR1)
+            assert process.wait(timeout=90) == 0
+        finally:
+            process.terminate()
+    ended, said = record_of(tmp_path, "flat_ddp")["ended"], output_path.read_text()
+    assert ended["how"] == ("stopped" if saves else "completed")
+    if saves:
+        (checkpoint,) = tmp_path.glob("checkpoints/flat_ddp/step_*")
+        assert ended["step"] == int(checkpoint.name.removeprefix("step_"))
+        assert f"flat_ddp: {ended['message']}; --resume continues; record: " in said and str(checkpoint) in said
+    else:
+        assert said.count("SIGUSR1 is ignored: without --checkpoint-every there would be nothing to resume from") == 1
+
+
 def rank_processes(mark: str) -> dict[int, int]:
     """Process ids by rank."""
     found = {}

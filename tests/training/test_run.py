@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +25,11 @@ from training.distributed import (
     backend_class,
     choose_device_and_backend,
     from_rank0,
+    gpus_of_ranks,
     group_config,
     library_of,
     on_every_rank,
+    require_own_gpus,
 )
 from training.errors import UserError
 from training.run import run, seed_everything, train_and_record
@@ -326,12 +330,10 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> 
         (2, {"device": "cpu"}, ("cpu", "gloo")),
         (2, {"backend": "gloo"}, ("cuda:1", "gloo")),
         (1, {"backend": "gloo"}, ("cuda:0", "gloo")),
-        (1, {}, "2 ranks on this node but only 1 GPU"),
-        (1, {"backend": "nccl"}, "2 ranks on this node but only 1 GPU"),
+        (1, {}, ("cuda:0", "nccl")),  # perhaps another GPU than that of the other rank: see `require_own_gpus`
         (0, {"device": "cuda"}, "torch sees no CUDA device"),
         (0, {"backend": "nccl"}, "--backend nccl needs CUDA"),
         (2, {"backend": "nccl-legacy"}, ("cuda:1", "nccl-legacy")),
-        (1, {"backend": "nccl-legacy"}, "2 ranks on this node but only 1 GPU"),
         (0, {"backend": "nccl-legacy"}, "--backend nccl-legacy needs CUDA"),
         (2, {"link": "1gbit"}, "--link 1gbit slows down Gloo between CPUs, and this run is on GPUs"),
         (2, {"link": "1gbit", "device": "cpu"}, ("cpu", "gloo")),
@@ -355,6 +357,28 @@ def test_links_of_several_nodes_are_their_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"--link 1gbit is for the ranks of one machine"):
         choose_device_and_backend(RunConfig(link="1gbit"))
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, gpus=2, local_ranks=3)
+    for backend in ("auto", "nccl", "nccl-legacy"):
+        with pytest.raises(UserError, match="3 ranks on this node but only 2 GPUs"):
+            choose_device_and_backend(RunConfig(backend=backend))
+    assert str(choose_device_and_backend(RunConfig(backend="gloo"))[0]) == "cuda:1"
+
+
+def test_each_rank_sees_a_single_gpu() -> None:
+    """As with `srun --gpus-per-task=1`. The same number on another host is another GPU."""
+    require_own_gpus(["n1 GPU-a", "n1 GPU-b", "n2 GPU-a"])
+    with pytest.raises(UserError, match=r"ranks 0, 2 see only one GPU, the same \(n1 GPU-a\), and NCCL takes one rank"):
+        require_own_gpus(["n1 GPU-a", "n1 GPU-b", "n1 GPU-a"])
+
+
+def test_ranks_tell_each_other_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    store = dist.HashStore()
+    store.set("gpu/0", "n1 GPU-b")
+    assert gpus_of_ranks(store, 1, 2, torch.device("cuda", 0)) == ["n1 GPU-b", f"{socket.gethostname()} GPU-a"]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
@@ -405,7 +429,8 @@ def test_a_run_without_torchrun_says_how_to_start_it(
     monkeypatch.setattr("training.run.silence_libraries", lambda: None)
     assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
     said = capfd.readouterr().err
-    assert said.startswith("error: flat_ddp: RANK, LOCAL_RANK not set, so this was not started by torchrun; run: ")
+    assert said.startswith("error: flat_ddp: RANK, LOCAL_RANK not set, so no launcher started this (looked for RANK,")
+    assert "SLURM_STEP_ID" in said and "OMPI_COMM_WORLD_RANK" in said
     assert said.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and said.count("\n") == 1
 
 

@@ -16,7 +16,7 @@ from training.checkpoint.manifest import (
     several,
     verify_files,
 )
-from training.config import LATEST, RunConfig, flag_name
+from training.config import AUTO, LATEST, RunConfig, flag_name
 from training.distributed import Ranks, from_rank0, on_every_rank
 from training.errors import UserError
 
@@ -82,15 +82,15 @@ def find_origin(config: RunConfig, ranks: Ranks) -> Origin | None:
             checkpoints holds those of another run.
     """
     folder = checkpoint_folder(config)
-    if config.checkpoint_every and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    if config.checkpoint_every and from_rank0(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         with suppress(UserError):  # there is none yet
             own = newest_complete(folder, ranks)
             if own.manifest.job == from_rank0(current_job):
                 return own
-    origin = None
-    if config.resume is not None:
-        path = folder if config.resume == LATEST else Path(config.resume)
-        is_folder = config.resume == LATEST or from_rank0(lambda: holds_checkpoints(path))
+    origin, is_own = None, config.resume in (LATEST, AUTO)
+    if config.resume is not None and not (config.resume == AUTO and from_rank0(lambda: not checkpoints_in(folder))):
+        path = folder if is_own else Path(config.resume)
+        is_folder = is_own or from_rank0(lambda: holds_checkpoints(path))
         origin = newest_complete(path, ranks) if is_folder else complete(path, ranks)
     if config.checkpoint_every:
         from_rank0(lambda: require_no_others(folder, origin))

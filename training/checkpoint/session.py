@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.files import TensorFiles
-from training.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name
+from training.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name, folder_name
 from training.checkpoint.origin import (
     DECIDE_BUCKETS,
     Origin,
@@ -129,7 +129,9 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
-        return self._every is not None and (step % self._every == 0 or step == self._last_step)
+        return self._every is not None and (
+            step % self._every == 0 or step in (self._last_step, self._strategy.stops_after)
+        )
 
     def after_step(self, result: TrainingResult) -> None:
         """Save a checkpoint if one is due.
@@ -142,6 +144,11 @@ class Checkpoints:
             tensors, texts = random_states(self._ranks.device)
             tensors |= tensors_to_save(self._strategy)
             self._saver.save(tensors, texts, self._manifest(result))
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is that this run has saved."""
+        assert self._saver is not None, "the run saves checkpoints"
+        return self._saver.folder / folder_name(step)
 
     def finish(self) -> None:
         """Wait until the last save is complete.

@@ -16,16 +16,24 @@ RESULTS_ROW_BYTES = 2 * 8
 RECEIVED_BYTES = 8
 """Bytes that a rank sends, in fp64: three counts; a result, a digest, and a flag for each trainable parameter."""
 
+LACKS_ANY, WANTS_TO_STOP = 1, 2
+"""What the third count adds up from."""
+
 Pending = tuple[Tensor, dist.Work]
 """An exchange in flight: the rows of all ranks, and a handle to wait for."""
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A step's samples on all ranks together, and its rounds: the most micro-batches that any rank has."""
+    """A step's samples on all ranks together, and its rounds: the most micro-batches that any rank has.
+
+    Attributes:
+        is_last: A rank wants to stop after this step.
+    """
 
     samples: int
     rounds: int
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,14 @@ class StepAgreement:
         self._group, self._size = group, dist.get_world_size(group)
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
-    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool) -> Pending:
-        """Tell the others what this rank holds. `lacks_any`: it has no micro-batch to repeat if others hold more."""
-        return self._begin([samples, micro_batches, lacks_any])
+    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool, wants_to_stop: bool) -> Pending:
+        """Tell the others what this rank holds.
+
+        Args:
+            lacks_any: It has no micro-batch to repeat if others hold more.
+            wants_to_stop: It has been asked to stop after a step.
+        """
+        return self._begin([samples, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop])
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
@@ -84,14 +97,14 @@ class StepAgreement:
         """
         table, work = exchange
         work.wait()
-        samples, micro_batches, lacks_any = table.cpu().unbind(1)
-        if lacks_any.any() or not samples.any():
+        samples, micro_batches, flags = table.cpu().unbind(1)
+        if (flags % WANTS_TO_STOP).any() or not samples.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
             raise UnsupportedError(
                 f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
                 "and at least one rank in every later step"
             )
-        return GlobalBatch(samples=int(samples.sum()), rounds=int(micro_batches.max()))
+        return GlobalBatch(int(samples.sum()), int(micro_batches.max()), bool((flags >= WANTS_TO_STOP).any()))
 
     def begin_results(self, bad_round: int, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.

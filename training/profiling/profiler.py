@@ -82,6 +82,7 @@ class WindowProfiler:
         self._slows_any, self._enabled = not config.no_profile, config.profiles(ranks.rank)
         self._slow_steps = config.profile_steps(settling_steps) if config.memory_snapshot else 0
         self._step = 0
+        self._keeps_windows = True
         self.write_problem: str | None = None
         self._parts = parts_of(config, trace_folder, run_id) if self._enabled else []
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
@@ -107,6 +108,7 @@ class WindowProfiler:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._traces and kind is None:
             self._settle()
+            self._keeps_windows = False  # a run that was asked to stop may end within one
             self._profile.stop()
         for part in self._parts:
             part.close()
@@ -138,6 +140,8 @@ class WindowProfiler:
                 part.begin_step(self._step, is_first)
 
     def _on_window_end(self, profiler: profile) -> None:
+        if not self._keeps_windows:
+            return
         path = self._folder / TRACE_NAME.format(run_id=self._run_id, step=profiler.step_num)
         with self._noting_problems(path), phase("writing a trace", in_profile=False):
             write_trace(profiler, path)

@@ -45,6 +45,7 @@ class RunSoFar:
         run_id: Empty until the ranks have agreed on one.
         evaluation: None until the run has evaluated.
         memory: A row for each rank; empty until memory is recorded.
+        stop_request: Whether this rank has been asked to stop.
         resumed_from: The checkpoint that the run resumed from; None if it did not.
     """
 
@@ -54,6 +55,7 @@ class RunSoFar:
         self.evaluation: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
+        self.stop_request: Callable[[], bool] = lambda: False
         self._traffic: list[Collective] = []
         self._setup: Setup | None = None
         self._backend_class = ""

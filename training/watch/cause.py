@@ -13,8 +13,9 @@ from training.watch.exit_reason import ExitReason
 from training.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
 from training.watch.rank_state import ON_DEVICE, Entry, RankState
 
-COMPLETED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
+COMPLETED, STOPPED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
+    "stopped",
     "failed",
     "killed",
     "hung",

@@ -33,8 +33,7 @@ class Peers:
     def __init__(self, flight: FlightRecorder, rank: int, world_size: int) -> None:
         self._rank, self._flight = rank, flight
         self._here: dict[int, tuple[FlightRecorder, int]] = {}  # on this node, with their process ids
-        prefix = f"ddp-lab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = dist.PrefixStore(prefix, _get_default_store().clone())
+        self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
         self._store.set_timeout(timedelta(seconds=60))
         self._store.set(f"recorder/{rank}", f"{node_name()} {os.getpid()} {flight.path}")
         for other in range(world_size):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import fitted_and_stopped, losses, straight_and_stopped
+from tests.checkpoints import fitted_and_stopped, losses, straight_and_asked_to_stop, straight_and_stopped
 from tests.parity import all_choices
 from tests.ranks import RankPool
 
@@ -20,6 +20,15 @@ def test_a_stop_changes_nothing(ranks: RankPool, tmp_path: Path, choice: tuple[s
     for straight, stopped, other in ranks.run(3, straight_and_stopped, choice, tmp_path, in_background):
         assert stopped == straight
         assert all(other[name] != straight[name] for name in ("losses", "random")), "the test would not see dropout"
+
+
+@pytest.mark.parametrize("name", ["flat_ddp", "bucket_ddp_async", "zero3", "pytorch_zero2"])
+def test_one_rank_asks_all_to_stop(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """All stop after the same step, which is saved, and go on from there as if nothing had happened."""
+    (choice,) = [choice for choice in choices() if choice[1] == name]
+    for straight, stopped, steps, saved in ranks.run(2, straight_and_asked_to_stop, choice, tmp_path):
+        assert steps == saved and 4 <= steps <= 5
+        assert stopped == straight
 
 
 def test_buckets_that_were_fitted_to_the_link_are_kept(ranks: RankPool, tmp_path: Path) -> None:

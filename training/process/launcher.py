@@ -1,0 +1,91 @@
+"""Which rank a process is, where another launcher than `torchrun` has started it: `srun`, `mpirun` or `deepspeed`.
+
+The variables that `torchrun` sets are made from those of SLURM's steps or of Open MPI. Where a launcher has set RANK,
+WORLD_SIZE or LOCAL_RANK itself, as `torchrun` and `deepspeed` do, nothing changes: so `torchrun` may run inside a task.
+Imports nothing heavy.
+"""
+
+import re
+import zlib
+from collections.abc import MutableMapping, Sequence
+
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+FIRST_PORT, PORTS = 15000, 16000
+"""Below the ports that Linux gives to connections by itself (ip(7), `ip_local_port_range`)."""
+LOOKED_FOR = (
+    "RANK, ... of torchrun or deepspeed; SLURM_STEP_ID, SLURM_PROCID, ... of srun; OMPI_COMM_WORLD_RANK of mpirun"
+)
+
+Environment = MutableMapping[str, str]
+
+
+def adopt_launcher(environ: Environment) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as `torchrun` would, if another
+    launcher tells them. MASTER_ADDR and MASTER_PORT that the user has set stay."""
+    if any(name in environ for name in OWN):
+        return
+    for launcher in (of_slurm, of_open_mpi):
+        for name, value in launcher(environ).items():
+            environ.setdefault(name, value)
+
+
+def without_local_rank(arguments: Sequence[str]) -> list[str]:
+    """Without what `deepspeed` puts in front of them; it sets LOCAL_RANK too."""
+    return [argument for argument in arguments if not argument.startswith("--local_rank=")]
+
+
+def of_slurm(environ: Environment) -> dict[str, str]:
+    """What the task of a SLURM step is; empty outside of one.
+
+    A batch script has SLURM_PROCID too, but no step. An interactive shell (`srun --pty`, `salloc`) is a task, but none
+    of a training.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step or "SLURM_PTY_PORT" in environ or int(step) >= 2**32 - 16:  # the last numbers are special steps
+        return {}
+    node = int(environ["SLURM_NODEID"])
+    job = f"{environ['SLURM_JOB_ID']}.{step}"
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks_by_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node]),
+        "MASTER_ADDR": first_host(environ["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": str(port_of(job)),
+    }
+
+
+def of_open_mpi(environ: Environment) -> dict[str, str]:
+    """What the process of an `mpirun` job is; empty outside of one.
+
+    Open MPI does not tell on which host rank 0 runs. So MASTER_ADDR is known only if all ranks are on one.
+    """
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return {}
+    size, local_size = environ["OMPI_COMM_WORLD_SIZE"], environ["OMPI_COMM_WORLD_LOCAL_SIZE"]
+    return {
+        "RANK": environ["OMPI_COMM_WORLD_RANK"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_PORT": str(port_of(environ.get("PMIX_NAMESPACE", ""))),
+        **({"MASTER_ADDR": "127.0.0.1"} if size == local_size else {}),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's host list: `gpu-01` of `gpu-[01-03,07],login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert first is not None, "the expression matches the empty string too"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_by_node(counts: str) -> list[int]:
+    """Tasks of each node: `2(x2),1` is 2, 2 and 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
+
+
+def port_of(job: str) -> int:
+    """A port for the ranks to meet at: the same on all ranks of a job, and most likely another for another job."""
+    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
