@@ -28,9 +28,11 @@ GROUPS = 256
 """Most process groups of a run."""
 SLOTS = 256
 """Collectives of a group that are remembered. A rank that is so far ahead of another has issued long ago."""
-NUMBER, ISSUED = 0, 1
-"""Rows of a slot, with a column for each rank: number of the latest collective that it issued, and when. The rest are
-the ends of messages, by sender and receiver; 0 for none yet."""
+NUMBER, ISSUED, SCHEDULED = 0, 1, 2
+"""Rows of a slot, with a column for each rank: number of the latest collective that it issued, and when. The first
+column of the third has the number of the collective whose messages' ends follow in the other rows, by sender and
+receiver; 0 for a message that is not on its links yet."""
+HEAD = 3
 
 
 class Ledger:
@@ -48,7 +50,7 @@ class Ledger:
         free, self._names, connections, slots = np.split(memory, sizes)
         self._sending, self._receiving = free.reshape(2, world_size)  # when each link is free again
         self._connections = connections.reshape(GROUPS, world_size, world_size)  # the same
-        self._slots = slots.reshape(GROUPS, SLOTS, 2 + world_size, world_size)
+        self._slots = slots.reshape(GROUPS, SLOTS, HEAD + world_size, world_size)
         self._threads = threading.Lock()
 
     @contextmanager
@@ -76,11 +78,9 @@ class Ledger:
 
     def issue(self, group: int, number: int, rank: int) -> None:
         """Note that `rank`, as the group counts, issues the group's collective `number` now; numbers begin at 1."""
-        with self._locked():
-            slot = self._slots[group, number % SLOTS]
-            if slot[NUMBER].max() < number:
-                slot[2:] = 0
-            slot[NUMBER, rank], slot[ISSUED, rank] = number, monotonic()
+        slot = self._slots[group, number % SLOTS]
+        slot[ISSUED, rank] = monotonic()
+        slot[NUMBER, rank] = number  # of its own, so no lock; others look once Gloo has moved data that was sent later
 
     def delivery(self, group: int, number: int, rank: int, members: tuple[int, ...], schedule: Schedule) -> float:
         """When the links have delivered all that `rank` sends and receives, as `time.monotonic`.
@@ -93,7 +93,9 @@ class Ledger:
             if slot[NUMBER].max() > number:
                 return 0.0  # another rank is `SLOTS` collectives ahead
             issued = np.where(slot[NUMBER] == number, slot[ISSUED], 0)
-            ends = slot[2:]
+            ends = slot[HEAD:]
+            if slot[SCHEDULED, 0] != number:
+                slot[SCHEDULED, 0], ends[:] = number, 0
             if isinstance(schedule, Ring):
                 if not ends[0, 0]:
                     ends[0, 0] = self._pass_ring(schedule, members, issued.max())
@@ -160,7 +162,7 @@ class _Messages:
 def make_file(world_size: int) -> Path:
     """An empty ledger for so many ranks. Whoever has all ranks open it removes it."""
     descriptor, name = tempfile.mkstemp(prefix="link-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    numbers = 2 * world_size + GROUPS * (1 + world_size**2 + SLOTS * (2 + world_size) * world_size)
+    numbers = 2 * world_size + GROUPS * (1 + world_size**2 + SLOTS * (HEAD + world_size) * world_size)
     os.truncate(descriptor, 8 * numbers)
     os.close(descriptor)
     return Path(name)
