@@ -73,7 +73,7 @@ def sweeps(machine: Machine, name: str, flags: list[str]) -> Verdict:
     for family in families:
         command = ["scripts/sweep.py", family, str(machine.ranks), "--output-dir", str(folder), *flags]
         limit_s = 600 + 300 * machine.ranks  # the traces of all ranks are read, one after the other
-        done = machine.run(f"sweep {name} {family}", [*command, *machine.global_batch], limit_s)
+        done = machine.run(f"sweep {name} {family}", [*command, *machine.global_batch, "--link", "none"], limit_s)
         if done.returncode != 0:
             failed.append(f"{family}: exit code {done.returncode}; see sweep {name} {family}.txt")
         reports = folder / REPORTS[family]
