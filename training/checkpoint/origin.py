@@ -45,10 +45,13 @@ MAY_DIFFER = (
     "find_unused_parameters",
     "device",
     "backend",
+    "link",
 )
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
-DECIDE_BUCKETS = {"choice", "world_size", "device", "backend", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"}
+DECIDE_BUCKETS = {
+    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer")
+}
 """If one of these settings has changed, buckets are fitted again."""
 
 

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from training.link.spans import as_operator
@@ -38,18 +39,58 @@ class Parcel:
     values: Callable[[Any], Any]
 
     def deliver(self, delivered: Any) -> None:
-        """Give the future `delivered` its value when it is due."""
+        """Give the future `delivered` its value when it is due, or a `Failure`."""
         try:
             values = as_operator(self.kind, (self.shown,), self._wait)
         except Exception as error:  # the caller's, whatever it is
-            delivered.set_exception(error)
-        else:
-            delivered.set_result(values)
+            values = Failure(error)
+        delivered.set_result(values)
 
     def _wait(self) -> Any:
         values = self.values(self.moved.wait())
         time.sleep(max(0.0, self.due() - time.monotonic()))
         return values
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The value of a future that has none. C++ would take what `Future.set_exception` sets for a value."""
+
+    error: Exception
+
+
+class PacedWork(dist._Work):
+    """What the caller of a collective waits for."""
+
+    def __init__(self, delivered: Any) -> None:
+        super().__init__()
+        self._delivered = delivered
+
+    def wait(self, timeout: Any = None) -> bool:
+        """
+        Raises:
+            RuntimeError: Gloo's, such as that of its timeout.
+        """
+        values_of(self._delivered.wait())
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._delivered.done()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and not isinstance(self._delivered.value(), Failure)
+
+    def get_future(self) -> Any:
+        return self._delivered.then(lambda delivered: values_of(delivered.value()))
+
+
+def values_of(delivered: Any) -> Any:
+    if isinstance(delivered, Failure):
+        raise delivered.error
+    return delivered
 
 
 class Delivery:
@@ -58,11 +99,10 @@ class Delivery:
         self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
         self._thread.start()
 
-    def send(self, parcel: Parcel) -> Any:
-        """The future of `parcel`'s values."""
+    def send(self, parcel: Parcel) -> PacedWork:
         delivered: Any = torch.futures.Future()
         self._parcels.put((parcel, delivered))
-        return delivered
+        return PacedWork(delivered)
 
     def end(self) -> None:
         """Deliver what Gloo has moved. No parcel follows.

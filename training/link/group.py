@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import (
     GatherOptions,
     HookOpName,
     ScatterOptions,
-    _create_work_from_future,
 )
 
 from training.errors import UserError
@@ -131,7 +130,7 @@ class PacedGroup(dist.ProcessGroup):
         self._ledger.issue(*place)
         moved = issue().get_future()
         parcel = Parcel(kind, shown, moved, lambda: self._ledger.delivery(*place, self._members, messages), values)
-        work = _create_work_from_future(self._delivery.send(parcel))
+        work = self._delivery.send(parcel)
         for hook in self._post_hooks.values():
             hook(SimpleNamespace(work=work))
         return work
@@ -201,6 +200,8 @@ class PacedGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
+        if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
+            raise UserError("--link cannot pace all-to-alls of parts of different sizes yet; run with --link none")
         messages, options = schedule.all_to_all(self.size(), given.nbytes / self.size()), opts or AllToAllOptions()
         issue = self._inner.all_to_all_single
         return self._paced(

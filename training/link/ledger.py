@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
-import numpy as np
-
+from training.errors import UserError
 from training.link.schedule import Edge, Ring, Schedule
 from training.link.speed import Link
 
@@ -28,11 +28,27 @@ GROUPS = 256
 """Most process groups of a run."""
 SLOTS = 256
 """Collectives of a group that are remembered. A rank that is so far ahead of another has issued long ago."""
-NUMBER, ISSUED, SCHEDULED = 0, 1, 2
-"""Rows of a slot, with a column for each rank: number of the latest collective that it issued, and when. The first
-column of the third has the number of the collective whose messages' ends follow in the other rows, by sender and
-receiver; 0 for a message that is not on its links yet."""
-HEAD = 3
+
+
+class _Layout:
+    """Where things are in the file, which is a row of 64-bit floats, for n ranks.
+
+    A slot has three rows of n: the number of the latest collective that each rank has issued, when it did, and (in one
+    cell) the number of the collective to which the ends belong. n x n ends follow: when the message of a sender to a
+    receiver has left, 0 if it is not on its links yet. A ring has one end, in the first cell.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.sending, self.receiving = 0, ranks  # of each rank: when its link is free again
+        self.names = 2 * ranks
+        self.connections = self.names + GROUPS  # of each group, sender and receiver: when it is free again
+        self.slots = self.connections + GROUPS * ranks * ranks
+        self.slot_size = (3 + ranks) * ranks
+        self.size = self.slots + GROUPS * SLOTS * self.slot_size
+
+    def slot(self, group: int, number: int) -> int:
+        return self.slots + (group * SLOTS + number % SLOTS) * self.slot_size
 
 
 class Ledger:
@@ -43,14 +59,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path, world_size: int, link: Link) -> None:
-        self._link = link
+        self._link, self._layout = link, _Layout(world_size)
         self._file = path.open("r+b")
-        memory = np.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=np.float64)
-        sizes = np.cumsum([2 * world_size, GROUPS, GROUPS * world_size**2])
-        free, self._names, connections, slots = np.split(memory, sizes)
-        self._sending, self._receiving = free.reshape(2, world_size)  # when each link is free again
-        self._connections = connections.reshape(GROUPS, world_size, world_size)  # the same
-        self._slots = slots.reshape(GROUPS, SLOTS, HEAD + world_size, world_size)
+        self._cells = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("d")
         self._threads = threading.Lock()
 
     @contextmanager
@@ -70,17 +81,17 @@ class Ledger:
         """
         code = zlib.crc32(name.encode()) + 1.0
         with self._locked():
-            for number, known in enumerate(self._names):
-                if known in (0, code):
-                    self._names[number] = code
+            for number in range(GROUPS):
+                if self._cells[self._layout.names + number] in (0, code):
+                    self._cells[self._layout.names + number] = code
                     return number
         raise RuntimeError(f"--link: a run can have {GROUPS} process groups, and this is one more")
 
     def issue(self, group: int, number: int, rank: int) -> None:
         """Note that `rank`, as the group counts, issues the group's collective `number` now; numbers begin at 1."""
-        slot = self._slots[group, number % SLOTS]
-        slot[ISSUED, rank] = monotonic()
-        slot[NUMBER, rank] = number  # of its own, so no lock; others look once Gloo has moved data that was sent later
+        slot = self._layout.slot(group, number) + rank
+        self._cells[slot + self._layout.ranks] = monotonic()
+        self._cells[slot] = number  # no lock: it is this rank's cell, and others look when Gloo has moved data since
 
     def delivery(self, group: int, number: int, rank: int, members: tuple[int, ...], schedule: Schedule) -> float:
         """When the links have delivered all that `rank` sends and receives, as `time.monotonic`.
@@ -88,81 +99,91 @@ class Ledger:
         Args:
             members: The group's ranks, by their numbers in the whole world.
         """
+        cells, ranks = self._cells, self._layout.ranks
+        slot = self._layout.slot(group, number)
+        times, scheduled, ends = slot + ranks, slot + 2 * ranks, slot + 3 * ranks
         with self._locked():
-            slot = self._slots[group, number % SLOTS]
-            if slot[NUMBER].max() > number:
+            numbers = cells[slot : slot + len(members)]
+            if max(numbers) > number:
                 return 0.0  # another rank is `SLOTS` collectives ahead
-            issued = np.where(slot[NUMBER] == number, slot[ISSUED], 0)
-            ends = slot[HEAD:]
-            if slot[SCHEDULED, 0] != number:
-                slot[SCHEDULED, 0], ends[:] = number, 0
+            issued = [cells[times + each] if found == number else 0.0 for each, found in enumerate(numbers)]
+            if cells[scheduled] != number:
+                cells[scheduled] = number
+                for cell in range(ends, ends + ranks * ranks):
+                    cells[cell] = 0.0
             if isinstance(schedule, Ring):
-                if not ends[0, 0]:
-                    ends[0, 0] = self._pass_ring(schedule, members, issued.max())
-                return float(ends[0, 0])
-            messages = _Messages(self, schedule, members, issued, ends, self._connections[group])
-            return max(messages.end_for(edge, rank) for edge in schedule if rank in (edge.sender, edge.receiver))
+                if not cells[ends]:
+                    cells[ends] = self._pass_ring(schedule, members, max(issued))
+                return cells[ends]
+            connections = self._layout.connections + group * ranks * ranks
+            call = _Call(schedule, members, issued, ends, connections)
+            own = [edge for edge in schedule if rank in (edge.sender, edge.receiver)]
+            return max((self._end_for(rank, edge, call) for edge in own), default=0.0)
 
     def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
         """When it ends: when its slowest link is through."""
         neighbours = members[1:] + members[:1]
-        ends = [self.occupy(*pair, ring.nbytes, ready) for pair in zip(members, neighbours, strict=True)]
+        ends = [self._occupy(*pair, ring.nbytes, ready) for pair in zip(members, neighbours, strict=True)]
         return max(ends) + ring.hops * self._link.latency_s
 
-    def occupy(self, sender: int, receiver: int, nbytes: float, ready: float) -> float:
+    def _end_for(self, rank: int, edge: Edge, call: "_Call") -> float:
+        """When `rank`, one of its two, is done with a message."""
+        return self._end(edge, call) + (self._link.latency_s if rank == edge.receiver else 0)
+
+    def _end(self, edge: Edge, call: "_Call") -> float:
+        """When its last byte leaves. The message goes on its links when a rank first asks for that.
+
+        A rank asks only when Gloo has moved the data, so both ends of the message have issued the collective then. Two
+        ranks of a group have one connection. Gloo sends what the receiver has asked for, over that same connection. So
+        a request waits behind data that goes its way, and messages of both directions take turns.
+        """
+        cells, size, (sender, receiver) = self._cells, len(call.members), (edge.sender, edge.receiver)
+        end = call.ends + sender * size + receiver
+        if not cells[end]:
+            connection = call.connections + min(sender, receiver) * size + max(sender, receiver)
+            ready = max(call.issued[sender], call.issued[receiver], cells[connection])
+            if edge.is_forwarded:
+                before = next(each for each in call.schedule if each.receiver == sender)
+                ready = max(ready, self._end_for(sender, before, call))
+            pair = call.members[sender], call.members[receiver]
+            cells[end] = cells[connection] = self._occupy(*pair, edge.nbytes, ready)
+        return cells[end]
+
+    def _occupy(self, sender: int, receiver: int, nbytes: float, ready: float) -> float:
         """Send a message behind all that these links still carry; when its last byte has left."""
-        seconds = 8 * nbytes / self._link.bits_per_s
-        self._sending[sender] = max(ready, self._sending[sender]) + seconds
-        self._receiving[receiver] = max(ready, self._receiving[receiver]) + seconds
-        return max(self._sending[sender], self._receiving[receiver])
-
-    @property
-    def latency_s(self) -> float:
-        return self._link.latency_s
+        seconds, cells = 8 * nbytes / self._link.bits_per_s, self._cells
+        sending, receiving = self._layout.sending + sender, self._layout.receiving + receiver
+        cells[sending] = max(ready, cells[sending]) + seconds
+        cells[receiving] = max(ready, cells[receiving]) + seconds
+        return max(cells[sending], cells[receiving])
 
 
-class _Messages:
-    """The messages of one collective. Each goes on its links when a rank first asks for its end.
+class _Call(NamedTuple):
+    """A collective whose messages go along edges.
 
-    A rank asks only when Gloo has moved the data, so both ends of its messages have issued the collective then. Two
-    ranks of a group have one connection. Gloo sends what the receiver has asked for, over that same connection. So a
-    request waits behind data that goes its way, and messages of both directions take turns.
+    Attributes:
+        issued: When, by rank of the group; 0 if it is not known.
+        ends, connections: Where in the file the n x n cells of this collective, and of its group, begin.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        schedule: tuple[Edge, ...],
-        members: tuple[int, ...],
-        issued: np.ndarray,
-        ends: np.ndarray,
-        connections: np.ndarray,
-    ) -> None:
-        self._ledger, self._schedule, self._members = ledger, schedule, members
-        self._issued, self._ends, self._connections = issued, ends, connections
-
-    def end_for(self, edge: Edge, rank: int) -> float:
-        return self._end(edge) + (self._ledger.latency_s if rank == edge.receiver else 0)
-
-    def _end(self, edge: Edge) -> float:
-        ends, (sender, receiver) = self._ends, (edge.sender, edge.receiver)
-        if not ends[sender, receiver]:
-            ready = max(self._issued[sender], self._issued[receiver])
-            if edge.is_forwarded:
-                before = next(each for each in self._schedule if each.receiver == sender)
-                ready = max(ready, self.end_for(before, sender))
-            pair = min(sender, receiver), max(sender, receiver)
-            ready = max(ready, self._connections[pair])
-            ends[sender, receiver] = self._connections[pair] = self._ledger.occupy(
-                self._members[sender], self._members[receiver], edge.nbytes, ready
-            )
-        return float(ends[sender, receiver])
+    schedule: tuple[Edge, ...]
+    members: tuple[int, ...]
+    issued: list[float]
+    ends: int
+    connections: int
 
 
 def make_file(world_size: int) -> Path:
-    """An empty ledger for so many ranks. Whoever has all ranks open it removes it."""
-    descriptor, name = tempfile.mkstemp(prefix="link-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    numbers = 2 * world_size + GROUPS * (1 + world_size**2 + SLOTS * (HEAD + world_size) * world_size)
-    os.truncate(descriptor, 8 * numbers)
-    os.close(descriptor)
+    """An empty ledger for so many ranks. Whoever has all ranks open it removes it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="link-", dir=folder)
+        os.truncate(descriptor, 8 * _Layout(world_size).size)
+        os.close(descriptor)
+    except OSError as error:
+        raise UserError(f"--link: no shared file in {folder or tempfile.gettempdir()}: {error.strerror}") from error
     return Path(name)

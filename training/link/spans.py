@@ -31,5 +31,8 @@ def as_operator(name: str, tensors: tuple[Tensor | None, ...], do: Callable[[], 
     """What `do` returns, called within the operator `paced::<name>` of these tensors."""
     results: list[Result] = []
     _doing.now = lambda: results.append(do())
-    getattr(getattr(torch.ops, NAMESPACE), name)(*tensors)
+    try:
+        getattr(getattr(torch.ops, NAMESPACE), name)(*tensors)
+    finally:
+        del _doing.now  # it holds tensors
     return results[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -32,11 +31,16 @@ def paced_groups(link: Link | None) -> Iterator[None]:
 
 
 def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
-    """The ledger of the default group's ranks. Collective."""
-    path = [make_file(group.size()) if group.rank() == 0 else Path()]
-    dist.broadcast_object_list(path, src=0)
-    ledger = Ledger(path[0], group.size(), link)
-    dist.barrier()
-    if group.rank() == 0:
-        path[0].unlink()  # those who have it open keep it
-    return ledger
+    """The ledger of the default group's ranks. Collective.
+
+    Raises:
+        UserError: a rank cannot open it.
+    """
+    from training.distributed import from_rank0, on_every_rank  # which import this module
+
+    path = from_rank0(lambda: make_file(group.size()))
+    try:
+        return on_every_rank(lambda: Ledger(path, group.size(), link))
+    finally:
+        if group.rank() == 0:
+            path.unlink()  # those who have it open keep it

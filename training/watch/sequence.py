@@ -26,6 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from training.errors import SequenceError
+from training.link.delivery import PacedWork
 from training.watch import ranges
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
@@ -52,6 +53,8 @@ KINDS = {
     "RECV": "recv",
 }
 """By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
+WAITED_FOR: tuple[type[dist.Work], ...] = (dist.Work, PacedWork)
+"""Classes that have a `wait` of their own."""
 SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
 """Kinds whose outputs have the same size on every rank. Their inputs may be missing, or only a part of the whole."""
 
@@ -227,10 +230,13 @@ def recorded_collectives(
     """
     global _recorder
     recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort)
-    plain_wait, plain_new = dist.Work.wait, c10d._new_group_with_tag
+    plain_waits, plain_new = {kind: kind.wait for kind in WAITED_FOR}, c10d._new_group_with_tag
 
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.wait(plain_wait, work, *args, **kwargs)
+    def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder.wait(plain, work, *args, **kwargs)
+
+        return wait
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         group = plain_new(*args, **kwargs)
@@ -240,12 +246,14 @@ def recorded_collectives(
 
     assert dist.group.WORLD is not None, "join the process group first"
     recorder.follow(dist.group.WORLD)
-    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    for kind, plain in plain_waits.items():
+        kind.wait = recording(plain)  # type: ignore[method-assign]
     c10d._new_group_with_tag = new_group
     try:
         yield
     finally:
-        dist.Work.wait = plain_wait  # type: ignore[method-assign]
+        for kind, plain in plain_waits.items():
+            kind.wait = plain  # type: ignore[method-assign]
         c10d._new_group_with_tag = plain_new
         recorder.stop()
         _recorder = None

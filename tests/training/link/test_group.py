@@ -1,8 +1,11 @@
 """Paced collectives between real ranks."""
 
+import datetime
 import gc
 import json
+import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +181,7 @@ def test_traces_show_the_paced_times(ranks: RankPool, tmp_path: Path) -> None:
         events = read_trace(tmp_path / f"trace.{rank}").events
         found = gloo_collectives(events, 2)
         assert found["kind"].tolist() == ["all_reduce", "reduce_scatter", "all_gather"]
-        least = [LEAST_S[kind] - 3e-3 for kind in found["kind"]]  # a span begins when Gloo's thread does
+        least = [LEAST_S[kind] - 3e-3 for kind in found["kind"]]  # a span begins when the group's thread does
         assert ((found["end"] - found["start"]) / 1e6 >= least).all()
 
 
@@ -205,6 +208,74 @@ def test_groups_that_are_made_later_are_paced(ranks: RankPool) -> None:
     for times, is_member in (first, second):
         assert times[0] >= BITS / SLOW.bits_per_s and not is_member
     assert third == ([], True)
+
+
+def alone() -> list[bool]:
+    with paced_groups(SLOW):
+        shown: list[Any] = ["here"]
+        dist.broadcast_object_list(shown, src=0)
+        own, full = torch.ones(3), torch.empty(3)
+        dist.scatter(full, [own], src=0)
+        dist.all_reduce(own)
+        host_barrier()
+    return [shown == ["here"], own.eq(1).all().item(), full.eq(1).all().item()]
+
+
+def test_one_rank_has_nobody_to_wait_for(ranks: RankPool) -> None:
+    assert ranks.run(1, alone) == [[True] * 3]
+
+
+def missing_rank() -> list[str]:
+    """What a collective says that rank 1 never issues: to who waits, to who has its future, and to DDP."""
+    said = []
+    with paced_groups(SLOW):
+        groups = [dist.new_group(timeout=datetime.timedelta(seconds=1)) for _ in range(3)]
+        module = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=groups[2])
+        host_barrier()
+        if dist.get_rank() == 0:
+            works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in groups[:2]]
+            attempts = [works[0].wait, works[1].get_future().wait, module(torch.ones(1, 3)).sum().backward]
+            for attempt in attempts:
+                with pytest.raises(RuntimeError) as caught:
+                    attempt()
+                said.append(str(caught.value))
+            assert works[0].is_completed() and not works[0].is_success()
+        host_barrier()
+        del module
+        gc.collect()
+    return said
+
+
+def test_what_fails_is_not_taken_for_done(ranks: RankPool) -> None:
+    said, nothing = ranks.run(2, missing_rank)
+    assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
+
+
+def held_after_a_collective() -> int:
+    """Tensors of a collective that is over which are still alive."""
+    with paced_groups(SLOW):
+        whole, shard = torch.ones(ELEMENTS), torch.empty(ELEMENTS // 2)
+        seen = [weakref.ref(each) for each in (whole, shard)]
+        dist.reduce_scatter_tensor(shard, whole)
+        del whole, shard
+        time.sleep(0.05)  # the thread lets go of them after it has told the waiting one
+        gc.collect()
+        return sum(each() is not None for each in seen)
+
+
+def test_nobody_holds_what_is_delivered(ranks: RankPool) -> None:
+    assert ranks.run(2, held_after_a_collective) == [0, 0]
+
+
+def names_of_the_shared_file() -> int:
+    with paced_groups(SLOW):
+        group: Any = dist.group.WORLD
+        return os.fstat(group._ledger._file.fileno()).st_nlink
+
+
+def test_the_shared_file_has_no_name(ranks: RankPool) -> None:
+    """So it is gone with the processes, however they end."""
+    assert ranks.run(2, names_of_the_shared_file) == [0, 0]
 
 
 def send() -> None:
