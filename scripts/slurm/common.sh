@@ -5,6 +5,9 @@ if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+# Of this task of an array alone: the number SLURM_JOB_ID of one of them means the whole array.
+id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+id=${id:-$SLURM_JOB_ID}
 # Folder of the results and logs. It stays the same when the job is requeued.
 results=${RESULTS:-results/$SLURM_JOB_NAME-$job}
 mkdir -p "$results/logs"
@@ -25,20 +28,27 @@ on_tasks() {
   if [ $code = 138 ]; then wait $training; code=$?; fi
   trap '' USR1
   if [ -n "$repeating" ]; then kill "$repeating"; fi
-  if { [ -n "$repeating" ] && [ $code = 0 ]; } || is_preempted; then scontrol requeue "$SLURM_JOB_ID"; fi
+  if [ $code = 0 ] && is_completed; then return 0; fi
+  if { [ -n "$repeating" ] && [ $code = 0 ]; } || is_preempted; then scontrol requeue "$id"; fi
   return $code
 }
+# Whether the newest record says that the training is done. The signal may come after the last step.
+is_completed() {
+  local newest
+  newest=$(ls -t "$results"/profile/*/*.run.json 2>/dev/null | head -n 1)
+  [ -n "$newest" ] && grep -q '"how": "completed"' "$newest"
+}
 repeat_usr1() {
-  while scancel --signal=USR1 "$SLURM_JOB_ID"; do sleep 5; done
+  while scancel --signal=USR1 "$id"; do sleep 5; done
 }
 # Whether a job of higher priority takes this one's place. Unless the cluster is set up to send SIGUSR1 then
 # (preempt_send_user_signal), it sends SIGTERM: the training ends at once, and the job would count as failed.
 is_preempted() {
   local job preempted
-  job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+  job=$(scontrol show job --oneliner "$id")
   preempted=$(grep -oP ' PreemptTime=\K[0-9]\S+' <<<"$job") && [[ ! $preempted < $(grep -oP ' StartTime=\K\S+' <<<"$job") ]]
 }
 
 rank=(sh -c 'trap "" USR1; exec python "$@"' sh)
-torchrun=(sh -c 'trap "" USR1; exec torchrun --log-dir "$0/node-$SLURM_NODEID" --tee 3 "$@"' "$results/logs")
+torchrun=(sh -c 'trap "" USR1; exec torchrun --log-dir "$0/node-${SLURM_ARRAY_TASK_ID:-$SLURM_NODEID}" --tee 3 "$@"' "$results/logs")
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '

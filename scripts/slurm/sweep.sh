@@ -5,6 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
+if [ $# -lt 2 ]; then
+  echo "usage: scripts/slurm/sweep.sh ddp|sharding RESULTS [flags of the entrypoint]" >&2
+  exit 2
+fi
 family=$1
 export RESULTS=$2
 shift 2
