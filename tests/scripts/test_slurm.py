@@ -29,7 +29,11 @@ SLURM = """#!/bin/sh
 echo "${0##*/} $*" >> "$LOG"
 case "${0##*/}" in
   scancel) exit 1 ;;  # sent once, not every 5 s
-  srun) kill -USR1 $PPID; until grep -q scancel "$LOG"; do sleep 0.05; done; mkdir -p "$RESULTS/profile/zero2"; cp "$RECORD" "$RESULTS/profile/zero2/1.run.json" ;;
+  srun)
+    kill -USR1 $PPID
+    until grep -q scancel "$LOG"; do sleep 0.05; done
+    mkdir -p "$RESULTS/profile/zero2"
+    cp "$RECORD" "$RESULTS/profile/zero2/1.run.json" ;;
 esac
 """
 
