@@ -1,7 +1,7 @@
 """Which rank a process is, where another launcher than `torchrun` has started it: `srun`, `mpirun` or `deepspeed`.
 
 The variables that `torchrun` sets are made from those of SLURM's steps or of Open MPI. Where a launcher has set RANK,
-WORLD_SIZE or LOCAL_RANK itself, as `torchrun` and `deepspeed` do, nothing changes: so `torchrun` may run inside a task.
+WORLD_SIZE or LOCAL_RANK itself, as `torchrun` and `deepspeed` do, these stay: so `torchrun` may run inside a task.
 Imports nothing heavy.
 """
 
@@ -21,12 +21,16 @@ Environment = MutableMapping[str, str]
 
 def adopt_launcher(environ: Environment) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as `torchrun` would, if another
-    launcher tells them. MASTER_ADDR and MASTER_PORT that the user has set stay."""
-    if any(name in environ for name in OWN):
-        return
-    for launcher in (of_slurm, of_open_mpi):
-        for name, value in launcher(environ).items():
-            environ.setdefault(name, value)
+    launcher tells them. MASTER_ADDR and MASTER_PORT that the user has set stay.
+
+    What `mpirun` starts in an allocation of SLURM also has the variables of the step that started `mpirun`'s daemon.
+    """
+    if not any(name in environ for name in OWN):
+        found = of_open_mpi(environ) or of_slurm(environ)
+    else:  # `deepspeed` says LOCAL_SIZE
+        found = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]} if "LOCAL_SIZE" in environ else {}
+    for name, value in found.items():
+        environ.setdefault(name, value)
 
 
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
@@ -37,11 +41,13 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 def of_slurm(environ: Environment) -> dict[str, str]:
     """What the task of a SLURM step is; empty outside of one.
 
-    A batch script has SLURM_PROCID too, but no step. An interactive shell (`srun --pty`, `salloc`) is a task, but none
-    of a training.
+    A batch script has SLURM_PROCID too, but no step. An interactive shell (`srun --pty`, `salloc`) is the only task of
+    its step, but none of a training. What `srun` starts from it has inherited SLURM_PTY_PORT.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if not step or "SLURM_PTY_PORT" in environ or int(step) >= 2**32 - 16:  # the last numbers are special steps
+    if not step or int(step) >= 2**32 - 16:  # the last numbers are special steps
+        return {}
+    if "SLURM_PTY_PORT" in environ and environ["SLURM_STEP_NUM_TASKS"] == "1":
         return {}
     node = int(environ["SLURM_NODEID"])
     job = f"{environ['SLURM_JOB_ID']}.{step}"

@@ -55,6 +55,10 @@ def test_a_task_of_srun() -> None:
     assert port_of("7.0") != port_of("7.1") and 15000 <= port_of("7.0") < 31000
 
 
+def test_tasks_that_are_started_from_an_interactive_shell() -> None:
+    assert adopted({**STEP, "SLURM_PTY_PORT": "4000"})["RANK"] == "2"
+
+
 def test_what_the_user_has_set_stays() -> None:
     assert "MASTER_ADDR" not in adopted({**STEP, "MASTER_ADDR": "ib-01"})
 
@@ -64,7 +68,7 @@ def test_what_the_user_has_set_stays() -> None:
     [
         {},
         SBATCH,
-        {**STEP, "SLURM_PTY_PORT": "4000"},  # a shell by `srun --pty`
+        {**STEP, "SLURM_PTY_PORT": "4000", "SLURM_STEP_NUM_TASKS": "1"},  # a shell by `srun --pty`
         {**STEP, "SLURM_STEP_ID": "4294967290"},  # a shell by `salloc`
         {**STEP, **TORCHRUN},
         {**SBATCH, **TORCHRUN},
@@ -88,6 +92,17 @@ def test_a_process_of_mpirun() -> None:
     expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     assert adopted(MPIRUN) == {**expected, "MASTER_PORT": str(port_of("1883242497"))}
     assert "MASTER_ADDR" not in adopted({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})  # where rank 0 is, nobody tells
+
+
+def test_a_process_of_mpirun_in_an_allocation_of_slurm() -> None:
+    """Its daemon is a task of a step, whose variables it has."""
+    assert adopted({**STEP, **MPIRUN}) == adopted(MPIRUN)
+    assert "MASTER_ADDR" not in adopted({**STEP, **MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_the_ranks_of_a_node_under_deepspeed() -> None:
+    assert adopted({**TORCHRUN, "LOCAL_SIZE": "2"}) == {"LOCAL_WORLD_SIZE": "2"}
+    assert adopted({**TORCHRUN, "LOCAL_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}) == {}
 
 
 @pytest.mark.parametrize(
