@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LINE = b"SIGUSR1 is ignored: without --checkpoint-every there would be nothing to resume from\n"
+LINE = "rank {rank}: SIGUSR1 is ignored: without --checkpoint-every there would be nothing to resume from\n"
 
 
 class StopRequest:
@@ -24,8 +24,9 @@ class StopRequest:
 
     def refuse(self, number: int, frame: FrameType | None) -> None:
         """The handler in a run without checkpoints. It goes on."""
-        if not self._is_refused and os.environ.get("RANK") == "0":
-            os.write(2, LINE)  # the signal may interrupt a `print`, within which there can be no other
+        if not self._is_refused:
+            line = LINE.format(rank=os.environ.get("RANK"))
+            os.write(2, line.encode())  # the signal may interrupt a `print`, within which there can be no other
         self._is_refused = True
 
 
@@ -34,7 +35,7 @@ def stop_requests(saves: bool) -> Iterator[StopRequest]:
     """Within this context SIGUSR1 does not end the process.
 
     Args:
-        saves: Whether the run has checkpoints. If not, the signal is answered with one line.
+        saves: Whether the run has checkpoints. If not, each rank answers the signal with one line.
     """
     request = StopRequest()
     before = signal.signal(signal.SIGUSR1, request.note if saves else request.refuse)
