@@ -144,9 +144,16 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
 
 
 def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device) -> list[str]:
-    """The host and the UUID of each rank's GPU. Collective."""
+    """The host and the UUID of each rank's GPU. Collective.
+
+    Rank 0, whose process has the store and may end next, returns when all ranks have read it.
+    """
     store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
-    return [gpu.decode() for gpu in store.multi_get([f"gpu/{other}" for other in range(size)])]
+    gpus = [gpu.decode() for gpu in store.multi_get([f"gpu/{other}" for other in range(size)])]
+    store.set(f"gpu/{rank}/read", "")
+    if rank == 0:
+        store.wait([f"gpu/{other}/read" for other in range(size)])
+    return gpus
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -378,7 +379,19 @@ def test_ranks_tell_each_other_their_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
     store = dist.HashStore()
     store.set("gpu/0", "n1 GPU-b")
-    assert gpus_of_ranks(store, 1, 2, torch.device("cuda", 0)) == ["n1 GPU-b", f"{socket.gethostname()} GPU-a"]
+    own = f"{socket.gethostname()} GPU-a"
+    assert gpus_of_ranks(store, 1, 2, torch.device("cuda", 0)) == ["n1 GPU-b", own]
+    assert gpus_of_ranks(store, 0, 2, torch.device("cuda", 0)) == [own, own]
+    assert store.check(["gpu/0/read", "gpu/1/read"])
+
+
+def test_the_store_stays_until_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=100))
+    store.set("gpu/1", "n1 GPU-b")
+    with pytest.raises(dist.DistStoreError):
+        gpus_of_ranks(store, 0, 2, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
