@@ -81,12 +81,19 @@ def test_ranges_have_the_names_of_traces_and_pages(ranks: RankPool, tmp_path: Pa
     assert set(PHASES) <= set(names) and set(PHASES) <= set(in_trace)
 
 
-def test_without_the_flag_no_range_is_made() -> None:
+def made_without_the_flag() -> tuple[bool, bool, int]:
+    """Whether a recorded collective is named, whether it makes a range, and how many are recorded."""
+    flight = FlightRecorder.create(dist.get_rank())
     with patch("training.watch.ranges.call_name") as named, patch("torch.cuda.nvtx.range_push") as pushed:
+        with recorded_collectives(flight):
+            dist.all_reduce(torch.zeros(1))
         ranges.push("forward")
         ranges.pop()
-        assert not ranges.are_shown()
-    assert not named.called and not pushed.called
+    return named.called, pushed.called, len(flight.state().entries)
+
+
+def test_without_the_flag_no_range_is_made(ranks: RankPool) -> None:
+    assert ranks.run(2, made_without_the_flag) == 2 * [(False, False, 1)]
 
 
 def test_documented_names(ranks: RankPool, tmp_path: Path) -> None:
@@ -104,10 +111,10 @@ def test_documented_names(ranks: RankPool, tmp_path: Path) -> None:
 # Windows -------------------------------------------------------------------------------------------------------------
 
 
-def run_windows(tmp_path: Path, **settings: Any) -> None:
+def run_windows(tmp_path: Path, steps: int = 9, **settings: Any) -> None:
     config = RunConfig(choice="x", profile_wait=1, profile_warmup=1, profile_active=2, profile_repeat=2, **settings)
     with WindowProfiler(config, tmp_path, "run", CPU, lambda: None) as profiler:
-        for _ in range(9):
+        for _ in range(steps):
             profiler.step()
 
 
@@ -125,6 +132,21 @@ def test_nsys_captures_the_steps_of_each_window(tmp_path: Path) -> None:
     assert log == [each.format(number) for each, number in zip(2 * window, [0, 2, 3, 0, 0, 6, 7, 0], strict=True)]
     assert not list(tmp_path.iterdir()), "torch.profiler does not run beside nsys"
     assert not ranges.are_shown()
+
+
+@pytest.mark.parametrize(("steps", "captured"), [(2, 1), (3, 1), (4, 1), (7, 2)])
+def test_a_capture_ends_with_a_run_that_ends_in_a_window(tmp_path: Path, steps: int, captured: int) -> None:
+    log: list[str] = []
+    with (
+        patch("torch.cuda.synchronize"),
+        patch("torch.cuda.profiler.start", lambda: log.append("start")),
+        patch("torch.cuda.profiler.stop", lambda: log.append("stop")),
+        patch("torch.cuda.nvtx.range_push", lambda name: log.append("push")),
+        patch("torch.cuda.nvtx.range_pop", lambda: log.append("pop")),
+    ):
+        run_windows(tmp_path, steps, nsys=True)
+    assert [each for each in log if each.startswith("st")] == captured * ["start", "stop"]
+    assert log[-2:] == ["pop", "stop"] and log.count("push") == log.count("pop")
 
 
 def test_a_snapshot_at_the_end_of_each_window_and_when_memory_runs_out(tmp_path: Path) -> None:
