@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
     config = runs.config(family.registry.names[0])
     if not any(flag.split("=")[0] == "--link" for flag in flags) and not has_gpu(config.device):
-        flags += ["--link", SWEEP_LINK]
+        runs = replace(runs, flags=[*flags, "--link", SWEEP_LINK])
     config.micro_batch_size(options.ranks)
     config.require_profiled_ranks(options.ranks)
     if config.nsys:
@@ -112,7 +113,7 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
 
         require_window_fits(config, config.max_steps, settling_steps=0)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
-    settings = {"ranks": options.ranks, "flags": flags, "checkpoint_dir": checkpoint_dir}
+    settings = {"ranks": options.ranks, "flags": runs.flags, "checkpoint_dir": checkpoint_dir}
     state = SweepState(options.output_dir, options.family, settings)
     if options.resume:
         state.go_on()
