@@ -196,7 +196,7 @@ def test_sweep(tmp_path: Path) -> None:
     answer = command("2", "--output-dir", str(tmp_path), *TINY, "--max-steps", "9", under=["./run_experiment_ddp.sh"])
     assert answer.returncode == 1
     assert "error: flat_ddp: rank 1: --output-dir" in answer.stderr and "error: failed: flat_ddp" in answer.stderr
-    assert "6 of 7 choices" in answer.stdout and "Traceback" not in answer.stderr
+    assert "6 of 7 runs" in answer.stdout and "Traceback" not in answer.stderr
     assert "open " + str(tmp_path / "reports" / "compare.html") in answer.stdout
     table = pd.read_csv(tmp_path / "reports" / "compare.csv")
     others = [name for name in ddp.CHOICES if name != "flat_ddp"]
