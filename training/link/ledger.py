@@ -2,8 +2,8 @@
 
 The ranks of a run with `--link` are on one machine, so they have one clock and can share a file. Each notes when it
 issues a collective. When Gloo has moved the data, which is at once, the first rank that asks puts the collective's
-messages on the links: a link carries one message after the other, in each direction. That gives each rank the moment
-when a real link would have delivered.
+messages on the links: a link carries one message at a time, in each direction. That gives each rank the moment when a
+real link would have delivered.
 
 The file has no name once all ranks have opened it, so nothing is left behind.
 """
@@ -16,6 +16,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -26,6 +27,9 @@ from training.link.speed import Link
 
 GROUPS = 256
 """Most process groups of a run."""
+SPANS = 32
+"""Times of work that a link remembers apart; older ones are taken for one."""
+TOUCHING_S = 1e-9
 SLOTS = 256
 """Collectives of a group that are remembered. A rank that is so far ahead of another has issued long ago."""
 
@@ -40,8 +44,9 @@ class _Layout:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.sending, self.receiving = 0, ranks  # of each rank: when its link is free again
-        self.names = 2 * ranks
+        self.link_size = 1 + 2 * SPANS  # how many times of work follow, then the begin and end of each, in order
+        self.sending, self.receiving = 0, ranks * self.link_size  # of each rank's link
+        self.names = 2 * ranks * self.link_size
         self.connections = self.names + GROUPS  # of each group, sender and receiver: when it is free again
         self.slots = self.connections + GROUPS * ranks * ranks
         self.slot_size = (3 + ranks) * ranks
@@ -150,12 +155,50 @@ class Ledger:
         return cells[end]
 
     def _occupy(self, sender: int, receiver: int, nbytes: float, ready: float) -> float:
-        """Send a message behind all that these links still carry; when its last byte has left."""
-        seconds, cells = 8 * nbytes / self._link.bits_per_s, self._cells
-        sending, receiving = self._layout.sending + sender, self._layout.receiving + receiver
-        cells[sending] = max(ready, cells[sending]) + seconds
-        cells[receiving] = max(ready, cells[receiving]) + seconds
-        return max(cells[sending], cells[receiving])
+        """Send a message in the time that its two links have left; when its last byte has left."""
+        seconds, layout = 8 * nbytes / self._link.bits_per_s, self._layout
+        ends = [
+            self._carry(direction + rank * layout.link_size, ready, seconds)
+            for direction, rank in ((layout.sending, sender), (layout.receiving, receiver))
+        ]
+        return max(ends)
+
+    def _carry(self, link: int, ready: float, seconds: float) -> float:
+        """Let the link in cell `link` work so long, in the time from `ready` on in which it is idle; when it is done.
+
+        Messages are put on links when somebody asks, which is not the order in which they are ready. So a message may
+        also use the time before one that was put there earlier.
+        """
+        cells, first = self._cells, link + 1
+        end_of_spans = first + 2 * int(cells[link])
+        spans = list(zip(cells[first:end_of_spans:2], cells[first + 1 : end_of_spans : 2], strict=True))
+        pieces, end, left = [], ready, seconds
+        for begin, stop in spans:
+            if begin > end and left > 0:
+                piece = min(left, begin - end)
+                pieces.append((end, end + piece))
+                end, left = end + piece, left - piece
+            if left > 0:
+                end = max(end, stop)
+        if left > 0:
+            pieces.append((end, end + left))
+            end += left
+        merged = joined(sorted(spans + pieces))
+        cells[link] = len(merged)
+        for cell, value in enumerate(chain.from_iterable(merged), start=first):
+            cells[cell] = value
+        return end
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `SPANS` of them: those that touch are one, and so are the oldest if there are more."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if merged and begin - merged[-1][1] < TOUCHING_S:
+            begin, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((begin, end))
+    surplus = len(merged) - SPANS
+    return merged if surplus <= 0 else [(merged[0][0], merged[surplus][1]), *merged[surplus + 1 :]]
 
 
 class _Call(NamedTuple):

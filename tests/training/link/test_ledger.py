@@ -103,6 +103,48 @@ def test_a_late_receiver_delays_only_its_own_message() -> None:
     assert links.ends(1, schedule.scatter(3, 1000, root=0)) == [51.0, 2.0, 51.0]
 
 
+def test_a_message_that_waits_for_another_leaves_its_link_to_others() -> None:
+    """Rank 1 passes on what it gets from 0 at 2.0. It asks for that first, and can still send its own before."""
+    links = Links(4)
+    links.issue(1, at=[1.0] * 4)
+    assert links.ends(1, schedule.broadcast(4, 1000, root=0), [1, 3, 0, 2])[3] == 3.0
+    links.group = links.ledger.group("another")
+    links.issue(1, at=[1.0] * 4)
+    members = (0, 1, 2, 3)
+    assert links.ledger.delivery(links.group, 1, 1, members, (schedule.Edge(1, 3, 500),)) == 1.5
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@given(data=st.data())
+def test_broadcasts_from_all_roots_at_once_fill_the_links(size: int, data: st.DataObject) -> None:
+    """As an all-gather of this project over Gloo: a group for each root, and ranks that ask in any order."""
+    links = Links(size)
+    groups = [links.ledger.group(f"root {root}") for root in range(size)]
+    for group in groups:
+        links.group = group
+        links.issue(1, at=[1.0] * size)
+    asked = data.draw(st.permutations([(rank, root) for rank in range(size) for root in range(size)]))
+    members = tuple(range(size))
+    ends = [
+        links.ledger.delivery(groups[root], 1, rank, members, schedule.broadcast(size, 1000, root))
+        for rank, root in asked
+    ]
+    depth = len(f"{size - 1:b}")
+    assert 1.0 + (size - 1) - 1e-9 <= max(ends) <= 1.0 + (size - 1) + depth
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=60))
+def test_a_link_works_on_one_message_at_a_time(messages: list[tuple[float, float]]) -> None:
+    links = Links(2)
+    layout = links.ledger._layout
+    ends = [links.ledger._carry(layout.sending, ready, seconds) for ready, seconds in messages]
+    for (ready, seconds), end in zip(messages, ends, strict=True):
+        assert end >= ready + seconds - 1e-6
+    for moment in {0.0, *(ready for ready, _ in messages)}:  # what is ready later needs time after that moment
+        after = sum(seconds for ready, seconds in messages if ready >= moment)
+        assert max(ends) >= moment + after - 1e-6 or after == 0
+
+
 def test_groups_share_the_links_of_their_ranks() -> None:
     links, messages = Links(2), schedule.all_reduce(2, 1000)
     links.issue(1, at=[1.0, 1.0])
