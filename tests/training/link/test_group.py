@@ -273,6 +273,7 @@ def test_nobody_holds_what_is_delivered(ranks: RankPool) -> None:
 
 def names_of_the_shared_file() -> int:
     with paced_groups(SLOW):
+        host_barrier()
         group: Any = dist.group.WORLD
         return os.fstat(group._ledger._file.fileno()).st_nlink
 
