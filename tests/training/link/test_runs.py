@@ -42,7 +42,7 @@ def test_a_run_is_as_slow_as_its_link(tmp_path: Path, script: str, choice: str) 
     assert min(timed) >= sent / BYTES_PER_S > 0.01
     assert (analysis.exposure.steps["step_ms"] / 1e3 >= sent / BYTES_PER_S).all()
     spans = analysis.timelines[0].collectives.query("bytes >= 50_000")
-    rates = spans["bytes"] / (spans["end"] - spans["start"]) * 1e6
+    rates = spans["bytes"] / (spans["end"] - spans["issued"]) * 1e6  # of a busy machine, a span may begin late
     assert len(spans) and (rates <= 2 * BYTES_PER_S).all()  # an all-gather between two ranks sends half of its bytes
     assert analyse("", "reports", ["--trace-dir", str(tmp_path / "profile" / choice)]) == 0
     page = next(tmp_path.rglob("summary.html")).read_text()
