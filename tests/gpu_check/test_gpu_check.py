@@ -140,6 +140,7 @@ def test_parts_on_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "environment.json").read_text())["torch"]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_all_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/gpu_check.py", "--output-dir", str(tmp_path / "out")]
