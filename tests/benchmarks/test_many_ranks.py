@@ -12,10 +12,10 @@ LARGEST_PAGE_BYTES = 6_000_000
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "megabytes"), [(4, 32, 4), pytest.param(8, 128, 20, marks=pytest.mark.slow)], ids=str
+    ("few", "many", "megabytes"), [(4, 32, 8), pytest.param(8, 128, 20, marks=pytest.mark.slow)], ids=str
 )
 def test_memory_and_time_of_many_ranks(tmp_path: Path, few: int, many: int, megabytes: float) -> None:
-    """Of each more rank, the report keeps less than half of its trace, which takes more than its file when parsed."""
+    """Of each more rank, the report keeps less than a quarter of its trace."""
     measured = {}
     for ranks in (few, many):
         folder = tmp_path / f"profile_{ranks}" / "bucket_ddp_async"
@@ -25,7 +25,7 @@ def test_memory_and_time_of_many_ranks(tmp_path: Path, few: int, many: int, mega
         assert found.exit_code == 0 and page.stat().st_size < LARGEST_PAGE_BYTES
         measured[ranks] = found.peak_bytes, found.cpu_s / ranks
     kept = (measured[many][0] - measured[few][0]) / (many - few)
-    assert kept < megabytes * 1e6 / 2, f"{kept / 1e6:.2f} MB of each rank"
+    assert kept < megabytes * 1e6 / 4, f"{kept / 1e6:.2f} MB of each rank"
     assert measured[many][1] < measured[few][1], "CPU seconds a rank"
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import Any
 
 import torch
@@ -94,12 +94,25 @@ def values_of(delivered: Any) -> Any:
 
 
 class Delivery:
-    def __init__(self, name: str) -> None:
+    """The thread, and the parcels that wait for it.
+
+    Args:
+        name: Of the process group.
+        most: Parcels on their way at a time.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._room = BoundedSemaphore(most)
         self._parcels: SimpleQueue[tuple[Parcel, Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
         self._thread.start()
 
+    def wait_for_room(self) -> None:
+        """Return when one more parcel may be sent."""
+        self._room.acquire()
+
     def send(self, parcel: Parcel) -> PacedWork:
+        """Deliver `parcel` when it is due. The caller has waited for room."""
         delivered: Any = torch.futures.Future()
         self._parcels.put((parcel, delivered))
         return PacedWork(delivered)
@@ -118,4 +131,5 @@ class Delivery:
         while (one := self._parcels.get()) is not None:
             parcel, delivered = one
             parcel.deliver(delivered)
+            self._room.release()
             del one, parcel, delivered  # they hold tensors

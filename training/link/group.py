@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 from training.errors import UserError
 from training.link import schedule
 from training.link.delivery import Delivery, Parcel
-from training.link.ledger import Ledger
+from training.link.ledger import SLOTS, Ledger
 from training.link.registers import forget
 from training.link.schedule import Schedule
 from training.link.spans import as_operator
@@ -51,7 +51,7 @@ class PacedGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._inner, self._members, self._ledger = inner, tuple(members), ledger
         self._number, self._count = ledger.group(inner.group_name), 0
-        self._delivery = Delivery(inner.group_name)
+        self._delivery = Delivery(inner.group_name, SLOTS)
         self._pre_hooks: dict[int, Callable[[Any], None]] = {}
         self._post_hooks: dict[int, Callable[[Any], None]] = {}
 
@@ -125,6 +125,7 @@ class PacedGroup(dist.ProcessGroup):
         values: Callable[[Any], Any] = lambda gloos: gloos,
     ) -> dist.Work:
         """The collective that `issue` issues. See `Parcel` for the other arguments."""
+        self._delivery.wait_for_room()
         self._count += 1
         place = (self._number, self._count, self.rank())
         self._ledger.issue(*place)

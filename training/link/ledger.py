@@ -30,8 +30,8 @@ GROUPS = 256
 SPANS = 32
 """Times of work that a link remembers apart; older ones are taken for one."""
 TOUCHING_S = 1e-9
-SLOTS = 256
-"""Collectives of a group that are remembered. A rank that is so far ahead of another has issued long ago."""
+SLOTS = 1024
+"""Collectives of a group that are remembered. A rank issues no more before the first of them is delivered."""
 
 
 class _Layout:
@@ -110,7 +110,7 @@ class Ledger:
         with self._locked():
             numbers = cells[slot : slot + len(members)]
             if max(numbers) > number:
-                return 0.0  # another rank is `SLOTS` collectives ahead
+                return 0.0  # it has been delivered to another rank, which is `SLOTS` collectives ahead
             issued = [cells[times + each] if found == number else 0.0 for each, found in enumerate(numbers)]
             if cells[scheduled] != number:
                 cells[scheduled] = number

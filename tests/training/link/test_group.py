@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.parity import for_each_choice, is_refused, train_on_rank
 from tests.ranks import RankFailed, RankPool
 from training.distributed import host_barrier
+from training.link.ledger import SLOTS
 from training.link.speed import Link
 from training.link.world import paced_groups
 
@@ -135,6 +136,23 @@ def test_futures_wait_too_and_sends_queue(ranks: RankPool) -> None:
     each = BITS / SLOW.bits_per_s
     for first, second in ranks.run(2, sum_later):
         assert first >= each and second >= 2 * each
+
+
+def many_in_flight() -> tuple[float, float]:
+    """Seconds until the last of more all-reduces than a ledger has slots for, and what the link takes for all."""
+    link, each = Link(8 * 10**6), torch.ones(250)
+    with paced_groups(link):
+        host_barrier()
+        begin = time.monotonic()
+        works = [dist.all_reduce(each.clone(), async_op=True) for _ in range(SLOTS + SLOTS // 2)]
+        for work in works:
+            work.wait()
+        return time.monotonic() - begin, len(works) * 8 * each.nbytes / link.bits_per_s
+
+
+def test_a_rank_far_ahead_still_pays_for_all(ranks: RankPool) -> None:
+    for took, least in ranks.run(2, many_in_flight):
+        assert took >= least
 
 
 def originals() -> tuple[float, float]:
