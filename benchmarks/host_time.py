@@ -32,6 +32,7 @@ import ddp
 import sharding
 from training.config import StrategyOptions
 from training.loop import Unwatched, train
+from training.step import StepData
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.sequence import follow_gradients, recorded_collectives
 
@@ -115,7 +116,7 @@ def steps_of(name: str, layers: int) -> Callable[[], None]:
 
     def steps() -> None:
         follow_gradients(strategy.watch)
-        train(strategy, [(RANKS, [BATCH])] * STEPS, Unwatched(), None, lambda result: None)
+        train(strategy, [StepData(RANKS, [BATCH])] * STEPS, Unwatched(), None, lambda result: None)
 
     return steps
 

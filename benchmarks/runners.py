@@ -24,6 +24,7 @@ from training.profiling.memory import ModelSize, expected_state_bytes, storage_b
 from training.profiling.stopwatch import Stopwatch
 from training.replicated import ReplicatedStrategy
 from training.run import build_strategy, seed_everything
+from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 
 PLAIN = (LOCAL, "bare_loop")
@@ -81,7 +82,7 @@ def make_runner(
     strategy = build_strategy(config, workload, ranks, strategy_class, group)
 
     def steps(count: int) -> None:
-        train(strategy, [(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
+        train(strategy, [StepData(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
         strategy.finish_parameter_synchronization()
 
     return Runner(

@@ -20,7 +20,7 @@ class SimpleDDP(ReplicatedStrategy):
 
     # A gradient that earlier micro-batches have been reduced into is the same on every rank, so the average leaves it
     # as it is and averages only what this micro-batch has added. A sum would count it once for each rank.
-    averages_over_ranks = True
+    always_averages = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

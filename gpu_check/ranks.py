@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +31,8 @@ from training.config import RunConfig, StrategyOptions
 from training.data import copies
 from training.data.masks import read_no_masks
 from training.distributed import Ranks, joined_ranks
-from training.loop import Step, Unwatched, train
+from training.loop import Unwatched, train
+from training.step import StepData
 from training.strategy import Strategy
 
 MODEL, SAMPLES, STEPS = "llama", 3, 4
@@ -71,10 +72,12 @@ def batch_of(step: int, rank: int, index: int = 0) -> dict[str, Tensor]:
     return make_batch(MODEL, SAMPLES, 1000 * step + 10 * index + rank)
 
 
-def steps_of(ranks: Ranks, count: int, micro_batches: int = 1) -> Iterator[Step]:
+def steps_of(ranks: Ranks, count: int, micro_batches: int = 1) -> Iterator[StepData]:
     """This rank's micro-batches of so many steps, copied to the device as those of a run."""
     plain = (
-        (SAMPLES * ranks.world_size * micro_batches, [batch_of(step, ranks.rank, i) for i in range(micro_batches)])
+        StepData(
+            SAMPLES * ranks.world_size * micro_batches, [batch_of(step, ranks.rank, i) for i in range(micro_batches)]
+        )
         for step in range(count)
     )
     return copies.copied_ahead(plain, ranks.device)
@@ -136,10 +139,10 @@ def race(names: list[str], ranks: Ranks) -> dict[str, Any]:
     """The same with a race: no stream waits for a batch to arrive. So that nothing breaks, the host does, by a call
     that orders no streams for a tool that watches."""
 
-    def unordered(samples: int, batches: Sequence[copies.Batch], arrived: torch.cuda.Event) -> Step:
+    def unordered(step: StepData, arrived: torch.cuda.Event) -> StepData:
         while not arrived.query():
             time.sleep(1e-4)
-        return samples, batches
+        return step
 
     with mock.patch.object(copies, "received", unordered):
         return steps(names, ranks)

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -29,29 +28,28 @@ from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import MakeOptimizer, MicroBatch, Strategy
+from training.strategy import MakeOptimizer, Strategy
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 """DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""
 
 
 class Inner(nn.Module):
-    """Returns only the loss if a backward pass follows. Enters autocast, which DeepSpeed turns off."""
+    """Enters autocast, which DeepSpeed turns off."""
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.module, self.autocast = module, autocast
 
-    def forward(self, **micro_batch: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.autocast():
-            answer = self.module(**micro_batch)
-        return answer.loss if torch.is_grad_enabled() else answer
+            return self.module(*args, **kwargs)
 
 
 class DeepSpeedZero(Strategy):
     """What the three stages share."""
 
-    averages_over_ranks = True
+    always_averages = True
     stage: ClassVar[int]
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
@@ -102,9 +100,8 @@ class DeepSpeedZero(Strategy):
         broadcast_from_rank0(self.buffers(), self.process_group)
         self.engine.set_gradient_accumulation_boundary(True)
 
-    def forward(self, micro_batch: MicroBatch) -> Any:
-        answer = self.engine(**micro_batch)
-        return SimpleNamespace(loss=answer) if torch.is_grad_enabled() else answer
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ little as `pytorch_zero3`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from reference.pytorch_ddp import LossOf
 from reference.unit_order import UnitOrder
 from sharding.blocks import find_blocks
 from sharding.elementwise import require_elementwise
@@ -29,20 +27,14 @@ from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import MakeOptimizer, MicroBatch, Strategy
-
-
-class Root(LossOf):
-    """Returns only the loss if a backward pass follows, because FSDP2 finds tensors in no object but a dict."""
-
-    def forward(self, **micro_batch: Tensor) -> Any:
-        return super().forward(**micro_batch) if torch.is_grad_enabled() else self.module(**micro_batch)
+from training.strategy import MakeOptimizer, Strategy
+from training.tensors import TensorsBeside
 
 
 class FSDP2(Strategy):
     """What `pytorch_zero2` and `pytorch_zero3` share."""
 
-    averages_over_ranks = True
+    always_averages = True
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = True
     frees_blocks_after_forward: ClassVar[bool]
@@ -54,7 +46,7 @@ class FSDP2(Strategy):
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
         mesh = DeviceMesh.from_group(self.process_group, self.device.type)
-        self.root = Root(self.module)
+        self.root = TensorsBeside(self.module)
         try:
             for block in find_blocks(self.module):
                 fully_shard(block, mesh=mesh, reshard_after_forward=self.frees_blocks_after_forward)
@@ -88,14 +80,13 @@ class FSDP2(Strategy):
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.process_group)
 
-    def forward(self, micro_batch: MicroBatch) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._has_run = True
         with self._order.watched(self.module.training):
-            answer = self.root(**micro_batch)
-        if torch.is_grad_enabled():
-            return SimpleNamespace(loss=answer)
-        for unit in self.units:
-            unit.reshard()  # otherwise backward does it
+            _, answer = self.root(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            for unit in self.units:
+                unit.reshard()  # otherwise backward does it
         return answer
 
     @contextmanager

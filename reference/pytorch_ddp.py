@@ -8,42 +8,30 @@ It averages over ranks, so losses are weighted accordingly.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize
 from training.replicated import ReplicatedStrategy
-from training.strategy import MicroBatch
-
-
-class LossOf(nn.Module):
-    """Returns the loss of `module` as a plain tensor, which DDP needs to find unused parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, **micro_batch: Tensor) -> Tensor:
-        return self.module(**micro_batch).loss
+from training.step import MicroBatch
+from training.tensors import TensorsBeside
 
 
 class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel with the interface of all strategies."""
 
-    averages_over_ranks = True
+    always_averages = True
     settling_steps = 2  # after the first, DDP rebuilds its buckets
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
         cap_bytes = self.options.fixed_bucket_bytes
         self.ddp = DistributedDataParallel(
-            LossOf(self.module),
+            TensorsBeside(self.module),
             process_group=self.process_group,
             bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -60,10 +48,11 @@ class PyTorchDDP(ReplicatedStrategy):
     def before_step(self) -> None:
         """Does nothing: DDP broadcasts the buffers in the first forward pass of a step."""
 
-    def forward(self, micro_batch: MicroBatch) -> Any:
-        if torch.is_grad_enabled():
-            return SimpleNamespace(loss=self.ddp(**micro_batch))
-        return self.module(**micro_batch)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.in_micro_batch:
+            _, answer = self.ddp(*args, **kwargs)
+            return answer
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

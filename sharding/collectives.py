@@ -91,13 +91,17 @@ def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     return _side_groups[group]
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averages: bool = False) -> Pending:
     """Start to sum `full` (a multiple of the world size long) over ranks; this rank's part of the sum goes to `shard`.
 
     `shard` may be the part of `full` that it replaces. Neither may be touched before `wait` returns.
+
+    Args:
+        averages: Divide the sum by the number of ranks.
     """
     if not is_gloo(group, full.device):
-        return Pending([dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)])
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        return Pending([dist.reduce_scatter_tensor(shard, full, op, group, async_op=True)])
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     roots = groups_of_roots(group, full.device)
     parts = list(full.view(size, -1).unbind())
@@ -120,6 +124,8 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pen
             if part is not shard:
                 shard.add_(part)
                 free(part)
+        if averages:
+            shard.div_(size)
 
     return Pending(works, add_up)
 

@@ -19,7 +19,10 @@ class GradientBucket:
         shard: The sum over ranks, (shard_numel,), once reduced.
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
+        averages: Whether reductions give the average over ranks instead of the sum.
     """
+
+    averages = False
 
     def __init__(self, flat: FlatParameters) -> None:
         self.flat = flat
@@ -64,7 +67,7 @@ class GradientBucket:
             if parameter.grad is not self.views[slot]:  # not used on this rank in this step
                 self.place(slot)
         self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
-        self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group)
+        self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group, self.averages)
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight, and so for those that came before it."""
@@ -123,7 +126,7 @@ class ShardedGradientBucket(GradientBucket):
                 self.flat.layout.view(self.full, slot).zero_()
         self.full[self.flat.layout.numel :] = 0
         self._sum = torch.empty_like(self.flat.shard)
-        self.in_flight = reduce_scatter(self._sum, self.full, self.flat.group)
+        self.in_flight = reduce_scatter(self._sum, self.full, self.flat.group, self.averages)
 
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:

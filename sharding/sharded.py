@@ -38,6 +38,7 @@ class ShardedStrategy(Strategy):
                 "ranks, or a replicated strategy"
             )
         self._unused: set[nn.Parameter] = set()
+        self.group_of_buffers = self.process_group
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         require_elementwise(make_optimizer)
@@ -51,7 +52,9 @@ class ShardedStrategy(Strategy):
         return make_optimizer(list(pieces.values()) or [{"params": []}])
 
     def before_step(self) -> None:
-        broadcast_from_rank0(self.buffers(), self.process_group)
+        broadcast_from_rank0(self.buffers(), self.group_of_buffers)
+        for bucket in self.buckets:
+            bucket.averages = self.averages_over_ranks
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""

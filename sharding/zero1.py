@@ -47,9 +47,8 @@ class Zero1(ShardedStrategy):
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        self._group_of_buffers = self.process_group
         if self.buffers():  # or forward would not begin before all parameters are gathered
-            self._group_of_buffers = side_group(self.process_group, self.device)
+            self.group_of_buffers = side_group(self.process_group, self.device)
         self.buckets = [self.make_bucket(flat) for flat in self.flats]
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
@@ -72,7 +71,7 @@ class Zero1(ShardedStrategy):
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        broadcast_from_rank0(self.buffers(), self._group_of_buffers)
+        super().before_step()
         self.order.restart()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:

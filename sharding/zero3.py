@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ddp.buckets import DEFAULT_CAP_MB
 from sharding.blocks import around_units, plan_units
@@ -48,6 +47,7 @@ from sharding.units.schedule import Schedule
 from sharding.units.unit import Unit
 from training.communication.traffic import Collective
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
+from training.tensors import tensors_in
 
 
 class Zero3(ShardedStrategy):
@@ -73,6 +73,7 @@ class Zero3(ShardedStrategy):
         self.order = ExecutionOrder(self.module, self.root, units)
         self.schedule = Schedule(self.root, self.embeddings, units)
         self._in_backward = False
+        self._forwards = 0  # forward passes of this micro-batch
         self._add_hooks(units)
 
     def _add_hooks(self, units: list[Unit]) -> None:
@@ -97,12 +98,19 @@ class Zero3(ShardedStrategy):
 
     # Forward -----------------------------------------------------------------------------------------------------
 
+    def before_micro_batch(self) -> None:
+        self._forwards = 0
+
     def _before_forward(self) -> None:
         self._in_backward = False
         self.order.begin_forward()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.flat.parameters)
         for unit in self.schedule.units:
-            unit.begin_forward()
+            if not self._forwards:  # else backward may still follow on what an earlier one has saved
+                unit.begin_forward()
             unit.reshard()
+        self._forwards += 1
         self.schedule.begin_forward()
         self._unshard_now(self.root)  # issues the embeddings' all-gather before its own
         self._unshard_now(self.embeddings)
@@ -145,7 +153,7 @@ class Zero3(ShardedStrategy):
             self.schedule.follow(agreed)
         self.embeddings.reshard_after_forward()
         self._in_backward = True
-        self.schedule.begin_backward()
+        self.schedule.begin_backward(self._forwards > 1 or not self.in_micro_batch, not self.in_micro_batch)
         last = self.schedule.last_unit
         self._reshard([unit for unit in self.schedule.units if unit is not last])
         if last:
@@ -159,11 +167,14 @@ class Zero3(ShardedStrategy):
         if unit is not self.schedule.last_unit:
             self.schedule.prefetch()
 
-    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, _: Tensor) -> None:
+    def _on_gradient(self, unit: Unit, bucket: ShardedGradientBucket, slot: int, parameter: Tensor) -> None:
         reduction = self.schedule.reduction_of(bucket)
-        if bucket.full is None and all(other.full is None for other in reduction.buckets):  # the unit's first gradient
-            self.schedule.make_room()
-        bucket.place(slot)
+        if self.schedule.drops_gradients:
+            parameter.grad = None
+        else:
+            if bucket.full is None and all(other.full is None for other in reduction.buckets):  # the unit's first
+                self.schedule.make_room()
+            bucket.place(slot)
         bucket.missing -= 1
         if bucket.missing:
             return
@@ -179,8 +190,6 @@ class Zero3(ShardedStrategy):
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
         self.schedule.finish_reductions()
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.flat.parameters)
         self._reshard(self.all_units if not self.schedule.keeps_root else self.all_units[1:])
         self.take_gradients()
 
@@ -222,5 +231,4 @@ class Zero3(ShardedStrategy):
 
 def tensors_with_gradient(tree: Any) -> list[Tensor]:
     """The tensors among a module's inputs or outputs that backward makes gradients for."""
-    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]

@@ -17,6 +17,7 @@ from training.config import StrategyOptions
 from training.data.masks import read_no_masks
 from training.errors import NonFiniteError
 from training.loop import Unwatched, train
+from training.step import StepData
 from training.strategy import Strategy
 
 RANKS, STEPS = 4, 2
@@ -74,7 +75,7 @@ def check(
         registry = next(registry for registry in REGISTRIES if choice in registry.names)
         strategy = registry.load(choice)(make_module(), adamw, options or StrategyOptions())
         batches = [make_batch(index) for index in range(micro_batches)]
-        step = (RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
+        step = StepData(RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
 
         def run(steps: int) -> list[float]:
             return train(strategy, [step] * steps, Unwatched(), clip_grad_norm, lambda result: None).loss
@@ -107,17 +108,18 @@ def check(
 def waits_in_backward(strategy: Strategy, device: Device) -> list[int]:
     """From now on, how often a stream waited in each backward pass."""
     found: list[int] = []
-    before, after = strategy.before_backward, strategy.after_backward
+    forward, after = strategy.forward, strategy.after_backward
 
-    def begin() -> None:
-        before()
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        answer = forward(*args, **kwargs)
         found.append(-device.collective_waits)
+        return answer
 
     def end() -> None:
         found.append(device.collective_waits)
         after()
 
-    strategy.before_backward, strategy.after_backward = begin, end  # type: ignore[method-assign]
+    strategy.forward, strategy.after_backward = begin, end  # type: ignore[method-assign]
     return found
 
 

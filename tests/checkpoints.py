@@ -1,7 +1,7 @@
 """Runs that stop and resume, inside ranks (`tests.ranks`), of a model with everything that has to be saved."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import TrainingResult, Unwatched, train
 from training.run import seed_everything
-from training.strategy import MicroBatch, Strategy
+from training.step import StepData
+from training.strategy import Strategy
 
 SAMPLES = 24
 """In a global batch. They divide among 1 to 4 ranks with two micro-batches each."""
@@ -57,14 +58,14 @@ def make_strategy(choice: tuple[str, str], seed: int, model: str | None, dropout
     return load(choice)(module, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
 
 
-def steps(first: int, last: int) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
+def steps(first: int, last: int) -> Iterator[StepData]:
     """Each step has the same samples for any number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(first, last):
         whole = batch(SAMPLES, step)
         mine = {name: tensor[rank::size] for name, tensor in whole.items()}
         half = SAMPLES // size // 2
-        yield SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in mine.items()} for i in range(2)]
+        yield StepData(SAMPLES, [{n: t[i * half : (i + 1) * half] for n, t in mine.items()} for i in range(2)])
 
 
 def train_to(
@@ -89,7 +90,7 @@ def train_to(
     if asks_in_step is not None and dist.get_rank() == dist.get_world_size() - 1:
         strategy.wants_to_stop = lambda: strategy.optimizer_steps >= asks_in_step
     seed_everything(config.seed, dist.get_rank())
-    earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1))[1])
+    earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1)).micro_batches)
     try:
         todo = steps(checkpoints.done, last)
         result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, earlier, checkpoints.is_due)

@@ -196,7 +196,7 @@ def train_on_rank(
     module.eval()
     result["own_state"] = watch_parameters(module)
     with torch.no_grad():
-        result["own_loss"] = strategy.forward(make_batch(model, 8, 7)).loss.item()
+        result["own_loss"] = strategy(**make_batch(model, 8, 7)).loss.item()
     return result
 
 

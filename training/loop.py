@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import tee, zip_longest
 from typing import Any, Protocol
@@ -14,14 +14,12 @@ from training.communication.verdict import ReadLater
 from training.data.copies import to_device
 from training.data.sampling import evaluation_batches
 from training.data.workload import Workload
-from training.strategy import MicroBatch, Strategy
+from training.step import StepData
+from training.strategy import Strategy
 from training.watch.phases import begin_step, phase
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """The parts of an optimizer step, as a profile names them."""
-
-Step = tuple[int, Sequence[MicroBatch]]
-"""The samples in the global batch, and this rank's micro-batches."""
 
 
 class StepFollower(Protocol):
@@ -66,7 +64,7 @@ class TrainingResult:
 
 def train(
     strategy: Strategy,
-    steps: Iterable[Step],
+    steps: Iterable[StepData],
     profiler: StepFollower,
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
@@ -97,18 +95,18 @@ def train(
 
     strategy.module.train()
     start = time.perf_counter()
-    for (samples, micro_batches), following in with_following(steps):
+    for data, following in with_following(steps):
         begin_step(strategy.optimizer_steps)
         strategy.zero_grad()
-        loss = ReadLater(strategy.forward_backward(micro_batches))
+        loss = ReadLater(strategy.forward_backward(data.micro_batches, data.weights))
         is_last = following is None or strategy.stops_after == strategy.optimizer_steps + 1
         if following is not None and not is_last:
-            strategy.announce(following[1])
+            strategy.announce(following.micro_batches, following.weights)
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step()
-        unread.append((loss, None if profiler.slows_this_step else time.perf_counter() - start, samples))
+        unread.append((loss, None if profiler.slows_this_step else time.perf_counter() - start, data.samples))
         profiler.step()
         if is_due(strategy.optimizer_steps):
             strategy.require_finite()
@@ -123,7 +121,7 @@ def train(
     return result
 
 
-def with_following(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
+def with_following(steps: Iterable[StepData]) -> Iterator[tuple[StepData, StepData | None]]:
     """Each step and the one after it; None after the last."""
     here, ahead = tee(steps)
     next(ahead, None)
@@ -135,24 +133,25 @@ def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: to
     """Loss and accuracy on the held-out samples, each of which counts exactly once. Collective.
 
     Returns:
-        `loss` (mean over samples), `accuracy` (a fraction; None if the workload does not classify), `samples`.
+        `loss` (mean over what `workload.count` counts), `accuracy` (a fraction; None if the workload does not
+        classify), `samples`.
     """
     strategy.module.eval()
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
     rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
     for indices, counted in evaluation_batches(len(workload.evaluation), rank, size, batch_size):
-        batch = to_device(workload.collate([workload.evaluation[index] for index in indices]), device)
-        with strategy.autocast():
-            output = strategy.forward(batch)
-        if counted:
-            totals[0] += output.loss * counted
-            totals[2] += counted
+        on_host = workload.collate([workload.evaluation[index] for index in indices])
+        batch = to_device(on_host, device)
+        output = strategy(**batch)
+        if counted and (terms := workload.count(on_host)):
+            totals += torch.tensor([0, 0, counted, terms], device=device)
+            totals[0] += output.loss * terms
             if workload.classifies:
                 totals[1] += (output.logits.argmax(-1) == batch["labels"]).sum()
     dist.all_reduce(totals, group=strategy.process_group)
-    loss, correct, samples = totals.tolist()
+    loss, correct, samples, terms = totals.tolist()
     return {
         "accuracy": correct / samples if workload.classifies else None,
-        "loss": loss / samples,
+        "loss": loss / terms,
         "samples": round(samples),
     }

@@ -36,7 +36,7 @@ class ReplicatedStrategy(Strategy):
         self.compression: Compression | None = None
         if self.options.compress:
             self.compression = Compression(self.options.compress, self.process_group)
-            self.averages_over_ranks = True
+            self.always_averages = True
 
     def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
         """`torch.distributed.all_reduce` of a gradient in place, compressed with `options.compress`.
@@ -53,7 +53,7 @@ class ReplicatedStrategy(Strategy):
         handle = self.compression.all_reduce(gradient, parts or [gradient])
         return handle if async_op else handle.wait()
 
-    def before_backward(self) -> None:
+    def before_micro_batch(self) -> None:
         if self.compression is not None:
             self.compression.begin_round()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig, choice_folder
-from training.data.copies import copied_ahead
+from training.data.copies import copied_ahead, token_count
 from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
 from training.data.workloads import build_workload
@@ -41,6 +41,7 @@ from training.records.record import (
     write_text,
 )
 from training.records.run_so_far import RunSoFar, Setup
+from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 from training.watch.cause import COMPLETED, STOPPED, Ending
 from training.watch.phases import between_steps
@@ -112,7 +113,7 @@ def train_and_record(
     with closing(checkpoints):
 
         def first_step() -> Sequence[MicroBatch]:
-            return next(micro_batches(config, workload, ranks, steps=1))[1]
+            return next(batches_of_steps(config, workload, ranks, steps=1)).micro_batches
 
         earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
         so_far.resumed_from = checkpoints.as_record()
@@ -130,7 +131,7 @@ def train_and_record(
                 on_step(result)
                 checkpoints.after_step(result)
 
-            all_batches = micro_batches(config, workload, ranks, steps, checkpoints.done)
+            all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
             on_each = so_far.following(after_step)
             train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
             checkpoints.finish()
@@ -144,8 +145,8 @@ def train_and_record(
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
     between_steps("recording memory")
-    samples, batches = next(micro_batches(config, workload, ranks, steps=1))
-    step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
+    step_data = next(batches_of_steps(config, workload, ranks, steps=1))
+    step_memory = record_step_memory(strategy, step_data, config.clip_grad_norm)
     between_steps("finishing")
     so_far.memory = gather_memory(strategy, size, step_memory)
     on_every_rank(lambda: require_written(profiler))
@@ -226,17 +227,14 @@ def build_strategy(
     )
 
 
-def micro_batches(
+def batches_of_steps(
     config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int = 0
-) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
-    """For each optimizer step from `first` on: the samples in the global batch, and this rank's micro-batches on its
-    device."""
+) -> Iterator[StepData]:
+    """For each optimizer step from `first` on: this rank's micro-batches on its device, and what they amount to."""
     return copied_ahead(collated(config, workload, ranks, steps, first), ranks.device)
 
 
-def collated(
-    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int
-) -> Iterator[tuple[int, Sequence[dict[str, torch.Tensor]]]]:
+def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
     """The same on the CPU."""
     size, done = config.micro_batch_size(ranks.world_size), 0
     for epoch in range(config.epochs):
@@ -247,7 +245,8 @@ def collated(
                 done += 1
                 continue
             mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
-            yield len(window), [workload.collate([workload.train[index] for index in indices]) for indices in mine]
+            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
+            yield StepData(len(window), batches, list(map(workload.count, batches)), sum(map(token_count, batches)))
             done += 1
 
 

@@ -1,25 +1,26 @@
 """The optimizer step that all strategies share.
 
-A step has three parts:
-1. The ranks tell each other how many samples and micro-batches each of them holds. So every loss can be weighted by its
-   share of the global batch.
-2. Forward and backward of each micro-batch, with the communication that the strategy adds to them.
-3. The ranks tell each other which parameters received a gradient. They add up their shares of the loss, which also
-   shows whether all is finite.
+A step is one or more micro-batches (`Strategy.micro_batch`), each a forward and a backward pass. What follows the last
+one of them, on all ranks:
+- what is in flight is waited for;
+- the ranks tell each other which parameters received a gradient (`training.communication.agreement`: an all-gather of
+  a few bytes between the hosts);
+- they add up their shares of the loss and of the gradients' norm, which shows whether all is finite
+  (`training.communication.verdict`: an all-reduce of two numbers between the devices).
 
-Part 1 and the first half of part 3 are all-gathers of a few bytes between the hosts
-(`training.communication.agreement`). The second half is an all-reduce of two numbers between the devices
-(`training.communication.verdict`). The first exchange is hidden: behind the optimizer of the step before if the step is
-announced, or behind the first forward pass if there are several micro-batches.
+`Strategy.forward_backward` runs all micro-batches of a step this way. Before, the ranks tell each other how much each
+of them holds, so that every loss can be weighted by its share of the global batch. This exchange is hidden: behind the
+optimizer of the step before if the step is announced, or behind the first forward pass if there are several
+micro-batches.
 
 No part waits for the device. What the host must know of it, it reads a step later: so an error that names step k may be
 raised in step k + 1. On a CPU all is known at once.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,31 @@ if TYPE_CHECKING:
 MicroBatch = Mapping[str, Tensor]
 
 
+class StepData(NamedTuple):
+    """What the training loop needs of one optimizer step.
+
+    Attributes:
+        samples: In the global batch.
+        micro_batches: Of this rank.
+        weights: For each micro-batch, what its loss is a mean over, such as its number of tokens. Default: its samples.
+        tokens: In this rank's micro-batches; 0 if they hold no tokens.
+    """
+
+    samples: int
+    micro_batches: Sequence[MicroBatch]
+    weights: Sequence[float] | None = None
+    tokens: int = 0
+
+
+class Weighted(NamedTuple):
+    """A micro-batch, and how many terms its loss is a mean over."""
+
+    batch: MicroBatch
+    weight: float
+
+
 class StepRunner:
-    """Runs forward and backward of the steps of one strategy.
+    """Runs the steps of one strategy.
 
     Attributes:
         verdict: How the latest step went.
@@ -45,13 +69,38 @@ class StepRunner:
 
     def __init__(self, strategy: "Strategy", agreement: StepAgreement) -> None:
         self._strategy, self._agreement = strategy, agreement
+        self._is_open = False  # some micro-batches of a step are done, and others follow
+        self._losses: list[Tensor] = []
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
-        self._unread: tuple[Verdict, Sequence[MicroBatch]] | None = None
+        self._unread: tuple[Verdict, Sequence[Weighted] | None] | None = None
 
-    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
+    # A step of the caller's own ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """See `Strategy.micro_batch`."""
+        if self._strategy.in_micro_batch:
+            raise RuntimeError("micro_batch() within micro_batch(): the one before has not ended")
+        with self._abandoning():
+            if not self._is_open:
+                self._begin(averages=True)
+            with self._round(last):
+                yield
+            if last:
+                verdict, _ = self._finish()
+                self._keep(verdict, None)
+
+    def weights(self, counts: Sequence[float]) -> list[float]:
+        """See `Strategy.loss_weights`."""
+        total = self._agreement.all_gather(sum(counts)).sum().item()
+        return [count * self._strategy.data_parallel_size / total for count in counts]
+
+    # A step on micro-batches that are all here ---------------------------------------------------------------------
+
+    def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> None:
         """See `Strategy.announce`."""
-        self._announced = self._begin_counts(with_samples(micro_batches))
+        self._announced = self._begin_counts(weighted(micro_batches, weights))
 
     def finish_announcement(self) -> None:
         """Wait until the other ranks have been told."""
@@ -59,20 +108,12 @@ class StepRunner:
             _, work = self._announced
             work.wait()
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def run(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> Tensor:
         """See `Strategy.forward_backward`."""
-        strategy = self._strategy
-        micro_batches = with_samples(micro_batches)
-        try:
-            verdict, _ = self._attempt(micro_batches)
-            if self._unread is not None:
-                self.require_finite()
-            self._unread = verdict, micro_batches
-            if verdict.is_here:
-                self.require_finite()
-        except BaseException:
-            strategy.abandon_step()
-            raise
+        mine = weighted(micro_batches, weights)
+        with self._abandoning():
+            verdict, _ = self._attempt(mine)
+            self._keep(verdict, mine)
         return verdict.loss
 
     def require_finite(self) -> None:
@@ -84,14 +125,15 @@ class StepRunner:
         what = verdict.nonfinite
         if what is None:
             return
+        culprits: list[int] | None
         if what == "the loss":
             culprits = (~self._agreement.all_gather(verdict.own_loss).isfinite()).nonzero().flatten().tolist()
         else:
-            culprits = self._find_culprits(micro_batches)
+            culprits = None if micro_batches is None else self._find_culprits(micro_batches)
         strategy.zero_grad()
         raise nonfinite_error(what, verdict.step, culprits, strategy.options.overlap_optimizer)
 
-    def _find_culprits(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+    def _find_culprits(self, micro_batches: Sequence[Weighted]) -> list[int]:
         """The ranks that make a gradient that is not finite from these micro-batches. The sum over ranks does not say.
 
         So the step is run again, and each gradient inspected. A strategy may reduce every micro-batch, which spreads a
@@ -107,60 +149,105 @@ class StepRunner:
         bad = result.bad_rounds[result.bad_rounds >= 0]
         return (result.bad_rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
 
-    def _begin_counts(self, micro_batches: Sequence[MicroBatch]) -> Pending:
+    def _begin_counts(self, micro_batches: Sequence[Weighted]) -> Pending:
         lacks_any = self._latest is None and not micro_batches
-        samples = sum(map(sample_count, micro_batches))
-        return self._agreement.begin_counts(samples, len(micro_batches), lacks_any, self._strategy.wants_to_stop())
+        weight = sum(micro_batch.weight for micro_batch in micro_batches)
+        return self._agreement.begin_counts(weight, len(micro_batches), lacks_any, self._strategy.wants_to_stop())
 
-    def _attempt(self, micro_batches: Sequence[MicroBatch]) -> tuple[Verdict, StepResult]:
+    def _attempt(self, micro_batches: Sequence[Weighted]) -> tuple[Verdict, StepResult]:
         """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
         strategy = self._strategy
         counts, self._announced = self._announced or self._begin_counts(micro_batches), None
-        self._latest = micro_batches[-1] if micro_batches else self._latest
-        strategy.watch.begin_step()
-        strategy.before_step()
+        self._latest = micro_batches[-1].batch if micro_batches else self._latest
+        self._begin(averages=strategy.always_averages)
+        scale = strategy.data_parallel_size if strategy.averages_over_ranks else 1
         global_batch: GlobalBatch | None = None
-        losses: list[Tensor] = []
         for index in itertools.count():
             if index + 1 >= len(micro_batches) or strategy.communicates_in_forward:
                 # This may be the last micro-batch of all ranks: from here on the number of rounds must be known.
                 global_batch = global_batch or self._agreement.counts(counts, strategy.optimizer_steps)
             is_last = global_batch is not None and index + 1 == global_batch.rounds
-            batch = micro_batches[index] if index < len(micro_batches) else self._latest
+            batch = micro_batches[index].batch if index < len(micro_batches) else self._latest
             assert batch is not None
-            with nullcontext() if is_last else strategy.no_sync():
-                with phase("forward"), strategy.autocast():
-                    loss = strategy.forward(batch).loss
+            with self._round(is_last):
+                loss = strategy(**batch).loss
                 global_batch = global_batch or self._agreement.counts(counts, strategy.optimizer_steps)
-                weight = sample_count(batch) / global_batch.samples if index < len(micro_batches) else 0.0
+                weight = micro_batches[index].weight / global_batch.weight if index < len(micro_batches) else 0.0
                 with phase("backward"):
-                    strategy.watch.begin_round()
-                    strategy.before_backward()
-                    scale = strategy.data_parallel_size if strategy.averages_over_ranks else 1
                     (loss * (weight * scale)).backward()
-                strategy.after_backward()
             if weight:
-                losses.append(loss.detach().double() * weight)
+                self._losses.append(loss.detach().double() * weight)
             if is_last:
                 break
         assert global_batch is not None, "the last round knows it"
         if global_batch.is_last:
             strategy.stops_after = strategy.optimizer_steps + 1
+        return self._finish()
+
+    # What both share -------------------------------------------------------------------------------------------------
+
+    def _begin(self, averages: bool) -> None:
+        strategy = self._strategy
+        strategy.require_none_unfrozen()
+        strategy.averages_over_ranks = averages
+        strategy.watch.begin_step()
+        strategy.before_step()
+        self._losses, self._is_open = [], True
+
+    @contextmanager
+    def _round(self, is_last: bool) -> Iterator[None]:
+        """One micro-batch: gradients are synchronized by the last one, or as the strategy needs it."""
+        strategy = self._strategy
+        strategy.watch.begin_round()
+        strategy.before_micro_batch()
+        strategy.in_micro_batch = strategy.synchronizes_gradients = True
+        try:
+            with nullcontext() if is_last else strategy.no_sync():
+                yield
+                strategy.after_backward()
+        finally:
+            strategy.in_micro_batch = strategy.synchronizes_gradients = False
+
+    def _finish(self) -> tuple[Verdict, StepResult]:
+        """What follows the last micro-batch."""
+        strategy = self._strategy
         with phase("gradient_sync"):
             strategy.finish_gradient_synchronization()
-        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=strategy.device)
+        none = torch.zeros((), dtype=torch.float64, device=strategy.device)
+        loss = torch.stack(self._losses).sum() if self._losses else none
         results = self._agreement.begin_results(strategy.watch.first_nonfinite_round, strategy.watch.received())
         norm = strategy.norm_of_share()
         self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group)
         result = self._agreement.results(results)
         unused = [p for p, used in zip(strategy.trainable.values(), result.used, strict=True) if not used]
         strategy.drop_gradients(unused)
+        self._is_open = False
         return self.verdict, result
 
+    def _keep(self, verdict: Verdict, micro_batches: Sequence[Weighted] | None) -> None:
+        """Read the verdict of the step before, and this one if it is here. `micro_batches`: what it was made of."""
+        if self._unread is not None:
+            self.require_finite()
+        self._unread = verdict, micro_batches
+        if verdict.is_here:
+            self.require_finite()
 
-def with_samples(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Those micro-batches that are not empty."""
-    return [batch for batch in micro_batches if sample_count(batch)]
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Abandon the step if an error comes."""
+        try:
+            yield
+        except BaseException:
+            self._is_open = False
+            self._strategy.abandon_step()
+            raise
+
+
+def weighted(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> list[Weighted]:
+    """Those micro-batches that are not empty, with their weights, by default their numbers of samples."""
+    if weights is None:
+        weights = [sample_count(batch) for batch in micro_batches]
+    return [Weighted(batch, weight) for batch, weight in zip(micro_batches, weights, strict=True) if weight]
 
 
 def sample_count(micro_batch: MicroBatch) -> int:

@@ -24,6 +24,7 @@ from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
+from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -33,8 +34,8 @@ class Strategy(ABC):
     """One way to train a module on several ranks.
 
     Args:
-        module: Called as `module(**micro_batch)`; answers with an object whose `.loss` is the mean over the samples
-            of the micro-batch (a scalar).
+        module: Any. For `forward_backward` it is called as `module(**micro_batch)`, and answers with an object whose
+            `.loss` is a mean over the micro-batch (a scalar).
         make_optimizer: Builds the optimizer from what `torch.optim` takes: tensors, or group dicts.
         options: What the strategy may be told (`training.config.StrategyOptions`).
         process_group: The ranks that share the work. Default: all.
@@ -48,8 +49,9 @@ class Strategy(ABC):
             same on every rank.
     """
 
-    averages_over_ranks = False
-    """Whether all-reduces average gradients, as PyTorch DDP's do. Default: they sum, and losses are weighted before."""
+    always_averages = False
+    """Whether reductions average gradients in `forward_backward` too, as PyTorch DDP's do. Default: there they sum, and
+    losses are weighted before."""
     overlaps_optimizer = False
     """Whether `options.overlap_optimizer` is supported."""
     communicates_in_forward = False
@@ -79,7 +81,8 @@ class Strategy(ABC):
         self.optimizer_steps = 0
         self.wants_to_stop: Callable[[], bool] = lambda: False
         self.stops_after: int | None = None
-        self.synchronizes_gradients = True
+        self.in_micro_batch = self.synchronizes_gradients = False
+        self.averages_over_ranks = True  # whether reductions of this step do
         if self.options.compress and self.shards:
             raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
         if self.options.overlap_optimizer and not self.overlaps_optimizer:
@@ -92,6 +95,7 @@ class Strategy(ABC):
         self._steps = StepRunner(self, self._agreement)
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self.watch = GradientWatch(self.gradient_leaves())
         follow_gradients(self.watch)
         self.prepare()
@@ -156,8 +160,8 @@ class Strategy(ABC):
     def before_step(self) -> None:
         """Runs before a step's first forward pass."""
 
-    def before_backward(self) -> None:
-        """Runs before the backward pass of each micro-batch."""
+    def before_micro_batch(self) -> None:
+        """Runs before the forward pass of each micro-batch."""
 
     def after_backward(self) -> None:
         """Runs after the backward pass of each micro-batch."""
@@ -182,6 +186,19 @@ class Strategy(ABC):
     def norm_of_share(self) -> Tensor:
         """Of `gradient_share`: a scalar on the device that shows whether it holds NaN or infinity."""
         return norm_of(self.gradient_share(), self.device)
+
+    def require_none_unfrozen(self) -> None:
+        """Check that no parameter trains that was frozen when the strategy was built.
+
+        Raises:
+            UnsupportedError: names one. Its gradient would stay on this rank.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"{name} was frozen when the strategy was built, and trains now; build the strategy when it trains, "
+                    "and freeze it afterwards"
+                )
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the gradients of `parameters` to None: no rank has used them in this step."""
@@ -246,12 +263,53 @@ class Strategy(ABC):
 
     # The step ----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro_batch: MicroBatch) -> Any:
-        return self.module(**micro_batch)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Call the strategy where a loop on one device would call the module."""
+        with phase("forward"), self.autocast():
+            return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def micro_batch(self, last: bool = True) -> AbstractContextManager[None]:
+        """Context of one forward and one backward pass, in a loop of your own. Collective.
+
+            for batch in batches:
+                with strategy.micro_batch(last=batch is batches[-1]):
+                    loss = loss_of(strategy(batch)) / len(batches)
+                    loss.backward()
+            strategy.step()
+            strategy.zero_grad()
+
+        After the last micro-batch of a step, each gradient is what PyTorch DDP would give: the average over ranks of
+        what the backward passes of the step have added up on each rank, or None if no rank used the parameter.
+        All ranks run the same number of micro-batches.
+
+        Args:
+            last: Whether this is the last micro-batch before `step`.
+
+        Raises:
+            NonFiniteError: On every rank, when any rank's gradient is NaN or infinite, in this step or, on CUDA, in the
+                one before. `step` has not updated any parameter with it.
+        """
+        return self._steps.micro_batch(last)
+
+    def loss_weights(self, counts: Sequence[float]) -> list[float]:
+        """For losses that are means over different numbers of samples or tokens. Collective.
+
+        Args:
+            counts: For each micro-batch of this rank in this step, what its loss is a mean over.
+
+        Returns:
+            What to multiply each of these losses with before backward. Then the gradient is that of the mean over all
+            samples or tokens of the global batch.
+        """
+        return self._steps.weights(counts)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context, gradients are added up on this rank only. Wraps forward as well as backward."""
+        """Within this context, gradients are added up on this rank only. Wraps forward as well as backward.
+        `micro_batch` enters it for all micro-batches of a step but the last."""
         before, self.synchronizes_gradients = self.synchronizes_gradients, False
         try:
             yield
@@ -262,17 +320,19 @@ class Strategy(ABC):
         """The precision in which forward runs, for training and evaluation alike."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None) -> Tensor:
         """Run forward and backward of one optimizer step's micro-batches. `step` then runs the optimizer.
 
         Ranks may hold different numbers of samples and of micro-batches. A rank that holds fewer than another runs its
         latest micro-batch again with weight 0, so that it takes part in every collective.
 
         Args:
-            micro_batches: For each, the keyword arguments of the module. Dimension 0 of the first tensor is the sample.
+            micro_batches: For each, the keyword arguments of the module.
+            weights: For each, what its loss is a mean over, such as its number of tokens. Default: its samples, which
+                are dimension 0 of its first tensor. Those of weight 0 are skipped.
 
         Returns:
-            The mean loss over all samples of the global batch: a detached fp32 scalar, the same on every rank.
+            The mean loss over the global batch: a detached fp32 scalar, the same on every rank.
             Each trainable parameter's gradient is the gradient of that mean, or None if no rank used the parameter.
 
         Raises:
@@ -280,7 +340,7 @@ class Strategy(ABC):
                 CUDA, in the one before. `step` has not updated any parameter with it.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
-        return self._steps.run(micro_batches)
+        return self._steps.run(micro_batches, weights)
 
     def require_finite(self) -> None:
         """Wait until the device has done the latest step whose outcome is not known, and look at it. Collective.
@@ -291,15 +351,15 @@ class Strategy(ABC):
         """
         self._steps.require_finite()
 
-    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None) -> None:
         """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
 
         Optional; between `forward_backward` and `step`, on all ranks or on none.
 
         Args:
-            micro_batches: Those of the next step.
+            micro_batches, weights: Those of the next step.
         """
-        self._steps.announce(micro_batches)
+        self._steps.announce(micro_batches, weights)
 
     def step(self) -> None:
         """Update the parameters, unless the loss or a gradient is not finite."""

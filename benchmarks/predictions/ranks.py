@@ -36,7 +36,7 @@ from training.loop import Unwatched, train
 from training.profiling.memory import ModelSize
 from training.profiling.memory_timeline import record_step_memory
 from training.records.record import gather_memory
-from training.run import build_strategy, micro_batches, seed_everything, silence_libraries
+from training.run import batches_of_steps, build_strategy, seed_everything, silence_libraries
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def record_operators(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The record of the rank with the longest samples. Collective."""
     seed_everything(config.seed, rank=0)
     workload = build_workload(config)
-    _, batches = next(micro_batches(config, workload, ranks, steps=1))
+    batches = next(batches_of_steps(config, workload, ranks, steps=1)).micro_batches
     step = TrainingStep(workload.model, batches, torch.optim.AdamW(workload.model.parameters(), fused=True))
 
     def together() -> None:
@@ -74,13 +74,13 @@ def measure_choice(config: RunConfig, rounds: int, ranks: Ranks) -> dict[str, An
     workload = build_workload(config)
     size = ModelSize.of(workload.model)
     strategy = build_strategy(config, workload, ranks, load(config.choice))
-    samples, batches = next(micro_batches(config, workload, ranks, steps=1))
+    step = next(batches_of_steps(config, workload, ranks, steps=1))
 
     def run(steps: int) -> None:
-        train(strategy, [(samples, batches)] * steps, Unwatched(), config.clip_grad_norm, lambda result: None)
+        train(strategy, [step] * steps, Unwatched(), config.clip_grad_norm, lambda result: None)
 
     run(max(2, strategy.settling_steps))
-    step_memory = record_step_memory(strategy, samples, batches, config.clip_grad_norm)
+    step_memory = record_step_memory(strategy, step, config.clip_grad_norm)
     found: dict[str, Any] = {"memory": gather_memory(strategy, size, step_memory)}
     times = torch.zeros(rounds)
     for number in range(rounds):

@@ -30,7 +30,7 @@ from planner.simulation.streams import Streams, pretended_streams
 from sharding.units.unit import nan_placeholder
 from training.errors import UserError
 from training.loop import train
-from training.step import sample_count
+from training.step import StepData, sample_count
 from training.strategy import Strategy
 
 NEEDS_DATA = (
@@ -128,7 +128,7 @@ class Simulation:
                 self._sort_memory()
                 self.memory.start()
                 begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
-            train(strategy, [(samples, self.micro_batches)], observer, clip, lambda _: None)
+            train(strategy, [StepData(samples, self.micro_batches)], observer, clip, lambda _: None)
         end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
         self._sort_memory()
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
@@ -202,9 +202,9 @@ def load(choice: str) -> type[Strategy]:
 def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward pass in which an error of the model becomes one line of the plan."""
 
-    def call(micro_batch: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return forward(micro_batch)
+            return forward(*args, **kwargs)
         except (UserError, *UNSIMULATED):
             raise
         except Exception as error:

@@ -83,13 +83,23 @@ class Schedule:
         self.in_flight: list[tuple[ShardedGradientBucket, ...]] = []  # all finished, or the step was abandoned
         self._pass, self._issued = self._forward, 0
 
-    def begin_backward(self) -> None:
-        self._pass, self._issued = self._backward, 0
+    def begin_backward(self, of_several: bool = False, drops_gradients: bool = False) -> None:
+        """A backward pass may follow.
+
+        Args:
+            of_several: It may be that of several forward passes. A parameter then has its gradient when all of them are
+                through with it, so everything is unsharded before the first reduction.
+            drops_gradients: Nobody wants them, so nothing is reduced.
+        """
+        self._pass, self._issued = self._backward_of_several if of_several else self._backward, 0
+        self.drops_gradients = drops_gradients
 
     def _plan(self) -> None:
         """The actions of both passes. They stay the same until the order in which units run is known."""
         self._forward = Pass([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
-        self._backward = Pass(self._backward_actions())
+        actions = self._backward_actions()
+        self._backward = Pass(actions)
+        self._backward_of_several = Pass(sorted(actions, key=lambda action: isinstance(action, Reduce)))
 
     def _backward_actions(self) -> list[Unshard | Reduce]:
         """Unit i-1 is unsharded before unit i is reduced.
@@ -142,6 +152,8 @@ class Schedule:
         self.make_room()
         if action.unit is not self.root or self._root_is_done():
             action.unit.reshard()
+        if self.drops_gradients:
+            return
         for bucket in action.buckets:
             bucket.start_reduction()
         self.in_flight.append(action.buckets)

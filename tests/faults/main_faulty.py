@@ -188,24 +188,21 @@ def with_fault(real: type, plan: Plan) -> type:
         planted(strategy)
 
     class Faulty(real):  # type: ignore[misc]
-        def forward(self, micro_batch: Any) -> Any:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
             if plan.is_due(self, "forward"):
                 fault(self)
             if plan.is_due(self, "backward"):
                 leaf = next(iter(self.gradient_leaves()))
                 handle = leaf.register_hook(lambda gradient: (handle.remove(), fault(self))[0])
-            answer = super().forward(micro_batch)
+            answer = super().forward(*args, **kwargs)
             if self.__dict__.pop("is_poisoned", False):
                 answer.loss = answer.loss * float("nan")
-            return answer
-
-        def before_backward(self) -> None:
             if plan.is_due(self, "collective"):
                 if plan.kind in ("kill", "stop"):
                     self.process_group.register_post_hook(HOOK_ID, lambda call: fault(self))
                 else:
                     fault(self)
-            super().before_backward()
+            return answer
 
         def step(self) -> None:
             if plan.is_due(self, "optimizer"):

@@ -16,6 +16,7 @@ from tests.strategies.test_traps import Choice
 from training.communication.verdict import ReadLater
 from training.errors import NonFiniteError
 from training.loop import Unwatched, train
+from training.step import StepData
 from training.strategy import Strategy
 
 STEPS = 5
@@ -56,8 +57,8 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
         yield NotHereYet.ages
 
 
-def step_of(index: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
-    return 4, [make_batch("plain", 2, 10 * index + dist.get_rank())]
+def step_of(index: int) -> StepData:
+    return StepData(4, [make_batch("plain", 2, 10 * index + dist.get_rank())])
 
 
 def train_late_and_in_time(choice: Choice) -> None:

@@ -31,7 +31,7 @@ def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
     strategy.step()
     after_step = strategy.memory_breakdown()
     with torch.no_grad():
-        strategy.forward(batch(2, 0))
+        strategy(**batch(2, 0))
     return after_step, strategy.memory_breakdown()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from training.data.copies import copied_ahead
+from training.step import StepData
 
 
 class PretendedStream:
@@ -47,11 +48,11 @@ def log() -> Iterator[list[Any]]:
 
 
 def test_a_batch_is_copied_while_the_one_before_is_used(log: list[Any]) -> None:
-    steps = [(4, [{"x": torch.full((2,), float(step))}]) for step in range(3)]
+    steps = [StepData(4, [{"x": torch.full((2,), float(step))}]) for step in range(3)]
     seen = []
-    for step, (samples, batches) in enumerate(copied_ahead(steps, torch.device("cuda", 0))):
-        log.append(f"step {step}")
-        seen.append((samples, batches[0]["x"][0].item()))
+    for number, step in enumerate(copied_ahead(steps, torch.device("cuda", 0))):
+        log.append(f"step {number}")
+        seen.append((step.samples, step.micro_batches[0]["x"][0].item()))
     assert seen == [(4, 0.0), (4, 1.0), (4, 2.0)]
     ready = ["compute waits for copied {}", "used on compute", "step {}"]
     copied = ["pinned", "copied {}"]
@@ -62,10 +63,10 @@ def test_a_batch_is_copied_while_the_one_before_is_used(log: list[Any]) -> None:
 def test_on_a_cpu_batches_are_made_when_they_are_asked_for() -> None:
     made = []
 
-    def steps() -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
+    def steps() -> Iterator[StepData]:
         for step in range(2):
             made.append(step)
-            yield 1, [{"x": torch.zeros(1)}]
+            yield StepData(1, [{"x": torch.zeros(1)}])
 
     next(copied_ahead(steps(), torch.device("cpu")))
     assert made == [0]

@@ -25,13 +25,15 @@ Pending = tuple[Tensor, dist.Work]
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A step's samples on all ranks together, and its rounds: the most micro-batches that any rank has.
+    """What all ranks together hold of a step.
 
     Attributes:
+        weight: Of all micro-batches: their samples, or whatever else their losses are means over.
+        rounds: The most micro-batches that any rank has.
         is_last: A rank wants to stop after this step.
     """
 
-    samples: int
+    weight: float
     rounds: int
     is_last: bool = False
 
@@ -49,16 +51,19 @@ class StepResult:
     bad_rounds: Tensor
 
 
-def nonfinite_error(what: str, step: int, culprits: Sequence[int], updates_early: bool) -> NonFiniteError:
+def nonfinite_error(what: str, step: int, culprits: Sequence[int] | None, updates_early: bool) -> NonFiniteError:
     """The error that every rank raises.
 
     Args:
         what: `the loss` or `a gradient`.
-        culprits: The ranks on which it was not finite first, if they are known.
+        culprits: The ranks on which it was not finite first; None if nobody looked.
         updates_early: Whether parameters may have been updated before all gradients were reduced.
     """
-    where = f"on rank {', '.join(map(str, culprits))}"
-    if not culprits:
+    if culprits is None:
+        where = "on some rank"
+    elif culprits:
+        where = f"on rank {', '.join(map(str, culprits))}"
+    else:
         where = "after the sum over ranks (each rank's own was finite when the step was run again)"
     updated = "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
     error = NonFiniteError(
@@ -80,14 +85,14 @@ class StepAgreement:
         self._group, self._size = group, dist.get_world_size(group)
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
-    def begin_counts(self, samples: int, micro_batches: int, lacks_any: bool, wants_to_stop: bool) -> Pending:
+    def begin_counts(self, weight: float, micro_batches: int, lacks_any: bool, wants_to_stop: bool) -> Pending:
         """Tell the others what this rank holds.
 
         Args:
             lacks_any: It has no micro-batch to repeat if others hold more.
             wants_to_stop: It has been asked to stop after a step.
         """
-        return self._begin([samples, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop])
+        return self._begin([weight, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop])
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
@@ -97,14 +102,14 @@ class StepAgreement:
         """
         table, work = exchange
         work.wait()
-        samples, micro_batches, flags = table.cpu().unbind(1)
-        if (flags % WANTS_TO_STOP).any() or not samples.any():
+        weights, micro_batches, flags = table.cpu().unbind(1)
+        if (flags % WANTS_TO_STOP).any() or not weights.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
             raise UnsupportedError(
                 f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
                 "and at least one rank in every later step"
             )
-        return GlobalBatch(int(samples.sum()), int(micro_batches.max()), bool((flags >= WANTS_TO_STOP).any()))
+        return GlobalBatch(weights.sum().item(), int(micro_batches.max()), bool((flags >= WANTS_TO_STOP).any()))
 
     def begin_results(self, bad_round: int, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.

@@ -1,12 +1,13 @@
 """The type of a workload."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from training.data.sampling import Collate
+from training.step import sample_count
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Workload:
         collate: Makes a batch (keyword arguments of the model, CPU tensors) from a list of samples.
         learning_rate: Used if the user gives no `--lr`.
         classifies: Whether `logits.argmax(-1) == labels` is a meaningful accuracy.
+        count: How many terms the loss of a batch, on the CPU, is a mean over. Default: its samples.
     """
 
     model: nn.Module
@@ -27,3 +29,4 @@ class Workload:
     collate: Collate
     learning_rate: float
     classifies: bool
+    count: Callable[[dict[str, Tensor]], float] = sample_count

@@ -12,24 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from training.communication.agreement import NonFiniteError
 from training.loop import PHASES, Unwatched, train
 from training.profiling.allocations import allocated_bytes, counting_on_all_threads, profiled_events
 from training.profiling.memory import COMPONENTS
-from training.strategy import MicroBatch, Strategy
+from training.step import StepData
+from training.strategy import Strategy
+from training.tensors import tensors_in
 
 MARK = "memory sample "
 MOST_SAMPLES = 400
 """The record keeps about so many samples, all peaks among them, so that its size does not grow with the model."""
 
 
-def record_step_memory(
-    strategy: Strategy, samples: int, micro_batches: Sequence[MicroBatch], clip_grad_norm: float | None
-) -> dict[str, Any] | None:
+def record_step_memory(strategy: Strategy, step: StepData, clip_grad_norm: float | None) -> dict[str, Any] | None:
     """Peaks and timeline (`docs/run-record.md`) of an optimizer step, in bytes and ms. Collective.
 
     An unrecorded step on the same batch comes first: it frees the tensors of earlier batches, which the recorded step
@@ -38,7 +37,6 @@ def record_step_memory(
     Returns:
         None, on every rank, if a step diverges.
     """
-    step = (samples, micro_batches)
     before = max(1, strategy.settling_steps - strategy.optimizer_steps)
     recorder = MemoryRecorder(strategy)
     try:
@@ -110,7 +108,7 @@ class MemoryRecorder:
     def _after_forward(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             self._sample(name)
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if tensors:
                 tensors[0].register_hook(self._hook(f"backward of {name}"))
 

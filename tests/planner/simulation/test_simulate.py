@@ -28,6 +28,7 @@ from training.config import RunConfig, StrategyOptions
 from training.errors import UserError
 from training.profiling.memory import storage_bytes
 from training.profiling.memory_timeline import record_step_memory
+from training.step import StepData
 from training.strategy import Strategy
 
 CHOICES = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
@@ -184,7 +185,7 @@ def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
     strategy = load(choice)(llama_classifier(), adamw, StrategyOptions())
     batches = [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
     for _ in range(2):  # in the first, DDP has not settled
-        recorded = record_step_memory(strategy, 3 * len(batches), batches, None)
+        recorded = record_step_memory(strategy, StepData(3 * len(batches), batches), None)
     assert recorded is not None
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 

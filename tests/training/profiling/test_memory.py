@@ -25,6 +25,7 @@ from training.profiling.memory_timeline import (
     record_step_memory,
     thinned,
 )
+from training.step import StepData
 
 # The formula ---------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict
     strategy.forward_backward(batches)
     strategy.step()
     before = count_hooks(strategy)
-    recorded = record_step_memory(strategy, 6 * micro_batches, batches, None)
+    recorded = record_step_memory(strategy, StepData(6 * micro_batches, batches), None)
     strategy.finish_parameter_synchronization()
     return {"recorded": recorded, "rest": strategy.memory_breakdown(), "hooks": count_hooks(strategy) - before}
 
@@ -177,7 +178,7 @@ def diverge_while_recorded() -> Any:
     strategy = load(("ddp", "flat_ddp"))(module, OPTIMIZERS["adam"], StrategyOptions())
     with torch.no_grad():
         next(module.parameters()).fill_(float("inf"))
-    return record_step_memory(strategy, 6, [make_batch("plain", 3, 0)], None)
+    return record_step_memory(strategy, StepData(6, [make_batch("plain", 3, 0)]), None)
 
 
 def test_a_step_that_diverges_is_not_recorded(ranks: RankPool) -> None:

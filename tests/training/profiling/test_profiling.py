@@ -19,6 +19,7 @@ from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import train
 from training.profiling.profiler import WindowProfiler, require_window_fits
+from training.step import StepData
 
 LATE_S = 0.2
 WINDOW_ENDS = (3, 6)
@@ -59,7 +60,7 @@ def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
             patch.object(profile, "stop_trace", observed_stop),
             WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_communication) as profiler,
         ):
-            train(strategy, [(4, [make_batch("llama", 2, 0)])] * 7, profiler, None, lambda result: None)
+            train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler, None, lambda result: None)
     finally:
         group.unregister_post_hook(HOOK_ID)
     strategy.finish_communication()

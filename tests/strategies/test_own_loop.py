@@ -1,0 +1,170 @@
+"""Strategies in loops that are not the runner's: the user's own forward, loss, backward, clipping and schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.parity import check_messages, for_each_choice, load, options_of
+from tests.ranks import RankPool
+from training.errors import UnsupportedError
+
+Choice = tuple[str, str]
+FEATURES, STEPS = 6, 3
+
+
+@dataclass
+class Answer:
+    """What no container of torch's is."""
+
+    first: Tensor
+    rest: dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Takes a positional and a keyword argument, answers with a dataclass, knows no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, *, scale: float) -> Answer:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + scale * block(hidden)
+        return Answer(self.last(hidden), {"hidden": hidden})
+
+
+def make_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def samples(step: int, rank: int, index: int, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
+    return torch.randn(count, FEATURES, generator=generator), torch.randn(count, 1, generator=generator)
+
+
+def loss_of(answer: Answer, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(answer.first, target) + 0.01 * answer.rest["hidden"].square().mean()
+
+
+def one_process(counts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Plain training on the whole global batch; `counts` has the samples of each rank's micro-batches."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(STEPS):
+        parts = [samples(step, r, i, n) for r, of_rank in enumerate(counts) for i, n in enumerate(of_rank)]
+        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        loss_of(net(x, scale=0.5), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.4)
+        optimizer.step()
+        scheduler.step()
+    return net.state_dict()
+
+
+def own_loop(choice: Choice, counts: Sequence[Sequence[int]], is_even: bool) -> dict[str, Tensor]:
+    mine = counts[dist.get_rank()]
+    strategy = load(choice)(make_net(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), options_of(choice))
+    rates = [group["lr"] for group in strategy.optimizer.param_groups]
+    for step in range(STEPS):
+        weights = [1 / len(mine)] * len(mine) if is_even else strategy.loss_weights(mine)
+        for index, count in enumerate(mine):
+            x, y = samples(step, dist.get_rank(), index, count)
+            with strategy.micro_batch(last=index == len(mine) - 1):
+                loss = loss_of(strategy(x, scale=0.5), y)
+                (loss * weights[index]).backward()
+        strategy.clip_grad_norm_(0.4)
+        strategy.step()
+        strategy.zero_grad()
+        for group, rate in zip(strategy.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * 0.5 ** (step + 1)
+    return strategy.full_state_dict()
+
+
+def check(ranks: RankPool, choice: Choice, counts: Sequence[Sequence[int]], is_even: bool) -> None:
+    state, *_ = ranks.run(len(counts), own_loop, choice, counts, is_even)
+    for name, tensor in one_process(counts).items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+@for_each_choice
+def test_gradients_are_the_average_over_ranks(ranks: RankPool, choice: Choice) -> None:
+    check(ranks, choice, [[3, 3], [3, 3]], is_even=True)
+
+
+@for_each_choice
+def test_loss_weights_make_it_the_mean_over_uneven_batches(ranks: RankPool, choice: Choice) -> None:
+    check(ranks, choice, [[4, 1], [2, 6], [1, 3]], is_even=False)
+
+
+def trained_by_two(choice: Choice) -> list[dict[str, Tensor]]:
+    """Two models against each other: the gradients of one run through the other."""
+    torch.manual_seed(5)
+    generator, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
+    makers: Any = lambda p: torch.optim.SGD(p, lr=0.05)  # noqa: E731
+    g, d = (load(choice)(module, makers, options_of(choice)) for module in (generator, judge))
+    for step in range(STEPS):
+        real, noise = gan_data(step, dist.get_rank())
+        with d.micro_batch():
+            fake = g(noise).detach()
+            (d(real, scale=0.5).first.square().mean() - d(fake, scale=0.5).first.mean()).backward()
+        d.step()
+        d.zero_grad()
+        with g.micro_batch():
+            d(g(noise), scale=0.5).first.mean().backward()
+        g.step()
+        g.zero_grad()
+        d.zero_grad()
+    return [g.full_state_dict(), d.full_state_dict()]
+
+
+def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, FEATURES, generator=generator), torch.randn(3, 4, generator=generator)
+
+
+@for_each_choice
+def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) -> None:
+    torch.manual_seed(5)
+    g, d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
+    of_g, of_d = (torch.optim.SGD(module.parameters(), lr=0.05) for module in (g, d))
+    for step in range(STEPS):
+        real, noise = (torch.cat(parts) for parts in zip(*(gan_data(step, rank) for rank in range(2)), strict=True))
+        of_d.zero_grad()
+        (d(real, scale=0.5).first.square().mean() - d(g(noise).detach(), scale=0.5).first.mean()).backward()
+        of_d.step()
+        of_g.zero_grad()
+        d(g(noise), scale=0.5).first.mean().backward()
+        of_g.step()
+    for state, module in zip(ranks.run(2, trained_by_two, choice)[0], (g, d), strict=True):
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def misuse(choice: Choice) -> dict[str, str]:
+    module = make_net()
+    module.first.requires_grad_(False)
+    strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
+    said = {}
+    with pytest.raises(RuntimeError) as caught, strategy.micro_batch(), strategy.micro_batch():
+        pass
+    said["the one before has not ended"] = str(caught.value)
+    next(p for name, p in module.named_parameters() if name == "first.weight").requires_grad_(True)
+    with pytest.raises(UnsupportedError) as refused, strategy.micro_batch():
+        pass
+    said["first.weight was frozen when the strategy was built"] = str(refused.value)
+    return said
+
+
+@for_each_choice
+def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
+    check_messages(ranks, 2, misuse, choice)
