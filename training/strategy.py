@@ -196,8 +196,8 @@ class Strategy(ABC):
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UnsupportedError(
-                    f"{name} was frozen when the strategy was built, and trains now; build the strategy when it trains, "
-                    "and freeze it afterwards"
+                    f"{name} was frozen when the strategy was built, and trains now; build the strategy while it "
+                    "trains, and freeze it later"
                 )
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
