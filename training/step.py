@@ -213,8 +213,10 @@ class StepRunner:
         strategy = self._strategy
         with phase("gradient_sync"):
             strategy.finish_gradient_synchronization()
-        none = torch.zeros((), dtype=torch.float64, device=strategy.device)
-        loss = torch.stack(self._losses).sum() if self._losses else none
+        if self._losses:
+            loss = torch.stack(self._losses).sum()
+        else:
+            loss = torch.zeros((), dtype=torch.float64, device=strategy.device)
         results = self._agreement.begin_results(strategy.watch.first_nonfinite_round, strategy.watch.received())
         norm = strategy.norm_of_share()
         self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group)

@@ -18,6 +18,7 @@ from tests.gpu_check.pretended import Pretended
 from tests.in_process import run_in_process
 from training.data import copies
 from training.distributed import Ranks
+from training.step import StepData
 
 ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 
@@ -42,9 +43,9 @@ def test_the_planted_race_orders_no_streams(monkeypatch: pytest.MonkeyPatch) -> 
             self.asked += 1
             return self.asked > 2
 
-    arrived, plain = Arrived(), copies.received
-    monkeypatch.setattr(ranks, "steps", lambda names, group: {"x": copies.received(3, [], arrived)})  # type: ignore[arg-type]
-    assert ranks.race(["x"], ALONE) == {"x": (3, [])} and arrived.asked == 3
+    arrived, plain, step = Arrived(), copies.received, StepData(3, [])
+    monkeypatch.setattr(ranks, "steps", lambda names, group: {"x": copies.received(step, arrived)})  # type: ignore[arg-type]
+    assert ranks.race(["x"], ALONE) == {"x": step} and arrived.asked == 3
     assert copies.received is plain
 
 

@@ -1,0 +1,53 @@
+"""Checkpoints of a strategy in a loop that is not the runner's: its parameters, optimizer states and buffers.
+
+They are written in the format of a run's checkpoints, each rank its part, and can be loaded by any choice on any number of
+ranks. Random numbers, the scheduler and the place in the data belong to the loop.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from training.checkpoint.files import TensorFiles, write_tensors
+from training.checkpoint.state import describe_groups, fill, tensors_to_save
+from training.errors import UserError
+from training.strategy import Strategy
+
+GROUPS = "parameter_groups"
+
+
+def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
+    """Save into `folder`, which all ranks see. What was there is replaced when everything is written. Collective.
+
+    Raises:
+        OSError: it cannot be written.
+        UnsupportedError: the optimizer keeps states that belong to no element of a parameter; the choice saves none.
+    """
+    folder, rank = Path(folder), strategy.data_parallel_rank
+    unfinished = folder.with_name(f".{folder.name}.saving")
+    if rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier(strategy.process_group)
+    groups = json.dumps(describe_groups(strategy.optimizer))
+    write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), {GROUPS: groups})
+    dist.barrier(strategy.process_group)
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    dist.barrier(strategy.process_group)
+
+
+def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
+    """Load what `save_checkpoint` has saved, whatever choice and number of ranks it was saved with.
+
+    Raises:
+        UserError: there is nothing, or it is of another model or optimizer.
+    """
+    files = TensorFiles(sorted(Path(folder).glob("rank_*.safetensors")))
+    _, texts = files.of_file("rank_0.safetensors")
+    if GROUPS not in texts:
+        raise UserError(f"{folder}: no checkpoint of a strategy")
+    fill(strategy, files, json.loads(texts[GROUPS]))
