@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 examples/fine_tune.py --choice zero3 --output-dir tuned
 
-Nine lines are new or replaced; they end in `# ddp-lab`. Elsewhere `strategy` stands in the place of model, optimizer and
-clipping. Model and data are small and made here; put yours in their place.
+Nine lines are new or replaced; they end in `# ddp-lab`. Elsewhere `strategy` stands in the place of model, optimizer
+and clipping. Model and data are small and made here; put yours in their place.
 """
 
 import argparse

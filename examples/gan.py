@@ -38,7 +38,7 @@ discriminator = ddp_lab.load(discriminator_choice)(network(2, 1), adam)
 torch.manual_seed(1 + dist.get_rank())  # each rank draws points of its own
 real, fake = torch.ones(64, 1), torch.zeros(64, 1)
 
-for step in range(400):
+for _ in range(400):
     with discriminator.micro_batch():
         made = generator(torch.randn(64, 8)).detach()
         loss = cross_entropy(discriminator(circle(64)), real) + cross_entropy(discriminator(made), fake)

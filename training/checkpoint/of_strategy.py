@@ -1,7 +1,7 @@
 """Checkpoints of a strategy in a loop that is not the runner's: its parameters, optimizer states and buffers.
 
-They are written in the format of a run's checkpoints, each rank its part, and can be loaded by any choice on any number of
-ranks. Random numbers, the scheduler and the place in the data belong to the loop.
+They are written in the format of a run's checkpoints, each rank its part, and can be loaded by any choice on any number
+of ranks. Random numbers, the scheduler and the place in the data belong to the loop.
 """
 
 import json
