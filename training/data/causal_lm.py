@@ -18,7 +18,7 @@ from training.data.workload import Language, Workload
 from training.distributed import from_rank0, node_leader_first
 from training.errors import UserError
 
-SAMPLE_VOCABULARY, SAMPLE_LENGTH = 2048, 256
+SAMPLE_VOCABULARY, SAMPLE_LENGTH = 1024, 128
 LONGEST_BY_DEFAULT = 1024
 STREAMED_SAMPLES, EVAL_SAMPLES = 2400, 256
 PROMPT_TOKENS = 16
@@ -55,27 +55,32 @@ def _built_in(config: RunConfig) -> Workload:
 
     texts, as_json = from_rank0(read)  # Python may be another one elsewhere
     tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
-    length = config.sequence_length or SAMPLE_LENGTH
+    length = sample_length(config)
     train, held_out = (
         TokenSequences(Documents.of([*ids, tokenizer.eos_token_id] for ids in tokenizer(part)["input_ids"]), length)
         for part in texts
     )
     samples = Samples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
-    return _workload(config, random_llama(length), tokenizer, samples, length, learning_rate=2e-3)
+    return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=5e-3)
 
 
-def random_llama(length: int) -> nn.Module:
-    """A Llama of 3.7 M parameters, with tied embeddings."""
+def sample_length(config: RunConfig) -> int:
+    return config.sequence_length or SAMPLE_LENGTH
+
+
+def sample_model(config: RunConfig) -> nn.Module:
+    """The model of `sample-lm`: a Llama of 1.9 M parameters, with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=256,
             intermediate_size=704,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             vocab_size=SAMPLE_VOCABULARY,
-            max_position_embeddings=max(length, LONGEST_BY_DEFAULT),
+            max_position_embeddings=max(sample_length(config), LONGEST_BY_DEFAULT),
+            initializer_range=0.06,  # not 0.02: so it learns within tens of steps
             tie_word_embeddings=True,
             use_cache=False,
         )
@@ -156,8 +161,9 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
     else:
         both = sequences(train_part, wanted + held_out if wanted else None)
         left_out = both.left_out
-        held_out = min(held_out, max(1, len(both) // 10))
-        train, evaluation = both[: max(0, len(both) - held_out)], both[max(0, len(both) - held_out) :]
+        spare = len(both) - wanted if wanted else 0
+        at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))
+        train, evaluation = both[:at], both[at:]
     if not len(evaluation) or len(train) < dist.get_world_size():
         raise UserError(
             f"--dataset {source.name}: its text makes {len(train)} training and {len(evaluation)} held-out sequences of "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
-    "sample-lm": "3.7 M-parameter Llama language model, random weights, on prose from Python itself; no download",
+    "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
     "hub": "--model and --dataset, for --task classification or causal-lm",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
     "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
