@@ -151,13 +151,15 @@ class RunConfig:
     )
     dataset: str | None = _data(
         None,
-        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; columns text and label, "
-        "for causal-lm text, or prompt and completion",
+        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; columns text and label,
+        " "for causal-lm text, or prompt and completion",
     )
     text_column: str = _data("text", "the column of --dataset that has the text")
     streaming: bool = _data(False, "causal-lm: read no more of --dataset than --train-samples and --eval-samples need")
     sequence_length: int | None = _data(
-        None, "causal-lm: tokens in a sequence (default: 128 for sample-lm, else 1024 or what the model takes)", at_least=2
+        None,
+        "causal-lm: tokens in a sequence (default: 128 for sample-lm, else 1024 or what the model takes)",
+        at_least=2,
     )
     train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)

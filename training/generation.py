@@ -31,8 +31,8 @@ def require_generates(config: RunConfig, workload: Workload) -> None:
 def generate(strategy: Strategy, workload: Workload, config: RunConfig) -> dict[str, Any] | None:
     """At most `config.generate` tokens after a prompt; None if the user asks for none. Collective.
 
-    Rank 0 draws each token, at a temperature of 0.8, with the seed of the run. All ranks run the model on the same tokens, as
-    sharded ones must. There is no cache: each token takes a forward pass over the `context` before it.
+    Rank 0 draws each token, at a temperature of 0.8, with the seed of the run. All ranks run the model on the same
+    tokens, as sharded ones must. There is no cache: each token takes a forward pass over the `context` before it.
 
     Returns:
         `prompt`, `text`, `tokens` (how many were made: fewer than asked for if the text ends).

@@ -161,8 +161,8 @@ def train_and_record(
     if ranks.is_main:
         for note in record["notes"]:
             print(f"{config.label}: {note}", flush=True)
-        if so_far.generated:
-            print(f"{config.label}: generated after '{so_far.generated['prompt']}': {so_far.generated['text']}", flush=True)
+        if text := so_far.generated:
+            print(f"{config.label}: generated after '{text['prompt']}': {text['text']}", flush=True)
         print(summary_line(config.label, record, str(path)), flush=True)
 
 

@@ -84,12 +84,10 @@ class ExecutionOrder:
         end = max((time for time, member in enumerate(self._ran) if member in of_units), default=len(self._ran))
         after = set(self._ran[end + 1 :]) - set(self._ran[: end + 1])
         others = [module for module in self._module.modules() if module not in after]
-        early = {p for module in others for p in module.parameters(recurse=False)}  # among them weights tied to the head
-        return [
-            index
-            for index, bucket in enumerate(self._root.buckets)
-            if early.isdisjoint(bucket.flat.parameters)
-        ]
+        early = {
+            p for module in others for p in module.parameters(recurse=False)
+        }  # among them weights tied to the head
+        return [index for index, bucket in enumerate(self._root.buckets) if early.isdisjoint(bucket.flat.parameters)]
 
 
 def merge_orders(orders: Sequence[Sequence[int]], count: int) -> list[int]:

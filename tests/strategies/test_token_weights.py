@@ -1,4 +1,5 @@
-"""The loss of a causal language model is a mean over all targets of the global batch, however unevenly ranks hold them."""
+"""The loss of a causal language model is a mean over all targets of the global batch, however unevenly ranks hold
+them."""
 
 from typing import Any
 

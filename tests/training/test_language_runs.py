@@ -1,4 +1,5 @@
-"""Runs that train a language model: built-in text, the user's own, generated text, and what bad input is answered with."""
+"""Runs that train a language model: built-in text, the user's own, generated text, and what bad input is answered
+with."""
 
 import json
 import math
@@ -112,13 +113,16 @@ def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path) -
     (note,) = record["notes"]
     assert "samples left out: nothing of their completion is within 64 tokens" in note
     left_out = int(note.split()[0])
-    assert left_out >= 1 and record["train_samples"] + record["eval_samples"] == 3 * len(prose.documents()[1]) - left_out
+    assert (
+        left_out >= 1 and record["train_samples"] + record["eval_samples"] == 3 * len(prose.documents()[1]) - left_out
+    )
 
 
 def generated_here(settings: dict[str, Any]) -> str | None:
+    import torch
+
     from training.distributed import Ranks
     from training.run import train_and_record
-    import torch
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     train_and_record(RunConfig(**settings), ranks, sharding.load)
@@ -149,7 +153,9 @@ def test_the_built_in_text(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_stream_is_read_no_further_than_needed(ranks: RankPool, local: Path) -> None:
     """The last row is no text."""
-    settings = settings_of(local, Path("unused"), dataset="number.jsonl", streaming=True, train_samples=4, eval_samples=1)
+    settings = settings_of(
+        local, Path("unused"), dataset="number.jsonl", streaming=True, train_samples=4, eval_samples=1
+    )
     assert ranks.run(2, workload_here, settings)[0]["samples"] == (4, 1)
 
 
@@ -173,7 +179,14 @@ def test_bad_text(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> No
 
 
 def test_flags_for_language_models_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
-    mlp = {"choice": "flat_ddp", "workload": "mlp", "depth": 2, "width": 8, "output_dir": str(tmp_path), "no_profile": True}
+    mlp = {
+        "choice": "flat_ddp",
+        "workload": "mlp",
+        "depth": 2,
+        "width": 8,
+        "output_dir": str(tmp_path),
+        "no_profile": True,
+    }
     for flags, expected in (
         ({"generate": 3}, "--generate: workload mlp is no causal language model"),
         ({"sequence_length": 8}, "--sequence-length goes with --task causal-lm"),

@@ -50,7 +50,9 @@ def test_each_token_is_a_target_once_in_its_own_document(lengths: list[int], len
         assert len(ids) <= length and sum(label != IGNORED for label in labels) == sequences.targets[index] > 0
         for place, (token, label, position) in enumerate(zip(ids, labels, positions, strict=True)):
             seen = ids[place - position : place]
-            assert seen == before[token][len(before[token]) - position :], "sees another document, or not all of its own"
+            assert seen == before[token][len(before[token]) - position :], (
+                "sees another document, or not all of its own"
+            )
             assert label == (token if position > 0 else IGNORED)
             targets += [token] * (label != IGNORED)
     assert len(targets) == len(set(targets))
@@ -92,7 +94,9 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(name: str) -> No
         ids = torch.tensor([documents[document]])
         own = output.logits[row, start : start + ids.shape[1]]
         torch.testing.assert_close(own, model(input_ids=ids).logits[0], rtol=1e-5, atol=1e-6)
-    losses = [model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in documents]
+    losses = [
+        model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in documents
+    ]
     torch.testing.assert_close(output.loss * target_count(batch), torch.stack(losses).sum())
     assert keeps_documents_apart(model)
 

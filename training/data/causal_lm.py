@@ -1,4 +1,5 @@
-"""Causal language modelling: a model of any architecture, and text as packed sequences of tokens (docs/language-models.md)."""
+"""Causal language modelling: a model of any architecture, and text as packed sequences of tokens
+(docs/language-models.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def _built_in(config: RunConfig) -> Workload:
         for part in texts
     )
     samples = Samples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
-    return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=5e-3)
+    return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=3e-3)
 
 
 def sample_length(config: RunConfig) -> int:
@@ -165,10 +166,11 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
         at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))
         train, evaluation = both[:at], both[at:]
     if not len(evaluation) or len(train) < dist.get_world_size():
+        ranks = dist.get_world_size()
         raise UserError(
-            f"--dataset {source.name}: its text makes {len(train)} training and {len(evaluation)} held-out sequences of "
-            f"{length} tokens; needs one for each of {dist.get_world_size()} ranks, and one held out: give more text, or "
-            "a smaller --sequence-length"
+            f"--dataset {source.name}: its text makes {len(train)} training and {len(evaluation)} held-out sequences "
+            f"of {length} tokens; needs one for each of {ranks} ranks, and one held out: give more text, or a smaller "
+            "--sequence-length"
         )
     notes = (f"{left_out} samples left out: nothing of their completion is within {length} tokens",)
     return Samples(train[:wanted], evaluation[:held_out], notes if left_out and not cuts else ())

@@ -1,7 +1,7 @@
 """Text of the user's as documents of token ids: files, folders, `save_to_disk` folders and data sets of the hub.
 
-A row of column `text` is a document, and so is a `.txt` file. Rows with columns `prompt` and `completion` are documents whose
-prompts are no targets.
+A row of column `text` is a document, and so is a `.txt` file. Rows with columns `prompt` and `completion` are documents
+whose prompts are no targets.
 """
 
 from collections.abc import Iterator
@@ -98,7 +98,8 @@ class Part(NamedTuple):
 
         def encode(batch: Any, rows: list[int]) -> dict[str, Any]:
             parts = [
-                [text_in(text, column, row) for row, text in zip(rows, batch[column], strict=True)] for column in columns
+                [text_in(text, column, row) for row, text in zip(rows, batch[column], strict=True)]
+                for column in columns
             ]
             first = [without_end(ids, end) for ids in tokenizer(parts[0])["input_ids"]]
             rest = tokenizer(parts[1], add_special_tokens=False)["input_ids"] if len(parts) == 2 else [[]] * len(rows)

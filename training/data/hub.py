@@ -55,7 +55,8 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
 
 
 class LoadedLM(NamedTuple):
-    """A causal language model in fp32. `tokenizer` is None if it has none, `is_new` says whether its weights are random."""
+    """A causal language model in fp32. `tokenizer` is None if it has none, `is_new` says whether its weights are
+    random."""
 
     model: Any
     tokenizer: Any
@@ -63,7 +64,8 @@ class LoadedLM(NamedTuple):
 
 
 def load_causal_lm(name: str) -> LoadedLM:
-    """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json only.
+    """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json
+    only.
 
     Raises:
         UserError: it cannot be loaded, or its tokenizer has no end-of-sequence token.

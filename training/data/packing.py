@@ -1,8 +1,8 @@
 """Documents of token ids as sequences of one length for a causal language model.
 
-Documents follow one another without gaps, and are cut wherever a sequence is full. They stay apart nevertheless: positions
-begin anew with each document, from which the attention mask is made (`training.data.masks`), and its first token is no
-target. What ends a document, or begins the rest of it in the next sequence, sees nothing of the other.
+Documents follow one another without gaps, and are cut wherever a sequence is full. They stay apart nevertheless:
+positions begin anew with each document, from which the attention mask is made (`training.data.masks`), and its first
+token is no target. What ends a document, or begins the rest of it in the next sequence, sees nothing of the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,13 +45,14 @@ class Documents(NamedTuple):
 
 
 class TokenSequences(Sequence[dict[str, Tensor]]):
-    """Sequences of at most `length` tokens. A sample has `input_ids`, `labels` and `position_ids`, each of shape (tokens,).
+    """Sequences of at most `length` tokens. A sample has `input_ids`, `labels` and `position_ids`, each of shape
+    (tokens,).
 
     Sequences without a target are left out.
 
     Args:
-        packs: Put documents one after the other, so that all sequences but the last are full. Otherwise a sequence holds
-            tokens of one document.
+        packs: Put documents one after the other, so that all sequences but the last are full. Otherwise a sequence
+            holds tokens of one document.
         cuts: A document that is longer than a sequence goes on in the next. Otherwise the rest of it is left out.
     """
 
@@ -103,8 +104,8 @@ class TokenSequences(Sequence[dict[str, Tensor]]):
 def collate_sequences(pad_token: int) -> Collate:
     """Pads sequences on the right to the longest of a batch.
 
-    The batch has `position_ids` only if a sequence holds several documents, and then no attention mask: padding is one more
-    document. Otherwise it has an `attention_mask` where there is padding. Labels of padding are ignored.
+    The batch has `position_ids` only if a sequence holds several documents, and then no attention mask: padding is one
+    more document. Otherwise it has an `attention_mask` where there is padding. Labels of padding are ignored.
     """
     fill = {"input_ids": pad_token, "labels": IGNORED, "position_ids": 0, "attention_mask": 0}
 

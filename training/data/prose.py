@@ -1,7 +1,7 @@
 """English prose that ships with Python: its language reference, and what the standard library says about itself.
 
-`pydoc_data.topics` holds the reference as `help()` shows it. The rest are docstrings. Only paragraphs of running text are
-kept, each once and on one line; code, tables and lists are left out. The text depends on Python's version.
+`pydoc_data.topics` holds the reference as `help()` shows it. The rest are docstrings. Only paragraphs of running text
+are kept, each once and on one line; code, tables and lists are left out. The text depends on Python's version.
 """
 
 import ast
