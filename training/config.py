@@ -151,8 +151,8 @@ class RunConfig:
     )
     dataset: str | None = _data(
         None,
-        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; columns text and label,
-        " "for causal-lm text, or prompt and completion",
+        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; columns text and "
+        "label, for causal-lm text, or prompt and completion",
     )
     text_column: str = _data("text", "the column of --dataset that has the text")
     streaming: bool = _data(False, "causal-lm: read no more of --dataset than --train-samples and --eval-samples need")
