@@ -89,10 +89,8 @@ def sample_model(config: RunConfig) -> nn.Module:
 
 
 def _from_hub(config: RunConfig) -> Workload:
-    if not config.model or not config.dataset:
-        raise UserError("--workload hub takes both --model and --dataset")
-    name = config.model
-    source = Source(config.dataset, config.text_column, config.streaming)
+    name, dataset = str(config.model), str(config.dataset)
+    source = Source(dataset, config.text_column, config.streaming)
     loaded = node_leader_first(lambda: hub.load_causal_lm(name))
     model, tokenizer = loaded.model, loaded.tokenizer
     if tokenizer is None:
@@ -135,7 +133,7 @@ def keeps_documents_apart(model: nn.Module) -> bool:
     try:
         packed = model(**collate(list(TokenSequences(Documents.of(documents), 7)))).logits[0, 3:]
         alone = model(input_ids=torch.tensor([documents[1]])).logits[0]
-    except TypeError:  # it takes no positions
+    except (TypeError, ValueError):  # it takes no positions
         return False
     finally:
         model.train(was_training)

@@ -80,7 +80,7 @@ class Part(NamedTuple):
             UserError: names the row and the column.
         """
         if not isinstance(text, str):
-            raise UserError(f"--dataset {self.name}: row {row}, column {column}: {text!r} is not text")
+            raise UserError(f"--dataset {self.name}: row {row} (from 0), column {column}: {text!r} is not text")
         return text
 
     def tokenized(self, tokenizer: Any, enough: int | None) -> Documents:

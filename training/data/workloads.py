@@ -52,6 +52,8 @@ def build_workload(config: RunConfig) -> "Workload":
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    if config.workload == "hub" and not (config.model and config.dataset):
+        raise UserError("--workload hub takes both --model and --dataset")
     if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
         from training.data import causal_lm
 
