@@ -162,7 +162,7 @@ def test_a_stream_is_read_no_further_than_needed(ranks: RankPool, local: Path) -
 BAD = {
     "a text is missing": ({"dataset": "number.jsonl"}, "column text: None is not text"),
     "no text column": ({"dataset": "text.json"}, "no column text (it has body); give --text-column"),
-    "empty data": ({"dataset": "empty.txt"}, "0 training and 0 held-out sequences of 32 tokens"),
+    "empty data": ({"dataset": "empty.txt"}, "the file is empty"),
     "too little text": ({"dataset": "short.txt"}, "needs one for each of 2 ranks"),
     "more than the model takes": ({"sequence_length": 65}, "takes at most 64 tokens"),
     "a workload that classifies": ({"workload": "sample"}, "--task causal-lm goes with --workload hub or sample-lm"),

@@ -148,6 +148,8 @@ def _read_splits(name: str, streams: bool) -> Any:
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
             raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
+        if not path.stat().st_size:
+            raise UserError(f"--dataset {name}: the file is empty")
         kind = FILE_FORMATS[path.suffix]
         return load_dataset(kind, data_files=str(path), streaming=streams, **_WHOLE_FILES.get(kind, {}))
     if path.is_dir():
