@@ -150,7 +150,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Dataset.from_list([{"text": None, "label": 1}, {"text": "fine", "label": 1}]).to_csv(folder / "gap.csv")
     Dataset.from_list([{"text": 3, "label": 1}, {"text": 4, "label": 1}]).to_json(folder / "numbers.jsonl")
     (folder / "broken.parquet").write_bytes(b"PAR1 and nothing more")
-    (folder / "reviews.txt").write_text("a line")
+    (folder / "reviews.pdf").write_text("a line")
     (folder / "empty").mkdir()
     return folder
 
@@ -182,7 +182,7 @@ BAD_SETTINGS = {
     "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
     "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
-    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload yelp"),
+    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
     "output folder that is a file": ({"output_dir": __file__}, f"--output-dir {__file__}: cannot write to"),
 }
 
@@ -199,7 +199,7 @@ BAD_DATA = {
     "missing data": ({"dataset": "/nowhere/reviews.csv"}, "no such file or folder"),
     "missing model": ({"model": "/nowhere/model"}, "no such folder"),
     "folder without a model": ({"model": "empty"}, "no config.json"),
-    "unknown file type": ({"dataset": "reviews.txt"}, "unknown file type"),
+    "unknown file type": ({"dataset": "reviews.pdf"}, "unknown file type"),
     "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
     "empty folder": ({"dataset": "empty"}, "cannot be read"),
     "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),
