@@ -18,7 +18,7 @@ from training.checkpoint.session import Checkpoints
 from training.config import AUTO, RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
-from training.loop import TrainingResult, Unwatched, train
+from training.loop import Plan, TrainingResult, Unwatched, train
 from training.run import seed_everything
 from training.step import StepData
 from training.strategy import Strategy
@@ -93,7 +93,7 @@ def train_to(
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1)).micro_batches)
     try:
         todo = steps(checkpoints.done, last)
-        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, earlier, checkpoints.is_due)
+        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, Plan(earlier, checkpoints.is_due))
         checkpoints.finish()
     finally:
         checkpoints.close()

@@ -26,7 +26,7 @@ from training.errors import AgreedError, NonFiniteError, OneRankError, UserError
 from training.flags import to_toml
 from training.generation import generate, require_generates
 from training.link.speed import NONE
-from training.loop import TrainingResult, evaluate, train
+from training.loop import Plan, TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
 from training.process.stop_request import stop_requests
 from training.profiling.memory import ModelSize
@@ -136,7 +136,8 @@ def train_and_record(
 
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
             on_each = so_far.following(after_step)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
+            plan = Plan(earlier, checkpoints.is_due, learning_rates(config, steps))
+            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, plan)
             checkpoints.finish()
     done = len(so_far.result.loss)
     if strategy.stops_after == done < steps:
