@@ -78,12 +78,11 @@ class Verdict:
 
     def __init__(self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup) -> None:
         self.step = step
-        own = torch.stack([loss, norm.square()])
-        both = own.clone()
+        both = torch.stack([loss, norm.square()])
         dist.all_reduce(both, group=group)
         self.loss = both[0].float()
         self.found_inf = not_finite(both)
-        self._read = ReadLater(torch.stack([both, own]))
+        self._read = ReadLater(torch.cat([both, loss.view(1)]))
 
     @property
     def is_here(self) -> bool:
@@ -93,20 +92,20 @@ class Verdict:
     @property
     def nonfinite(self) -> str | None:
         """`the loss` or `a gradient`, if it is not finite on some rank. The host reads."""
-        loss_is_finite, norm_is_finite = self._read.tensor()[0].isfinite().tolist()
+        loss_is_finite, norm_is_finite, _ = self._read.tensor().isfinite().tolist()
         return None if loss_is_finite and norm_is_finite else "a gradient" if loss_is_finite else "the loss"
 
     @property
     def loss_and_norm(self) -> tuple[float, float]:
         """The mean loss over the global batch, and the 2-norm of its gradient over the whole model, not clipped. The
         host reads."""
-        loss, square = self._read.tensor()[0]
+        loss, square, _ = self._read.tensor()
         return loss.float().item(), square.sqrt().item()
 
     @property
     def own_loss(self) -> float:
         """This rank's share of the loss. The host reads."""
-        return self._read.tensor()[1, 0].item()
+        return self._read.tensor()[2].item()
 
 
 def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:

@@ -100,23 +100,25 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
 
 def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
     """Throughput and median time of the timed steps, without warm-up: the first step, and those in which the strategy
-    settled.
+    settled. Throughput is that of all ranks, and this rank's own; None if there are no such steps, or no tokens.
 
     Args:
         earlier: Steps of the run before, from whose checkpoint this one resumed.
         settling: `Strategy.settling_steps`.
     """
-    first = earlier + max(1, settling)
-    timed = [
-        (samples, seconds)
-        for samples, seconds in zip(result.samples[first:], result.step_time_s[first:], strict=True)
-        if seconds is not None
-    ]
-    if not timed:
-        return {"samples_per_second": None, "step_time_median_s": None}
+    times = result.step_time_s
+    timed = [step for step in range(earlier + max(1, settling), len(times)) if times[step] is not None]
+    seconds = [times[step] for step in timed]
+    own = [result.own[step] for step in timed]
+    amounts = {
+        "samples": [result.samples[step] for step in timed],
+        "tokens": [result.tokens[step] for step in timed],
+        "own_samples": [samples for samples, _ in own],
+        "own_tokens": [tokens for _, tokens in own],
+    }
     return {
-        "samples_per_second": sum(samples for samples, _ in timed) / sum(seconds for _, seconds in timed),
-        "step_time_median_s": statistics.median(seconds for _, seconds in timed),
+        "step_time_median_s": statistics.median(seconds) if timed else None,
+        **{f"{name}_per_second": sum(each) / sum(seconds) if any(each) else None for name, each in amounts.items()},
     }
 
 
