@@ -33,14 +33,11 @@ def learning_rates(config: RunConfig, steps: int) -> Callable[[int], float]:
     if warmup > steps:
         raise UserError(f"--warmup-steps {warmup}: the run has only {steps} optimizer steps; give at most so many")
 
-    def rate(step: int) -> float:
+    def factor(step: int) -> float:
         if step < warmup:
-            return peak * (step + 1) / warmup
+            return (step + 1) / warmup
         progress = (step - warmup) / (steps - warmup)
-        return peak * {
-            "constant": 1.0,
-            "linear": 1 - progress,
-            "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        }[config.schedule]
+        decayed = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return decayed.get(config.schedule, 1.0)
 
-    return rate
+    return lambda step: peak * factor(step)

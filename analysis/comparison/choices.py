@@ -22,6 +22,7 @@ SHOWN = (
     "step_time_ms_median",
     "step_time_ratio",
     "verdict",
+    "tokens_per_second",
     "compute_pct",
     "non_compute_pct",
     "idle_pct",

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from training.config import RunConfig, choice_folder
@@ -87,7 +86,7 @@ def json_lines(config: RunConfig, run_id: str) -> Iterator[Write]:
 
 
 @contextmanager
-def tensorboard(config: RunConfig, run_id: str) -> Iterator[Write]:
+def to_tensorboard(config: RunConfig, run_id: str) -> Iterator[Write]:
     """Scalars, for `tensorboard --logdir profile`."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -102,24 +101,23 @@ def tensorboard(config: RunConfig, run_id: str) -> Iterator[Write]:
 
 
 @contextmanager
-def wandb(config: RunConfig, run_id: str) -> Iterator[Write]:
+def to_wandb(config: RunConfig, run_id: str) -> Iterator[Write]:
     """A run of Weights & Biases, by the user's own settings of it; with WANDB_MODE=offline it sends nothing."""
     import wandb
 
-    folder: Path = choice_folder(config)
     try:
         run = wandb.init(
             project=PROJECT,
             group=config.label,
             name=f"{config.label} {run_id}",
             config=config.as_dict(),
-            dir=folder,
-            settings=wandb.Settings(silent=True),
+            dir=choice_folder(config),
+            settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--log-to wandb: {reason}; run wandb login, or set WANDB_MODE=offline") from error
-    if run.url:
+    if not run.offline:
         print(f"{config.label}: {run.url}", flush=True)
     try:
         yield lambda figures: run.log(numbers(figures), step=figures["step"])
@@ -134,4 +132,4 @@ def numbers(figures: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if name != "step" and value is not None}
 
 
-SINKS = {"jsonl": json_lines, "tensorboard": tensorboard, "wandb": wandb}
+SINKS = {"jsonl": json_lines, "tensorboard": to_tensorboard, "wandb": to_wandb}
