@@ -376,6 +376,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
         "Memory",
         "Traffic",
         "Training loss",
+        "Training loss over time",
     ]
     assert "Nothing. The run records agree" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
     assert "other is fastest here: pytorch_ddp, the reference, takes 2.00 times" in body
