@@ -32,7 +32,9 @@ class EarlyUpdates:
     def check(self, bucket: Bucket) -> None:
         """Look at this rank's share of `bucket`."""
         rank, size, numel = self._strategy.data_parallel_rank, self._strategy.data_parallel_size, len(bucket.flat)
-        self._norms.append(norm_of([bucket.flat[numel * rank // size : numel * (rank + 1) // size]], bucket.flat.device))
+        self._norms.append(
+            norm_of([bucket.flat[numel * rank // size : numel * (rank + 1) // size]], bucket.flat.device)
+        )
 
     def check_and_update(self, bucket: Bucket) -> None:
         """Look at the whole of `bucket`, and update its parameters if all is finite so far.

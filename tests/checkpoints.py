@@ -20,8 +20,8 @@ from training.distributed import Ranks
 from training.errors import UserError
 from training.loop import Plan, TrainingResult, Unwatched, train
 from training.run import seed_everything
-from training.step import StepData
 from training.schedule import learning_rates
+from training.step import StepData
 from training.strategy import Strategy
 
 SAMPLES = 24

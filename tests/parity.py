@@ -152,7 +152,9 @@ def oracle(
             loss = module(**joined(global_batch(model, split, first_step + index))).loss
         loss.backward()
         trained = [p for p in module.parameters() if p.requires_grad]
-        result["grad_norm"].append(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item())
+        result["grad_norm"].append(
+            torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item()
+        )
         if clip is not None:
             result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
         if index == 0:

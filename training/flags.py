@@ -25,7 +25,14 @@ from training.process.launcher import adopt_launcher, without_local_rank
 from training.process.under_nsys import continue_under_nsys
 from training.registry import Registry
 
-METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]", log_targets: "TARGETS"}
+METAVARS = {
+    int: "N",
+    float: "X",
+    str: "TEXT",
+    bucket_cap: f"{{MIB,{AUTO}}}",
+    link_text: "RATE[,LATENCY]",
+    log_targets: "TARGETS",
+}
 
 
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:

@@ -146,7 +146,8 @@ def train(
             strategy.step()
         step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
         own = sum(map(sample_count, data.micro_batches)), data.tokens
-        unread.append((verdict, dict(samples=data.samples, step_time_s=step_time_s, own=own, lr=groups[0]["lr"])))
+        known = {"samples": data.samples, "step_time_s": step_time_s, "own": own, "lr": groups[0]["lr"]}
+        unread.append((verdict, known))
         profiler.step()
         if plan.is_due(strategy.optimizer_steps):
             strategy.require_finite()

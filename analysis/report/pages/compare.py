@@ -151,9 +151,7 @@ def comparison_page(compared: Compared) -> str:
 
 def utilization_text(record: dict[str, Any]) -> str:
     """What model FLOPs and their utilization are of."""
-    text = (
-        "Model FLOPs: what forward and backward of the samples need by operator (docs/run-record.md), all ranks together."
-    )
+    text = "Model FLOPs: what forward and backward of the samples need by operator (docs/run-record.md), all ranks together."
     peak, device = peak_of(record), record["device_name"]
     if peak is None:
         return f"{text} There is no utilization (MFU), since planner/hardware.toml has no peak of {device}."

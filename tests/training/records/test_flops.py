@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from training.data.masks import read_no_masks
 from training.data.synthetic import MLP
 from training.records.flops import model_flops
 
@@ -15,6 +16,7 @@ def test_a_decoder_is_as_the_paper_counts_it() -> None:
     """PaLM, appendix B: 6 N + 12 L d T a token, where tied embeddings are a matrix product at the end only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    read_no_masks()
     length, layers, width = 16, 3, 32
     shape = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 48}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=True, use_cache=False))

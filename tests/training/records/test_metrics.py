@@ -114,9 +114,7 @@ def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_wandb_works_offline(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_wandb_works_offline(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     pytest.importorskip("wandb")
     ranks.run(2, log_offline, str(tmp_path), fails)
     (run,) = (tmp_path / "profile" / "flat_ddp" / "wandb").glob("offline-run-*/run-*.wandb")
@@ -131,7 +129,10 @@ def log_offline(folder: str, fails: bool) -> None:
 
 @pytest.mark.parametrize("target", ["tensorboard", "wandb"])
 def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    for value, expected in ((target, f"{target} is not installed; run: uv sync --extra {target}"), ("tb", "'tb' is none")):
+    for value, expected in (
+        (target, f"{target} is not installed; run: uv sync --extra {target}"),
+        ("tb", "'tb' is none"),
+    ):
         with mock.patch("training.config.find_spec", lambda name: None), pytest.raises(SystemExit):
             parsed("--ddp-choice", "flat_ddp", "--log-to", value)
         said = capsys.readouterr().err
