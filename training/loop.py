@@ -70,8 +70,8 @@ class TrainingResult:
     @classmethod
     def resumed(cls, loss: list[float], samples: list[int]) -> "TrainingResult":
         """What a checkpoint knows of the steps before it."""
-        unknown = (list[Any]([None] * len(loss)) for _ in range(5))
-        return cls(loss, *unknown, samples)
+        lists: dict[str, Any] = {one.name: [None] * len(loss) for one in fields(cls)}
+        return cls(**lists | {"loss": loss, "samples": samples})
 
     def add(self, samples: int, **measured: Any) -> None:
         """A step: `samples` last, which makes it whole."""

@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU): what a run computes of its model, as share of what its devices could.
 
-Chowdhery et al., 2022, "PaLM", appendix B: achieved throughput over that of a system at peak FLOP/s, where a sample costs
-what forward and backward of the model need (`docs/run-record.md`, Model FLOPs).
+Chowdhery et al., 2022, "PaLM", appendix B: achieved throughput over that of a system at peak FLOP/s, where a sample
+costs what forward and backward of the model need (`docs/run-record.md`, Model FLOPs).
 """
 
 import re

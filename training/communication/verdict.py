@@ -1,4 +1,4 @@
-"""The loss of a step, the norm of its gradients, and whether all are finite: found on the device, read by the host later.
+"""Loss and gradient norm of a step, and whether all is finite: found on the device, read by the host later.
 
 A host that reads a value of the device waits until the device has done all that is queued. So a step reads nothing:
 - Each rank adds up its share of the loss, and takes the norm of its share of the gradients (`norm_of`). One all-reduce

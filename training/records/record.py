@@ -106,19 +106,19 @@ def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict
         earlier: Steps of the run before, from whose checkpoint this one resumed.
         settling: `Strategy.settling_steps`.
     """
-    times = result.step_time_s
-    timed = [step for step in range(earlier + max(1, settling), len(times)) if times[step] is not None]
-    seconds = [times[step] for step in timed]
-    own = [result.own[step] for step in timed]
+    columns = (result.step_time_s, result.samples, result.tokens, result.own)
+    rows: list[Any] = list(zip(*columns, strict=True))[earlier + max(1, settling) :]
+    timed = [row for row in rows if row[0] is not None]
+    total_s = sum(seconds for seconds, *_ in timed)
     amounts = {
-        "samples": [result.samples[step] for step in timed],
-        "tokens": [result.tokens[step] for step in timed],
-        "own_samples": [samples for samples, _ in own],
-        "own_tokens": [tokens for _, tokens in own],
+        "samples": sum(samples for _, samples, _, _ in timed),
+        "tokens": sum(tokens for _, _, tokens, _ in timed),
+        "own_samples": sum(own[0] for *_, own in timed),
+        "own_tokens": sum(own[1] for *_, own in timed),
     }
     return {
-        "step_time_median_s": statistics.median(seconds) if timed else None,
-        **{f"{name}_per_second": sum(each) / sum(seconds) if any(each) else None for name, each in amounts.items()},
+        "step_time_median_s": statistics.median(seconds for seconds, *_ in timed) if timed else None,
+        **{f"{name}_per_second": amount / total_s if amount else None for name, amount in amounts.items()},
     }
 
 

@@ -141,8 +141,8 @@ def comparison_page(compared: Compared) -> str:
         loss_section(compared),
         Section(
             "Training loss over time",
-            "The same losses over the wall time of the steps until then, with the first one, without evaluation. A step "
-            "under the profiler counts as a median step.",
+            "The same losses over the wall time of the steps until then, the first one included. A step under the "
+            "profiler counts as a median step.",
             figure=drawing(loss_over_time_figure(compared.records)),
         ),
     ]
@@ -151,13 +151,13 @@ def comparison_page(compared: Compared) -> str:
 
 def utilization_text(record: dict[str, Any]) -> str:
     """What model FLOPs and their utilization are of."""
-    text = "Model FLOPs: what forward and backward of the samples need by operator (docs/run-record.md), all ranks together."
+    text = "Model FLOPs: what forward and backward of the samples need (docs/run-record.md), all ranks together."
     peak, device = peak_of(record), record["device_name"]
     if peak is None:
         return f"{text} There is no utilization (MFU), since planner/hardware.toml has no peak of {device}."
     return (
-        f"{text} MFU is their share of {record['world_size']} times {peak.flops_per_second / 1e12:g} TFLOP/s, the peak of "
-        f"{device} in {peak.dtype} ({peak.source})."
+        f"{text} MFU is their share of {record['world_size']} times {peak.flops_per_second / 1e12:g} TFLOP/s, "
+        f"the peak of {device} in {peak.dtype} ({peak.source})."
     )
 
 
