@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -190,6 +190,17 @@ SPEED_COLUMNS = {
     "pairs": Column("pairs", "", "steps that were timed in both runs"),
     "verdict": Column("verdict", "", "against the reference: faster, slower, no difference seen, or unknown"),
     "samples_per_second": Column("throughput", "samples/s", "samples over time of the timed steps, all ranks"),
+    "tokens_per_second": Column(
+        "tokens", "tokens/s", "tokens over the same time, all ranks; empty without tokens", 1, 0
+    ),
+    "model_flops_per_second": Column(
+        "model FLOPs",
+        "TFLOP/s",
+        "what forward and backward of these samples need, over the same time, all ranks",
+        1e-12,
+        3,
+    ),
+    "mfu_pct": Column("MFU", "%", "model_flops_per_second as share of the peak of all devices; empty without a peak"),
     "timed_steps": Column("timed steps", "", "steps without the first, profiled ones, and those in which it adapted"),
 }
 PART_COLUMNS = {

@@ -32,15 +32,17 @@ class EarlyUpdates:
     def check(self, bucket: Bucket) -> None:
         """Look at this rank's share of `bucket`."""
         rank, size, numel = self._strategy.data_parallel_rank, self._strategy.data_parallel_size, len(bucket.flat)
-        self._look_at(bucket.flat[numel * rank // size : numel * (rank + 1) // size])
+        self._norms.append(
+            norm_of([bucket.flat[numel * rank // size : numel * (rank + 1) // size]], bucket.flat.device)
+        )
 
     def check_and_update(self, bucket: Bucket) -> None:
         """Look at the whole of `bucket`, and update its parameters if all is finite so far.
 
         Only those that received a gradient on this rank: whether another rank used the others is known later.
         """
-        self._look_at(bucket.flat)
         strategy = self._strategy
+        self._norms.append(norm_of([bucket.flat], bucket.flat.device) / strategy.data_parallel_size**0.5)
         found_inf = not_finite(self.norm())
         received = dict(zip(strategy.trainable.values(), strategy.watch.received(), strict=True))
         parameters = [parameter for parameter in bucket.parameters if received[parameter]]
@@ -48,12 +50,10 @@ class EarlyUpdates:
             update_unless(found_inf, strategy.optimizer, strategy.optimizer.step)
         self._updated.update(parameters)
 
-    def _look_at(self, gradients: torch.Tensor) -> None:
-        self._norms.append(norm_of([gradients], gradients.device))
-
     def norm(self) -> torch.Tensor:
-        """Of all that was looked at, as `Strategy.norm_of_share` answers."""
-        return torch.stack(self._norms).sum()
+        """Of this rank's share of all that was looked at, as `Strategy.norm_of_share` answers. Where each rank looks at
+        everything, each counts for an equal part of the square."""
+        return torch.linalg.vector_norm(torch.stack(self._norms))
 
     @contextmanager
     def rest(self) -> Iterator[None]:

@@ -206,7 +206,6 @@ def pretended_device(device: Device) -> Iterator[None]:
         for name in ON_HOST:
             stack.enter_context(mock.patch.object(StepAgreement, name, on_host(getattr(StepAgreement, name))))
         stack.enter_context(mock.patch("training.communication.verdict.ReadLater", NotHereYet))
-        stack.enter_context(mock.patch("training.loop.ReadLater", NotHereYet))
         stack.enter_context(mock.patch.object(UntypedStorage, "resize_", resize))
         stack.enter_context(device)
         yield

@@ -18,8 +18,9 @@ from training.checkpoint.session import Checkpoints
 from training.config import AUTO, RunConfig
 from training.distributed import Ranks
 from training.errors import UserError
-from training.loop import TrainingResult, Unwatched, train
+from training.loop import Plan, TrainingResult, Unwatched, train
 from training.run import seed_everything
+from training.schedule import learning_rates
 from training.step import StepData
 from training.strategy import Strategy
 
@@ -75,12 +76,14 @@ def train_to(
     dropout: float = 0.0,
     model: str | None = None,
     asks_in_step: int | None = None,
+    planned: int | None = None,
     **changes: Any,
 ) -> tuple[Strategy, TrainingResult]:
     """Train a new strategy up to step `last`. With `folder` it saves there, and `resume` names where it resumes.
 
     Args:
         asks_in_step: From this step on, the last rank asks all to stop.
+        planned: Steps of the whole run. Default: `last`.
     """
     saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
     config = RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
@@ -91,9 +94,10 @@ def train_to(
         strategy.wants_to_stop = lambda: strategy.optimizer_steps >= asks_in_step
     seed_everything(config.seed, dist.get_rank())
     earlier = checkpoints.begin(strategy, config, SAMPLES, last, lambda: next(steps(0, 1)).micro_batches)
+    plan = Plan(earlier, checkpoints.is_due, learning_rates(config, planned or last))
     try:
         todo = steps(checkpoints.done, last)
-        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, earlier, checkpoints.is_due)
+        result = train(strategy, todo, Unwatched(), None, checkpoints.after_step, plan)
         checkpoints.finish()
     finally:
         checkpoints.close()

@@ -138,20 +138,24 @@ def oracle(
     state: dict[str, Tensor] | None = None,
     first_step: int = 0,
 ) -> dict[str, Any]:
-    """Single-process training: `loss` and `norm` by step, `gradients` of the first step, `state` after the last."""
+    """Single-process training: `loss`, `norm` (clipped) and `grad_norm` by step, `gradients` of the first step, `state`
+    after the last."""
     module = build(model)
     if state:
         module.load_state_dict(state)
     params = weight_decay_groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
     optim = OPTIMIZERS[optimizer](params)
-    result: dict[str, Any] = {"loss": [], "norm": [], "gradients": {}}
+    result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
     for index, split in enumerate(steps):
         optim.zero_grad()
         with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
             loss = module(**joined(global_batch(model, split, first_step + index))).loss
         loss.backward()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        result["grad_norm"].append(
+            torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item()
+        )
         if clip is not None:
-            trained = [p for p in module.parameters() if p.requires_grad]
             result["norm"].append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
         if index == 0:
             result["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -180,10 +184,11 @@ def train_on_rank(
     strategy = load(choice)(module, OPTIMIZERS[optimizer], settings)
     if state is not None:
         strategy.load_full_state_dict(state if rank == 0 else {})
-    result: dict[str, Any] = {"loss": [], "norm": [], "gradients": {}}
+    result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
     for index, split in enumerate(steps):
         strategy.zero_grad(set_to_none=set_to_none)
         loss = strategy.forward_backward(global_batch(model, split, first_step + index)[rank])
+        result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
         if clip is not None:
             result["norm"].append(strategy.clip_grad_norm_(clip).item())
         if index == 0:
@@ -229,7 +234,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float) -> None:
     """Ranks agree bitwise, and with the oracle within `tolerance`; losses and clipped norms too."""
     for other in results[1:]:
-        assert other["loss"] == results[0]["loss"]
+        assert other["loss"] == results[0]["loss"] and other["grad_norm"] == results[0]["grad_norm"]
         assert other["own_loss"] == results[0]["own_loss"], "ranks differ in what they make of the same samples"
         assert other["own_state"].keys() == results[0]["own_state"].keys()
         for name, tensor in results[0]["own_state"].items():
@@ -237,7 +242,7 @@ def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], toler
             assert torch.allclose(tensor, own, rtol=0, atol=0, equal_nan=True), f"{name} differs between ranks"
     assert_close(results[0]["gradients"], expected["gradients"], max(GRADIENT_TOLERANCE, tolerance / 10), "gradient")
     assert_close(results[0]["state"], expected["state"], tolerance, "parameter")
-    for key in ("loss", "norm"):
+    for key in ("loss", "norm", "grad_norm"):
         for actual, wanted in zip(results[0][key], expected[key], strict=True):
             assert abs(actual - wanted) <= 1e-5 * max(1.0, abs(wanted)), f"{key}: {actual} instead of {wanted}"
 

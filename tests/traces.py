@@ -139,6 +139,8 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "device_name": "cpu",
         "parameters": 1000,
         "samples_per_second": 8 / step,
+        "tokens_per_second": 400 / step,
+        "model_flops_per_second": 8e6 / step,
         "settling_steps": 0,
         "fitted_buckets": None,
         "resumed_from": None,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
+SCHEDULES = ("constant", "linear", "cosine")
+"""Of the learning rate (`training.schedule`)."""
+LOG_TARGETS = ("tensorboard", "wandb")
 
 RECORD_VERSION = 9
 """Version of the run record's format (`docs/run-record.md`)."""
@@ -100,6 +104,20 @@ def link_text(text: str) -> str:
         return canonical(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def log_targets(text: str) -> str:
+    """What `--log-to` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: a target is unknown, or its package is not installed.
+    """
+    for target in text.split(","):
+        if target not in LOG_TARGETS:
+            raise argparse.ArgumentTypeError(f"'{target}' is none of {', '.join(LOG_TARGETS)}")
+        if find_spec(target) is None:
+            raise argparse.ArgumentTypeError(f"{target} is not installed; run: uv sync --extra {target}")
+    return text
 
 
 def _flag(
@@ -244,12 +262,19 @@ class RunConfig:
     )
     prompt: str | None = _run(None, "the text that --generate goes on with (default: of the held-out data)")
     lr: float | None = _run(None, "learning rate of AdamW (default: set by the workload)", above_zero=True)
+    schedule: str = _run(
+        "constant", "learning rate after warm-up: constant, or falling to 0 at the end of the run", choices=SCHEDULES
+    )
+    warmup_steps: int = _run(0, "first optimizer steps, in which the learning rate rises linearly to --lr", at_least=0)
     clip_grad_norm: float | None = _run(
         None, "scale gradients down to this norm over the whole model (default: do not)", above_zero=True
     )
     seed: int = _run(0, "seed of initial weights, data order and dropout", at_least=0)
     device: str = _run(AUTO, "auto is CUDA if there is a GPU", choices=DEVICES)
     output_dir: str = _run(".", "root folder of profile/")
+    log_to: str | None = _run(
+        None, "also log each step to tensorboard, wandb, or both with a comma between", parse=log_targets
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.cli import OneLineParser, exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text
+from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets
 from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.process.environment import prepare_process
@@ -25,7 +25,14 @@ from training.process.launcher import adopt_launcher, without_local_rank
 from training.process.under_nsys import continue_under_nsys
 from training.registry import Registry
 
-METAVARS = {int: "N", float: "X", str: "TEXT", bucket_cap: f"{{MIB,{AUTO}}}", link_text: "RATE[,LATENCY]"}
+METAVARS = {
+    int: "N",
+    float: "X",
+    str: "TEXT",
+    bucket_cap: f"{{MIB,{AUTO}}}",
+    link_text: "RATE[,LATENCY]",
+    log_targets: "TARGETS",
+}
 
 
 def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:

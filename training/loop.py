@@ -4,18 +4,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import tee, zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from training.communication.verdict import ReadLater
+from training.communication.verdict import Verdict
 from training.data.copies import to_device
 from training.data.sampling import evaluation_batches
 from training.data.workload import Workload
-from training.step import StepData
+from training.step import StepData, sample_count
 from training.strategy import Strategy
 from training.watch.phases import begin_step, phase
 
@@ -53,16 +53,50 @@ class TrainingResult:
         loss: Mean over the global batch.
         step_time_s: Wall time in seconds, with the loading of the batch; None for a step that a follower slowed down.
         samples: Samples in the global batch.
+        tokens: Tokens in the global batch; 0 if it holds none. This and what follows is None before the run resumed.
+        own: Samples and tokens of this rank.
+        lr: Learning rate of the first parameter group.
+        grad_norm: 2-norm of the gradient over the whole model, before clipping.
     """
 
     loss: list[float] = field(default_factory=list)
     step_time_s: list[float | None] = field(default_factory=list)
+    tokens: list[int | None] = field(default_factory=list)
+    own: list[tuple[int, int] | None] = field(default_factory=list)
+    lr: list[float | None] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+
+    @classmethod
+    def resumed(cls, loss: list[float], samples: list[int]) -> "TrainingResult":
+        """What a checkpoint knows of the steps before it."""
+        lists: dict[str, Any] = {one.name: [None] * len(loss) for one in fields(cls)}
+        return cls(**lists | {"loss": loss, "samples": samples})
+
+    def add(self, samples: int, **measured: Any) -> None:
+        """A step: `samples` last, which makes it whole."""
+        for name, value in measured.items():
+            getattr(self, name).append(value)
+        self.samples.append(samples)
 
     def whole_steps(self) -> "TrainingResult":
         """Without a step of which only a part is recorded yet, as another thread may see it."""
         whole = len(self.samples)
-        return TrainingResult(self.loss[:whole], self.step_time_s[:whole], self.samples[:whole])
+        return TrainingResult(**{one.name: getattr(self, one.name)[:whole] for one in fields(self)})
+
+
+class Plan(NamedTuple):
+    """What a run asks of the loop besides training.
+
+    Attributes:
+        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
+        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
+        learning_rate: Of each step, counted from 0, for all parameter groups. Default: as the optimizer has them.
+    """
+
+    earlier: TrainingResult | None = None
+    is_due: Callable[[int], bool] = lambda step: False
+    learning_rate: Callable[[int], float] | None = None
 
 
 def train(
@@ -71,51 +105,55 @@ def train(
     profiler: StepFollower,
     clip_grad_norm: float | None,
     on_step: Callable[[TrainingResult], None],
-    earlier: TrainingResult | None = None,
-    is_due: Callable[[int], bool] = lambda step: False,
+    plan: Plan = Plan(),  # noqa: B008
 ) -> TrainingResult:
     """Train over `steps`, or until the ranks have agreed to stop (`Strategy.stops_after`).
 
-    A loss is read a step after it was made, so that the host need not wait for the device.
+    A loss and a norm are read a step after they were made, so that the host need not wait for the device.
 
     Args:
         clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
         on_step: Called with the result of each step once its loss is known: before the next step, or after it.
-        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
-        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
     """
-    result = earlier or TrainingResult()
-    unread: deque[tuple[ReadLater, float | None, int]] = deque()
+    result = plan.earlier or TrainingResult()
+    unread: deque[tuple[Verdict, dict[str, Any]]] = deque()
+    groups = strategy.optimizer.param_groups
 
     def read(unread_steps: int) -> None:
-        """Read losses until those of so many steps are left."""
+        """Read verdicts until those of so many steps are left."""
         while len(unread) > unread_steps:
-            loss, step_time_s, samples = unread.popleft()
-            result.loss.append(loss.tensor().item())
-            result.step_time_s.append(step_time_s)
-            result.samples.append(samples)
+            verdict, known = unread.popleft()
+            loss, norm = verdict.loss_and_norm
+            result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
             on_step(result)
 
     strategy.module.train()
     start = time.perf_counter()
     for data, following in with_following(steps):
         begin_step(strategy.optimizer_steps)
+        if plan.learning_rate is not None:
+            for group in groups:
+                group["lr"] = plan.learning_rate(strategy.optimizer_steps)
         strategy.zero_grad()
-        loss = ReadLater(strategy.forward_backward(data.micro_batches, data.weights))
+        strategy.forward_backward(data.micro_batches, data.weights, data.tokens)
+        verdict = strategy.verdict
         is_last = following is None or strategy.stops_after == strategy.optimizer_steps + 1
         if following is not None and not is_last:
-            strategy.announce(following.micro_batches, following.weights)
+            strategy.announce(following.micro_batches, following.weights, following.tokens)
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
             strategy.step(wait=False)
-        unread.append((loss, None if profiler.slows_this_step else time.perf_counter() - start, data.samples))
+        step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
+        own = sum(map(sample_count, data.micro_batches)), data.tokens
+        known = {"samples": data.samples, "step_time_s": step_time_s, "own": own, "lr": groups[0]["lr"]}
+        unread.append((verdict, known))
         profiler.step()
-        if is_due(strategy.optimizer_steps):
+        if plan.is_due(strategy.optimizer_steps):
             strategy.require_finite()
             read(unread_steps=0)
         else:
-            read(unread_steps=0 if loss.is_here else 1)
+            read(unread_steps=0 if verdict.is_here else 1)
         if is_last:
             break
         start = time.perf_counter()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,15 @@ from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from training.flags import to_toml
 from training.generation import generate, require_generates
-from training.link.speed import NONE
-from training.loop import TrainingResult, evaluate, train
+from training.loop import Plan, TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
 from training.process.stop_request import stop_requests
 from training.profiling.memory import ModelSize
 from training.profiling.memory_timeline import record_step_memory
 from training.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
-from training.records.progress import training_progress
+from training.records.flops import model_flops
+from training.records.metrics import step_metrics
+from training.records.progress import summary_line, training_progress
 from training.records.record import (
     gather_memory,
     make_run_id,
@@ -42,6 +42,7 @@ from training.records.record import (
     write_text,
 )
 from training.records.run_so_far import RunSoFar, Setup
+from training.schedule import learning_rates
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 from training.watch.cause import COMPLETED, STOPPED, Ending
@@ -106,12 +107,14 @@ def train_and_record(
     steps = planned_steps(config, len(workload.train))
     checkpoints.require_steps_left(steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
+    rates = learning_rates(config, steps)
     size = ModelSize.of(workload.model)
+    flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
-    so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload))
+    so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
     seed_everything(config.seed, ranks.rank)  # but dropout of its own
     with closing(checkpoints):
 
@@ -127,16 +130,19 @@ def train_and_record(
             config = so_far.config = replace(config, no_profile=True)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
+            step_metrics(config, run_id, ranks.is_main) as log_step,
             training_progress(config.label, steps, ranks.is_main) as on_step,
         ):
 
             def after_step(result: TrainingResult) -> None:
+                log_step(result)
                 on_step(result)
                 checkpoints.after_step(result)
 
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
             on_each = so_far.following(after_step)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, earlier, checkpoints.is_due)
+            plan = Plan(earlier, checkpoints.is_due, rates)
+            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, plan)
             checkpoints.finish()
     done = len(so_far.result.loss)
     if strategy.stops_after == done < steps:
@@ -154,6 +160,7 @@ def train_and_record(
     step_memory = record_step_memory(strategy, step_data, config.clip_grad_norm)
     between_steps("finishing")
     so_far.memory = gather_memory(strategy, size, step_memory)
+    so_far.gather_throughput()
     on_every_rank(lambda: require_written(profiler))
     record = so_far.record(Ending(COMPLETED))
     path = choice_folder(config) / f"{run_id}.run.json"
@@ -265,20 +272,3 @@ def silence_libraries() -> None:
 def require_written(profiler: WindowProfiler) -> None:
     if profiler.write_problem:
         raise UserError(profiler.write_problem)
-
-
-def summary_line(label: str, record: dict[str, Any], path: str) -> str:
-    """One line on how the run went."""
-    evaluation, median = record["eval"], record["step_time_median_s"]
-    parts = [f"{label}: done"]
-    if record["config"]["link"] != NONE:
-        parts[0] += f" over links of {record['config']['link']}"
-    if median is not None:
-        parts.append(f"median step {median * 1000:.0f} ms")
-        parts.append(f"{record['samples_per_second']:.1f} samples/s")
-    parts.append(f"eval loss {evaluation['loss']:.3f}")
-    if evaluation["perplexity"] is not None:
-        parts.append(f"perplexity {evaluation['perplexity']:.1f} over {evaluation['tokens']:,} tokens")
-    if evaluation["accuracy"] is not None:
-        parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
-    return ", ".join(parts) + f"; record: {path}"

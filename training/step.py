@@ -99,9 +99,9 @@ class StepRunner:
 
     # A step on micro-batches that are all here ---------------------------------------------------------------------
 
-    def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> None:
+    def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None, tokens: int) -> None:
         """See `Strategy.announce`."""
-        self._announced = self._begin_counts(weighted(micro_batches, weights))
+        self._announced = self._begin_counts(weighted(micro_batches, weights), tokens)
 
     def finish_announcement(self) -> None:
         """Wait until the other ranks have been told."""
@@ -109,11 +109,11 @@ class StepRunner:
             _, work = self._announced
             work.wait()
 
-    def run(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> Tensor:
+    def run(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None, tokens: int) -> Tensor:
         """See `Strategy.forward_backward`."""
         mine = weighted(micro_batches, weights)
         with self._abandoning():
-            verdict, _ = self._attempt(mine)
+            verdict, _ = self._attempt(mine, tokens)
             self._keep(verdict, mine)
         return verdict.loss
 
@@ -151,15 +151,16 @@ class StepRunner:
         bad = result.bad_rounds[result.bad_rounds >= 0]
         return (result.bad_rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
 
-    def _begin_counts(self, micro_batches: Sequence[Weighted]) -> Pending:
+    def _begin_counts(self, micro_batches: Sequence[Weighted], tokens: int) -> Pending:
         lacks_any = self._latest is None and not micro_batches
         weight = sum(micro_batch.weight for micro_batch in micro_batches)
-        return self._agreement.begin_counts(weight, len(micro_batches), lacks_any, self._strategy.wants_to_stop())
+        wants_to_stop = self._strategy.wants_to_stop()
+        return self._agreement.begin_counts(weight, len(micro_batches), lacks_any, wants_to_stop, tokens)
 
-    def _attempt(self, micro_batches: Sequence[Weighted]) -> tuple[Verdict, StepResult]:
+    def _attempt(self, micro_batches: Sequence[Weighted], tokens: int = 0) -> tuple[Verdict, StepResult]:
         """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
         strategy = self._strategy
-        counts, self._announced = self._announced or self._begin_counts(micro_batches), None
+        counts, self._announced = self._announced or self._begin_counts(micro_batches, tokens), None
         self._latest = micro_batches[-1].batch if micro_batches else self._latest
         self._begin(averages=strategy.always_averages)
         scale = strategy.data_parallel_size if strategy.averages_over_ranks else 1
@@ -184,7 +185,9 @@ class StepRunner:
         assert global_batch is not None, "the last round knows it"
         if global_batch.is_last:
             strategy.stops_after = strategy.optimizer_steps + 1
-        return self._finish()
+        verdict, result = self._finish()
+        verdict.tokens = global_batch.tokens
+        return verdict, result
 
     # What both share -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from training.communication.agreement import (
 )
 from training.communication.consistency import require_same_parameters, require_supported_parameters
 from training.communication.traffic import Collective
-from training.communication.verdict import VERDICT_BYTES, norm_of, update_unless
+from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.process.at_exit import settle_at_exit
@@ -191,7 +191,7 @@ class Strategy(ABC):
         """
 
     def norm_of_share(self) -> Tensor:
-        """Of `gradient_share`: a scalar on the device that shows whether it holds NaN or infinity."""
+        """Of `gradient_share`: an fp64 scalar on the device, which is not finite where a gradient is not."""
         return norm_of(self.gradient_share(), self.device)
 
     def require_none_unfrozen(self) -> None:
@@ -332,7 +332,9 @@ class Strategy(ABC):
         """The precision in which forward runs, for training and evaluation alike."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None) -> Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None, tokens: int = 0
+    ) -> Tensor:
         """Run forward and backward of one optimizer step's micro-batches. `step` then runs the optimizer.
 
         Ranks may hold different numbers of samples and of micro-batches. A rank that holds fewer than another runs its
@@ -342,6 +344,7 @@ class Strategy(ABC):
             micro_batches: For each, the keyword arguments of the module.
             weights: For each, what its loss is a mean over, such as its number of tokens. Default: its samples, which
                 are dimension 0 of its first tensor. Those of weight 0 are skipped.
+            tokens: In all of them, for `verdict.tokens`. Not read where the step was announced.
 
         Returns:
             The mean loss over the global batch: a detached fp32 scalar, the same on every rank.
@@ -352,7 +355,13 @@ class Strategy(ABC):
                 CUDA, in the one before. `step` has not updated any parameter with it.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
-        return self._steps.run(micro_batches, weights)
+        return self._steps.run(micro_batches, weights, tokens)
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the latest step went on all ranks: its loss and the norm of its gradients. The host had better read them
+        a step later."""
+        return self._steps.verdict
 
     def require_finite(self) -> None:
         """Wait until the device has done the latest step whose outcome is not known, and look at it. Collective.
@@ -363,15 +372,17 @@ class Strategy(ABC):
         """
         self._steps.require_finite()
 
-    def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None) -> None:
+    def announce(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None, tokens: int = 0
+    ) -> None:
         """Tell the other ranks what the next `forward_backward` will be given, so that it need not wait for this.
 
         Optional; between `forward_backward` and `step`, on all ranks or on none.
 
         Args:
-            micro_batches, weights: Those of the next step.
+            micro_batches, weights, tokens: Those of the next step.
         """
-        self._steps.announce(micro_batches, weights)
+        self._steps.announce(micro_batches, weights, tokens)
 
     def step(self, wait: bool = True) -> None:
         """Update the parameters, unless the loss or a gradient is not finite.
@@ -380,7 +391,7 @@ class Strategy(ABC):
             wait: Return when this rank has all updated parameters. Otherwise they may still arrive while the next
                 forward pass begins, and nothing else may read or change them before it has ended.
         """
-        update_unless(self._steps.verdict.found_inf, self.updating_optimizer, self.update)
+        update_unless(self.verdict.found_inf, self.updating_optimizer, self.update)
         self.optimizer_steps += 1
         if wait:
             self.finish_parameter_synchronization()

@@ -22,6 +22,7 @@ SHOWN = (
     "step_time_ms_median",
     "step_time_ratio",
     "verdict",
+    "tokens_per_second",
     "compute_pct",
     "non_compute_pct",
     "idle_pct",
@@ -94,12 +95,13 @@ def last_window(trace_dir: Path, run_id: str) -> Window:
 def print_table(table: pd.DataFrame, console: Console) -> None:
     """The most important columns, each row on one line."""
     shown = Table(box=None, pad_edge=False)
-    for name in SHOWN:
+    names = [name for name in SHOWN if name != "tokens_per_second" or table[name].notna().any()]
+    for name in names:
         column = COMPARISON_COLUMNS[name]
         is_text = name in ("choice", "verdict")
         shown.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
     for row in table.to_dict("records"):
-        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in SHOWN))
+        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in names))
     print_whole(shown, console)
 
 

@@ -13,6 +13,7 @@ from analysis.comparison.fairness import by_class
 from analysis.files import failure_of, read_record
 from analysis.metrics.memory import memory_row
 from analysis.metrics.significance import Estimate, directions, paired_ratio
+from analysis.metrics.utilization import mfu
 from analysis.summary import WindowAnalysis
 from analysis.traces.timeline import RankTimeline
 
@@ -111,6 +112,14 @@ def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
     return times.dropna() * 1000
 
 
+def elapsed_s(record: dict[str, Any]) -> pd.Series:
+    """Seconds of training until the end of each step, since the run began or resumed. A step whose time is not recorded
+    counts as the median of the timed ones. Without any, all values are NaN."""
+    began = (record["resumed_from"] or {"step": 0})["step"]
+    times = pd.Series(record["step_time_s"], dtype=float).iloc[began:]
+    return times.fillna(timed_steps_ms(record).median() / 1000).cumsum()
+
+
 def comparison(
     records: Mapping[str, dict[str, Any]],
     traced: Mapping[str, Traced],
@@ -174,7 +183,7 @@ RATIOS = {
 
 def run_row(record: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run record."""
-    times = timed_steps_ms(record)
+    times, utilization = timed_steps_ms(record), mfu(record)
     memory = pd.DataFrame([memory_row(record, held["rank"]) for held in record["memory"]])
     return {
         "run_id": record["run_id"],
@@ -186,6 +195,9 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
         "step_time_ms_p25": times.quantile(0.25),
         "step_time_ms_p75": times.quantile(0.75),
         "samples_per_second": record["samples_per_second"],
+        "tokens_per_second": record["tokens_per_second"],
+        "model_flops_per_second": record["model_flops_per_second"],
+        "mfu_pct": None if utilization is None else 100 * utilization,
         **{column: memory[column].max() for column in MEMORY_COLUMNS if column in COMPARISON_COLUMNS},
         "final_train_loss": record["train_loss"][-1],
         "eval_loss": record["eval"]["loss"],

@@ -76,6 +76,8 @@ SETTINGS = {
     "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),
     "learning rate": Setting(of_config("lr"), (LOSS,)),
+    "learning-rate schedule": Setting(of_config("schedule", "constant"), (LOSS,)),
+    "warm-up steps": Setting(lambda record: record["config"].get("warmup_steps", 0), (LOSS,)),
     "gradient norm": Setting(of_config("clip_grad_norm", "not clipped"), (TIME, TRAFFIC, LOSS)),
     "bucket size": Setting(of_config("bucket_cap_mb"), (TIME, MEMORY, TRAFFIC)),
     "gradient compression": Setting(of_config("compress", "none"), EVERYTHING),

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from tests.strategies.test_traps import Choice
 from training.communication.verdict import ReadLater
 from training.errors import NonFiniteError
-from training.loop import Unwatched, train
+from training.loop import Plan, Unwatched, train
 from training.step import StepData
 from training.strategy import Strategy
 
@@ -51,7 +51,6 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
 
     with (
         mock.patch("training.communication.verdict.ReadLater", NotHereYet),
-        mock.patch("training.loop.ReadLater", NotHereYet),
         mock.patch.object(strategy, "before_step", lambda before=strategy.before_step: (count(), before())),
     ):
         yield NotHereYet.ages
@@ -75,7 +74,7 @@ def train_late_and_in_time(choice: Choice) -> None:
         steps = map(step_of, range(STEPS))
         if is_late:
             with reads_late(strategy) as ages:
-                result = train(strategy, steps, Unwatched(), 1.0, on_step, is_due=lambda step: step == 3)
+                result = train(strategy, steps, Unwatched(), 1.0, on_step, Plan(is_due=lambda step: step == 3))
             in_time = {(3, 3), (STEPS, STEPS)}
             assert set(seen) == {(1, 2), (2, 3), (4, 5)} | in_time
             assert ages.count(0) <= 3 * len(in_time), "only what a checkpoint or the end of training must know at once"

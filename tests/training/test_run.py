@@ -90,6 +90,7 @@ def test_every_field_of_the_record_is_documented(ranks: RankPool, tmp_path: Path
     fields |= {f"memory[].{name}" for name in memory}
     fields |= {f"memory[].timeline.{name}" for name in memory["timeline"]}
     fields |= {f"memory[].timeline.phases[].{name}" for name in memory["timeline"]["phases"][0]}
+    fields |= {f"throughput[].{name}" for name in record["throughput"][0]}
     fields |= {f"expected_traffic[].{name}" for name in record["expected_traffic"][0]}
     documented = set(re.findall(r"^\| `([^`]+)` \|", (DOCS / "run-record.md").read_text(), re.MULTILINE))
     assert documented == fields

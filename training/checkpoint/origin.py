@@ -30,6 +30,8 @@ MUST_EQUAL = (
     "train_samples",
     "global_batch_size",
     "lr",
+    "schedule",
+    "warmup_steps",
     "clip_grad_norm",
     "seed",
     "precision",

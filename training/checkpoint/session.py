@@ -117,7 +117,7 @@ class Checkpoints:
                 "differ from those of a run that was not stopped"
             )
         # Step times are those of another process, so they stay in its record and in the manifest.
-        return TrainingResult(list(manifest.train_loss), [None] * self.done, list(manifest.step_samples))
+        return TrainingResult.resumed(list(manifest.train_loss), list(manifest.step_samples))
 
     def _load(self, path: Path, manifest: Manifest) -> None:
         files = TensorFiles([path / name for name in manifest.files])

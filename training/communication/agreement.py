@@ -11,10 +11,10 @@ from training.distributed import has_cpu_backend
 from training.errors import NonFiniteError, UnsupportedError
 from training.watch import sequence
 
-COUNTS_ROW_BYTES = 3 * 8
+COUNTS_ROW_BYTES = 4 * 8
 RESULTS_ROW_BYTES = 2 * 8
 RECEIVED_BYTES = 8
-"""Bytes that a rank sends, in fp64: three counts; a result, a digest, and a flag for each trainable parameter."""
+"""Bytes that a rank sends, in fp64: four counts; a result, a digest, and a flag for each trainable parameter."""
 
 LACKS_ANY, WANTS_TO_STOP = 1, 2
 """What the third count adds up from."""
@@ -30,11 +30,13 @@ class GlobalBatch:
     Attributes:
         weight: Of all micro-batches: their samples, or whatever else their losses are means over.
         rounds: The most micro-batches that any rank has.
+        tokens: As the ranks have counted them.
         is_last: A rank wants to stop after this step.
     """
 
     weight: float
     rounds: int
+    tokens: int = 0
     is_last: bool = False
 
 
@@ -86,14 +88,16 @@ class StepAgreement:
         self._group, self._size = group, dist.get_world_size(group)
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
-    def begin_counts(self, weight: float, micro_batches: int, lacks_any: bool, wants_to_stop: bool) -> Pending:
+    def begin_counts(
+        self, weight: float, micro_batches: int, lacks_any: bool, wants_to_stop: bool, tokens: int = 0
+    ) -> Pending:
         """Tell the others what this rank holds.
 
         Args:
             lacks_any: It has no micro-batch to repeat if others hold more.
             wants_to_stop: It has been asked to stop after a step.
         """
-        return self._begin([weight, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop])
+        return self._begin([weight, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop, tokens])
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
@@ -103,14 +107,15 @@ class StepAgreement:
         """
         table, work = exchange
         work.wait()
-        weights, micro_batches, flags = table.cpu().unbind(1)
+        weights, micro_batches, flags, tokens = table.cpu().unbind(1)
         if (flags % WANTS_TO_STOP).any() or not weights.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
             raise UnsupportedError(
                 f"step {step}: no samples on ranks {ranks}; give each rank at least one in the first step, "
                 "and at least one rank in every later step"
             )
-        return GlobalBatch(weights.sum().item(), int(micro_batches.max()), bool((flags >= WANTS_TO_STOP).any()))
+        is_last = bool((flags >= WANTS_TO_STOP).any())
+        return GlobalBatch(weights.sum().item(), int(micro_batches.max()), int(tokens.sum()), is_last)
 
     def begin_results(self, bad_round: int, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.

@@ -1,8 +1,9 @@
-"""The loss of a step, and whether it and all gradients are finite: found on the device, read by the host later.
+"""Loss and gradient norm of a step, and whether all is finite: found on the device, read by the host later.
 
 A host that reads a value of the device waits until the device has done all that is queued. So a step reads nothing:
 - Each rank adds up its share of the loss, and takes the norm of its share of the gradients (`norm_of`). One all-reduce
-  of these two numbers gives every rank the loss, and shows NaN and infinity wherever they are: a sum keeps both.
+  of the loss and the norm's square gives every rank the loss and the norm over the whole model, and shows NaN and
+  infinity wherever they are: a sum keeps both. In fp64 the square of any fp32 norm is finite.
 - `found_inf` is 1 on the device if they are there. A fused optimizer reads it on the device, and then changes nothing
   (`update_unless`). This is how `torch.amp.GradScaler` skips a step.
 - The numbers are copied to pinned memory behind an event (`ReadLater`). The host reads them a step later, when the
@@ -27,7 +28,7 @@ def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     found = [tensor.detach() for tensor in tensors]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(found)).sum(dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)), dtype=torch.float64)
 
 
 def not_finite(values: Tensor) -> Tensor:
@@ -70,16 +71,18 @@ class Verdict:
     Attributes:
         loss: The mean over the global batch, an fp32 scalar on the device.
         found_inf: 1.0 if the loss or a gradient is not finite, else 0.0; an fp32 scalar on the device.
+        tokens: In the global batch, as the ranks have told each other; 0 if they have not.
     """
+
+    tokens = 0
 
     def __init__(self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup) -> None:
         self.step = step
-        own = torch.stack([loss, norm])
-        both = own.clone()
+        both = torch.stack([loss, norm.square()])
         dist.all_reduce(both, group=group)
         self.loss = both[0].float()
         self.found_inf = not_finite(both)
-        self._read = ReadLater(torch.stack([both, own]))
+        self._read = ReadLater(torch.cat([both, loss.view(1)]))
 
     @property
     def is_here(self) -> bool:
@@ -89,13 +92,20 @@ class Verdict:
     @property
     def nonfinite(self) -> str | None:
         """`the loss` or `a gradient`, if it is not finite on some rank. The host reads."""
-        loss_is_finite, norm_is_finite = self._read.tensor()[0].isfinite().tolist()
+        loss_is_finite, norm_is_finite, _ = self._read.tensor().isfinite().tolist()
         return None if loss_is_finite and norm_is_finite else "a gradient" if loss_is_finite else "the loss"
+
+    @property
+    def loss_and_norm(self) -> tuple[float, float]:
+        """The mean loss over the global batch, and the 2-norm of its gradient over the whole model, not clipped. The
+        host reads."""
+        loss, square, _ = self._read.tensor()
+        return loss.float().item(), square.sqrt().item()
 
     @property
     def own_loss(self) -> float:
         """This rank's share of the loss. The host reads."""
-        return self._read.tensor()[1, 0].item()
+        return self._read.tensor()[2].item()
 
 
 def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:

@@ -1,11 +1,13 @@
-"""What rank 0 prints while it trains: a progress bar on a terminal, and a few plain lines elsewhere."""
+"""What rank 0 prints: a progress bar on a terminal and a few plain lines elsewhere, and a last line on the run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from training.link.speed import NONE
 from training.loop import TrainingResult
 
 PLAIN_LINES = 6
@@ -45,3 +47,22 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
                 print(f"{choice}  step {done}/{steps}  {describe(result)}", flush=True)
 
         yield print_line
+
+
+def summary_line(label: str, record: dict[str, Any], path: str) -> str:
+    """One line on how the run went."""
+    evaluation, median = record["eval"], record["step_time_median_s"]
+    parts = [f"{label}: done"]
+    if record["config"]["link"] != NONE:
+        parts[0] += f" over links of {record['config']['link']}"
+    if median is not None:
+        parts.append(f"median step {median * 1000:.0f} ms")
+        parts.append(f"{record['samples_per_second']:.1f} samples/s")
+        if record["tokens_per_second"] is not None:
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"eval loss {evaluation['loss']:.3f}")
+    if evaluation["perplexity"] is not None:
+        parts.append(f"perplexity {evaluation['perplexity']:.1f} over {evaluation['tokens']:,} tokens")
+    if evaluation["accuracy"] is not None:
+        parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
+    return ", ".join(parts) + f"; record: {path}"

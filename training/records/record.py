@@ -100,23 +100,25 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
 
 def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
     """Throughput and median time of the timed steps, without warm-up: the first step, and those in which the strategy
-    settled.
+    settled. Throughput is that of all ranks, and this rank's own; None if there are no such steps, or no tokens.
 
     Args:
         earlier: Steps of the run before, from whose checkpoint this one resumed.
         settling: `Strategy.settling_steps`.
     """
-    first = earlier + max(1, settling)
-    timed = [
-        (samples, seconds)
-        for samples, seconds in zip(result.samples[first:], result.step_time_s[first:], strict=True)
-        if seconds is not None
-    ]
-    if not timed:
-        return {"samples_per_second": None, "step_time_median_s": None}
+    columns = (result.step_time_s, result.samples, result.tokens, result.own)
+    rows: list[Any] = list(zip(*columns, strict=True))[earlier + max(1, settling) :]
+    timed = [row for row in rows if row[0] is not None]
+    total_s = sum(seconds for seconds, *_ in timed)
+    amounts = {
+        "samples": sum(samples for _, samples, _, _ in timed),
+        "tokens": sum(tokens for _, _, tokens, _ in timed),
+        "own_samples": sum(own[0] for *_, own in timed),
+        "own_tokens": sum(own[1] for *_, own in timed),
+    }
     return {
-        "samples_per_second": sum(samples for samples, _ in timed) / sum(seconds for _, seconds in timed),
-        "step_time_median_s": statistics.median(seconds for _, seconds in timed),
+        "step_time_median_s": statistics.median(seconds for seconds, *_ in timed) if timed else None,
+        **{f"{name}_per_second": amount / total_s if amount else None for name, amount in amounts.items()},
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from training.communication.traffic import Collective
 from training.config import RECORD_VERSION, RunConfig, choice_folder
@@ -29,13 +30,14 @@ FLIGHT_VERSION = 1
 
 
 class Setup(NamedTuple):
-    """What is fixed when training begins. `optimizer` is the name of its class."""
+    """What is fixed when training begins. `optimizer` is the name of its class; `flops` are of a sample."""
 
     ranks: Ranks
     strategy: Strategy
     optimizer: str
     size: ModelSize
     workload: Workload
+    flops: float | None
 
 
 class RunSoFar:
@@ -46,6 +48,7 @@ class RunSoFar:
         evaluation: None until the run has evaluated.
         generated: Text that the model made; None without `--generate`.
         memory: A row for each rank; empty until memory is recorded.
+        throughput: The same for samples and tokens per second.
         stop_request: Whether this rank has been asked to stop.
         resumed_from: The checkpoint that the run resumed from; None if it did not.
     """
@@ -56,6 +59,7 @@ class RunSoFar:
         self.evaluation: dict[str, Any] | None = None
         self.generated: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
+        self.throughput: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
         self.stop_request: Callable[[], bool] = lambda: False
         self._traffic: list[Collective] = []
@@ -87,6 +91,18 @@ class RunSoFar:
         clips = self.config.clip_grad_norm is not None
         return self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
 
+    def _statistics(self) -> dict[str, float | None]:
+        earlier = self.resumed_from["step"] if self.resumed_from else 0
+        return step_statistics(self.result.whole_steps(), earlier, self._begun.strategy.settling_steps)
+
+    def gather_throughput(self) -> None:
+        """Ask each rank for its own. Collective."""
+        statistics, rank = self._statistics(), self._begun.ranks.rank
+        names = ("samples_per_second", "tokens_per_second")
+        mine = {"rank": rank} | {name: statistics[f"own_{name}"] for name in names}
+        self.throughput = [{} for _ in range(self._begun.ranks.world_size)]
+        dist.all_gather_object(self.throughput, mine)
+
     @property
     def step(self) -> int | None:
         """Optimizer steps done; None before training."""
@@ -98,10 +114,11 @@ class RunSoFar:
         A run that ends early records the traffic that was expected after its last step: its training thread may be
         stuck in a collective, and then DDP cannot be asked for its buckets.
         """
-        ranks, strategy, optimizer, size, workload = self._begun
+        ranks, strategy, optimizer, size, workload, flops = self._begun
         result = self.result.whole_steps()
         traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
-        earlier = self.resumed_from["step"] if self.resumed_from else 0
+        statistics, has_tokens = self._statistics(), any(result.tokens)
+        rate = statistics["samples_per_second"]
         paced, shaped = Link.parse(self.config.link), os.environ.get("LINK_BITS_PER_S")
         return {
             "schema_version": RECORD_VERSION,
@@ -129,7 +146,15 @@ class RunSoFar:
             "train_samples": len(workload.train),
             "step_samples": result.samples,
             "step_time_s": result.step_time_s,
-            **step_statistics(result, earlier, strategy.settling_steps),
+            "step_tokens": result.tokens if has_tokens else None,
+            "step_lr": result.lr,
+            "step_grad_norm": result.grad_norm,
+            "samples_per_second": rate,
+            "tokens_per_second": statistics["tokens_per_second"],
+            "step_time_median_s": statistics["step_time_median_s"],
+            "throughput": self.throughput,
+            "model_flops_per_sample": flops,
+            "model_flops_per_second": flops * rate if flops and rate else None,
             "train_loss": result.loss,
             "eval_samples": len(workload.evaluation),
             "eval": self.evaluation,

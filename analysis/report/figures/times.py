@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analysis.comparison.compare import IS_REFERENCE, timed_steps_ms
+from analysis.comparison.compare import IS_REFERENCE, elapsed_s, timed_steps_ms
 from analysis.report.figures import BAR_HEIGHT_PX, COLOURS, LINE_COLOURS, styled
 
 PARTS = {
@@ -19,6 +19,7 @@ PARTS = {
 }
 """The parts of a step: name, colour and hatching."""
 VERDICT_SYMBOLS = {"faster": "triangle-left", "slower": "triangle-right", "no difference seen": "circle"}
+LOSS, SHOWN_LOSS = "training loss, nats", "%{y:.4f} nats, mean over the global batch"
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 
@@ -101,16 +102,25 @@ def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
 def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Training loss over optimizer steps. Lines of choices that compute the same lie on top of each other."""
     losses = {name: pd.Series(record["train_loss"], dtype=float) for name, record in records.items()}
-    return lines_figure(losses, "training loss, nats", "%{y:.4f} nats, mean over the global batch")
+    return lines_figure(losses, LOSS, f"step %{{x}}: {SHOWN_LOSS}")
+
+
+def loss_over_time_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
+    """Training loss over the time of the steps so far: the same losses, and who comes to them first."""
+    lines = {}
+    for name, record in records.items():
+        known = pd.DataFrame({"s": elapsed_s(record), "loss": pd.Series(record["train_loss"], dtype=float)}).dropna()
+        lines[name] = known.set_index("s")["loss"]
+    figure = lines_figure(lines, LOSS, f"%{{x:.2f}} s: {SHOWN_LOSS}")
+    return figure.update_xaxes(title="training time, s", rangemode="tozero")
 
 
 def step_times_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Step time over optimizer steps, with a gap for profiled steps."""
     times = {name: timed_steps_ms(record) for name, record in records.items()}
     gapped = {name: series.reindex(range(1, len(records[name]["step_time_s"]))) for name, series in times.items()}
-    return lines_figure(gapped, "step time, ms", "%{y:.1f} ms on rank 0, outside the profiler").update_yaxes(
-        rangemode="tozero"
-    )
+    shown = "step %{x}: %{y:.1f} ms on rank 0, outside the profiler"
+    return lines_figure(gapped, "step time, ms", shown).update_yaxes(rangemode="tozero")
 
 
 def lines_figure(lines: Mapping[str, pd.Series], title: str, shown: str) -> go.Figure:
@@ -123,7 +133,7 @@ def lines_figure(lines: Mapping[str, pd.Series], title: str, shown: str) -> go.F
             name=name,
             mode="lines",
             line={"dash": DASHES[index % len(DASHES)], "color": LINE_COLOURS[index % len(LINE_COLOURS)]},
-            hovertemplate=f"{name}, step %{{x}}: {shown}<extra></extra>",
+            hovertemplate=f"{name}, {shown}<extra></extra>",
         )
     figure.update_xaxes(title="optimizer step")
     figure.update_yaxes(title=title)

@@ -24,9 +24,10 @@ from analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by
 from analysis.errors import listed
 from analysis.files import write_csv, write_text
 from analysis.metrics.significance import FEWEST_PAIRS
+from analysis.metrics.utilization import peak_of
 from analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from analysis.report.figures.memory import memory_figure
-from analysis.report.figures.times import loss_figure, parts_figure, step_time_figure
+from analysis.report.figures.times import loss_figure, loss_over_time_figure, parts_figure, step_time_figure
 from analysis.report.figures.tradeoff import tradeoff_figure
 from analysis.report.figures.traffic import traffic_figure
 from analysis.report.page import Section, drawing, render, table
@@ -128,7 +129,8 @@ def comparison_page(compared: Compared) -> str:
         conclusion_section(compared),
         Section(
             "Step time",
-            f"Ratios are to {compared.reference}{SAME_CLASS if len(compared.groups) > 1 else ''}. {HOW_PAIRED}",
+            f"Ratios are to {compared.reference}{SAME_CLASS if len(compared.groups) > 1 else ''}. {HOW_PAIRED} "
+            f"{utilization_text(first)}",
             table=table("speed", compared.table, CHOICE | SPEED_COLUMNS),
             figure=drawing(step_time_figure(compared.table)),
         ),
@@ -137,8 +139,26 @@ def comparison_page(compared: Compared) -> str:
         memory_section(compared.table),
         *traffic_section(compared.table),
         loss_section(compared),
+        Section(
+            "Training loss over time",
+            "The same losses over the wall time of the steps until then, the first one included. A step under the "
+            "profiler counts as a median step.",
+            figure=drawing(loss_over_time_figure(compared.records)),
+        ),
     ]
     return render("Strategies side by side", lines, sections, banner(compared.differences, "choice"))
+
+
+def utilization_text(record: dict[str, Any]) -> str:
+    """What model FLOPs and their utilization are of."""
+    text = "Model FLOPs: what forward and backward of the samples need (docs/run-record.md), all ranks together."
+    peak, device = peak_of(record), record["device_name"]
+    if peak is None:
+        return f"{text} There is no utilization (MFU), since planner/hardware.toml has no peak of {device}."
+    return (
+        f"{text} MFU is their share of {record['world_size']} times {peak.flops_per_second / 1e12:g} TFLOP/s, "
+        f"the peak of {device} in {peak.dtype} ({peak.source})."
+    )
 
 
 def conclusion_section(compared: Compared) -> Section:

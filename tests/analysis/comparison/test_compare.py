@@ -17,7 +17,7 @@ from analysis.comparison.conclusion import conclusion, fastest
 from analysis.comparison.fairness import FIELDS, SETTINGS, affected, differences, require_comparable
 from analysis.errors import TraceError
 from analysis.report.figures.lanes_figure import lanes_by_choice_figure
-from analysis.report.figures.times import parts_figure, step_time_figure
+from analysis.report.figures.times import loss_over_time_figure, parts_figure, step_time_figure
 from analysis.report.figures.tradeoff import LETTER_PX, LINE_PX, MARK_PX, cover, place_labels
 from analysis.report.figures.traffic import traffic_figure
 from analysis.report.pages.compare import Compared, comparison_page, write_comparison
@@ -376,6 +376,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
         "Memory",
         "Traffic",
         "Training loss",
+        "Training loss over time",
     ]
     assert "Nothing. The run records agree" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
     assert "other is fastest here: pytorch_ddp, the reference, takes 2.00 times" in body
@@ -436,3 +437,24 @@ def test_labels_of_points_cover_no_other_label_and_no_point(points: Any) -> None
     marks = [(x, y, MARK_PX / 2, MARK_PX / 2) for _, x, y in points]
     for index, label in enumerate(labels):
         assert not any(cover(label, other) for other in [*labels[:index], *marks])
+
+
+def test_the_page_says_whose_peak_utilization_refers_to(tmp_path: Path) -> None:
+    on_gpus = {name: timed(name, 0.1) | {"device_name": "Tesla T4"} for name in ("pytorch_ddp", "b")}
+    on_gpus["b"]["model_flops_per_second"] = 1.62e12
+    page = comparison_page(Compared(on_gpus, {}, "pytorch_ddp", [], []))
+    assert "MFU is their share of 2 times 8.1 TFLOP/s, the peak of Tesla T4 in float32 (NVIDIA T4" in page
+    table = comparison(on_gpus, {}, "pytorch_ddp").set_index("choice")
+    assert table.loc["b", "mfu_pct"] == 10.0
+    unknown = comparison_page(Compared({"b": timed("b", 0.1)}, {}, "pytorch_ddp", [], []))
+    assert "no utilization (MFU), since planner/hardware.toml has no peak of cpu" in unknown
+
+
+def test_losses_are_drawn_over_the_time_of_their_steps() -> None:
+    """Steps of 9, 0.2 and 0.2 s that were timed, and one under the profiler, which counts as the median of 0.2 s."""
+    run = record("a", 0.2) | {"train_loss": [4.0, 3.0, 2.0, 1.0]}
+    (line,) = loss_over_time_figure({"a": run}).data
+    assert line.x.tolist() == pytest.approx([9.0, 9.2, 9.4, 9.6]) and line.y.tolist() == [4.0, 3.0, 2.0, 1.0]
+    run["resumed_from"] = {"step": 2}
+    (line,) = loss_over_time_figure({"a": run}).data
+    assert line.y.tolist() == [2.0, 1.0] and line.x[0] == pytest.approx(0.2)

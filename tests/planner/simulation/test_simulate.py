@@ -208,7 +208,7 @@ def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-COUNTS_BYTES, VERDICT_BYTES = 2 * 24, 16
+COUNTS_BYTES, VERDICT_BYTES = 2 * 32, 16
 """Of the first exchange of two ranks, and of the all-reduce of loss and norm. The second exchange hides behind it."""
 EXCHANGE_S = 2 * LATENCY + (COUNTS_BYTES + VERDICT_BYTES) / RATE
 

@@ -1,0 +1,53 @@
+"""Model FLOPs utilization (MFU): what a run computes of its model, as share of what its devices could.
+
+Chowdhery et al., 2022, "PaLM", appendix B: achieved throughput over that of a system at peak FLOP/s, where a sample
+costs what forward and backward of the model need (`docs/run-record.md`, Model FLOPs).
+"""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLE = Path(__file__).parents[2] / "planner" / "hardware.toml"
+
+
+class Peak(NamedTuple):
+    """What a device computes at most, in FLOP/s of dense matrices, and who says so."""
+
+    flops_per_second: float
+    dtype: str
+    source: str
+
+
+def peak_of(record: dict[str, Any]) -> Peak | None:
+    """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
+    config = record["config"]
+    dtype = "bfloat16" if config["precision"] == "bf16" else "tfloat32" if config.get("tf32") else "float32"
+    device = gpus().get(spelled(record["device_name"]))
+    if device is None or dtype not in device["flops"]:
+        return None
+    return Peak(device["flops"][dtype], dtype, device["source"])
+
+
+def mfu(record: dict[str, Any]) -> float | None:
+    """A fraction of 1; None without a peak, or if nothing was counted or timed."""
+    peak, achieved = peak_of(record), record["model_flops_per_second"]
+    return achieved / (peak.flops_per_second * record["world_size"]) if peak and achieved else None
+
+
+@cache
+def gpus() -> dict[str, dict[str, Any]]:
+    """Devices of the planner's table by each of their names."""
+    devices = tomllib.loads(TABLE.read_text())["devices"]
+    return {
+        spelled(name): device
+        for key, device in devices.items()
+        if device["kind"] == "cuda"
+        for name in (key, device["title"], *device.get("aliases", ()))
+    }
+
+
+def spelled(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

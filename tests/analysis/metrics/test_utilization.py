@@ -1,0 +1,32 @@
+"""Model FLOPs utilization by hand, and which devices have a peak."""
+
+from typing import Any
+
+import pytest
+
+from analysis.metrics.utilization import mfu, peak_of
+from tests.traces import record
+
+
+def run_on(device: str, achieved: float | None, **config: Any) -> dict[str, Any]:
+    told = record("x", 1.0) | {"device_name": device, "model_flops_per_second": achieved}
+    return told | {"config": {**told["config"], **config}}
+
+
+def test_utilization_worked_out_by_hand() -> None:
+    """Two A100 reach 312 TFLOP/s each in bf16, 156 in TF32 and 19.5 in fp32."""
+    name = "NVIDIA A100-SXM4-80GB"
+    assert mfu(run_on(name, 312e12, precision="bf16")) == pytest.approx(0.5)
+    assert mfu(run_on(name, 31.2e12, tf32=True)) == pytest.approx(0.1)
+    assert mfu(run_on(name, 3.9e12)) == pytest.approx(0.1)
+    peak = peak_of(run_on(name, 1.0))
+    assert peak is not None and peak.dtype == "float32" and "data sheet" in peak.source
+
+
+@pytest.mark.parametrize("device", ["8 x Intel Xeon", "cpu", "NVIDIA GeForce 256"])
+def test_a_cpu_and_an_unknown_gpu_have_none(device: str) -> None:
+    assert peak_of(run_on(device, 1e12)) is None and mfu(run_on(device, 1e12)) is None
+
+
+def test_nothing_counted_is_no_utilization() -> None:
+    assert mfu(run_on("Tesla T4", None)) is None

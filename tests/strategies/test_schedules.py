@@ -1,0 +1,78 @@
+"""Scheduled learning rates reach the optimizer of every choice, as `LambdaLR`'s do in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoints import fingerprints, train_to
+from tests.models import build
+from tests.parity import OPTIMIZERS, assert_close, for_each_choice, global_batch, joined, load, options_of
+from tests.ranks import RankPool
+from training.config import RunConfig
+from training.loop import Plan, Unwatched, train
+from training.schedule import learning_rates
+from training.step import StepData
+
+STEPS, LR = 6, 1e-2
+SPLIT = [[2, 2]] * 2
+CONFIG = RunConfig(lr=LR, schedule="cosine", warmup_steps=2)
+
+
+def train_scheduled(choice: tuple[str, str], options: dict[str, object]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Parameters after the last step, and the rates that the run records."""
+    strategy = load(choice)(build("plain"), OPTIMIZERS["adam"], options_of(choice, **options))
+    steps = [StepData(8, global_batch("plain", SPLIT, step)[dist.get_rank()]) for step in range(STEPS)]
+    plan = Plan(learning_rate=learning_rates(CONFIG, STEPS))
+    result = train(strategy, steps, Unwatched(), None, lambda result: None, plan)
+    return strategy.full_state_dict(), [rate for rate in result.lr if rate is not None]
+
+
+def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
+    module = build("plain")
+    optimizer = OPTIMIZERS["adam"](module.parameters())
+    rate = learning_rates(CONFIG, STEPS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / LR)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        module(**joined(global_batch("plain", SPLIT, step))).loss.backward()
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return module.state_dict(), seen
+
+
+@for_each_choice
+def test_the_schedule_is_that_of_one_process(ranks: RankPool, choice: tuple[str, str]) -> None:
+    check_schedule(ranks, choice, {})
+
+
+def test_parameters_updated_early_have_the_step_s_rate(ranks: RankPool) -> None:
+    check_schedule(ranks, ("ddp", "bucket_ddp_async"), {"overlap_optimizer": True, "bucket_cap_mb": 0.0003})
+
+
+def check_schedule(ranks: RankPool, choice: tuple[str, str], options: dict[str, object]) -> None:
+    wanted, rates = train_alone()
+    results = ranks.run(2, train_scheduled, choice, options)
+    for _, seen in results:
+        assert seen == pytest.approx(rates, rel=1e-12)
+    assert_close(results[0][0], wanted, 1e-5, "parameter")
+
+
+def straight_and_resumed(choice: tuple[str, str], folder: Path) -> None:
+    """Six scheduled steps without a stop, and with one after the fourth."""
+    scheduled = {"schedule": "cosine", "warmup_steps": 2}
+    strategy, straight = train_to(choice, STEPS, **scheduled)
+    held = fingerprints(strategy, straight)
+    train_to(choice, 4, folder, planned=STEPS, **scheduled)
+    strategy, resumed = train_to(choice, STEPS, folder, resume="latest", **scheduled)
+    assert fingerprints(strategy, resumed) == held
+    assert resumed.lr == [None] * 4 + straight.lr[4:]
+    assert resumed.grad_norm == [None] * 4 + straight.grad_norm[4:]
+
+
+@pytest.mark.parametrize("choice", [("ddp", "flat_ddp"), ("sharding", "zero3"), ("sharding", "pytorch_zero1")])
+def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path: Path, choice: tuple[str, str]) -> None:
+    ranks.run(2, straight_and_resumed, choice, tmp_path)
