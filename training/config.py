@@ -141,7 +141,11 @@ class RunConfig:
     workload: str = _data(AUTO, "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
     model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
     dataset: str | None = _data(
-        None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with columns text and label"
+        None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with texts and labels"
+    )
+    text_column: str | None = _data(None, "column of --dataset that holds the texts (default: text)")
+    label_column: str | None = _data(
+        None, "column of --dataset that holds the labels, names or whole numbers (default: label)"
     )
     train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)

@@ -1,4 +1,4 @@
-"""Review classification: built-in reviews or a data set of the same schema, random weights or a pretrained model."""
+"""Text classification: built-in reviews or a data set of your own, random weights or a pretrained model."""
 
 from typing import Any
 
@@ -35,13 +35,18 @@ def build(config: RunConfig) -> Workload:
 
 
 def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    name = config.model or hub.MODEL
+    name, default = config.model or hub.MODEL, hub.Columns()
+    columns = hub.Columns(config.text_column or default.text, config.label_column or default.label)
 
     def load() -> Workload:
         tokenizer = hub.load_tokenizer(name)
-        data = hub.load_reviews(config.dataset or hub.DATASET, train_samples, eval_samples, config.seed)
-        train, evaluation = (hub.tokenize(part, tokenizer, MAX_TOKENS) for part in data)
-        model = hub.load_classifier(name, tokenizer, STARS)
+        dataset = config.dataset or hub.DATASET
+        data = hub.load_labelled_text(dataset, columns, train_samples, eval_samples, config.seed)
+        labels = data.labels.in_order_of(hub.label_numbers(name))
+        train, evaluation = (
+            hub.tokenize(part, columns, labels, tokenizer, MAX_TOKENS) for part in (data.train, data.evaluation)
+        )
+        model = hub.load_classifier(name, tokenizer, labels.names)
         return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5, classifies=True)
 
     return node_leader_first(load)
