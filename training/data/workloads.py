@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
+    "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
     "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
     "mlp": "--depth bias-free linear + ReLU layers of --width features on synthetic regression data",
@@ -31,6 +32,10 @@ def build_workload(config: RunConfig) -> "Workload":
         from training.data import text
 
         return text.build(config)
+    if config.workload == "digits":
+        from training.data import digits
+
+        return digits.build(config)
     from training.data import synthetic
 
     return synthetic.build(config)
