@@ -10,7 +10,8 @@ from torch import nn
 from planner import models
 from training.config import RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
-from training.data.workloads import build_workload
+from training.data.workloads import WORKLOADS, build_workload
+from training.errors import UserError
 from training.strategy import MicroBatch
 
 PAD_TOKEN = 0
@@ -23,8 +24,12 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
     """Makes the model of a workload.
 
     Raises:
-        UserError: the model of workload yelp cannot be built without the hub.
+        UserError: the model of workload yelp cannot be built without the hub, or the workload is not the project's.
     """
+    if config.workload not in WORKLOADS:
+        raise UserError(
+            f"the simulator does not know workload {config.workload}: it builds only {', '.join(WORKLOADS)}"
+        )
     if config.workload == "yelp":
         from training.data import hub
 

@@ -138,7 +138,11 @@ class RunConfig:
     """One training run. Each field is a flag of the same name (`training.flags` builds the command line from here)."""
 
     choice: str = _data("", "the strategy to train with")
-    workload: str = _data(AUTO, "model and data to train on; auto is 'yelp' with CUDA and 'sample' without")
+    workload: str = _data(
+        AUTO,
+        "model and data to train on, or FILE.py:FUNCTION, your own (docs/own-workload.md); auto is 'yelp' with CUDA and "
+        "'sample' without",
+    )
     model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
     dataset: str | None = _data(
         None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with texts and labels"

@@ -80,9 +80,7 @@ class LabelledText(NamedTuple):
     labels: Labels
 
 
-def load_labelled_text(
-    name: str, columns: Columns, train_samples: int, eval_samples: int, seed: int
-) -> LabelledText:
+def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_samples: int, seed: int) -> LabelledText:
     """Training and held-out samples of a data set with a column of texts and one of labels, names or whole numbers.
 
     Held-out samples come from split `test` or `validation`, or from the end of the training data if there is neither.

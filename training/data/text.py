@@ -12,7 +12,6 @@ from training.data.reviews import STARS, make_reviews
 from training.data.sampling import Collate
 from training.data.workload import Workload
 from training.distributed import from_rank0, node_leader_first
-from training.errors import UserError
 
 SAMPLE_VOCABULARY = 2048
 MAX_TOKENS = 512
@@ -53,8 +52,6 @@ def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
 
 
 def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    if config.model or config.dataset:
-        raise UserError(f"--model and --dataset go with --workload yelp, not {config.workload}")
     reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
     tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
     train, evaluation = (

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from training.config import RunConfig
+from training.errors import UserError
 
 if TYPE_CHECKING:
     from training.data.workload import Workload
@@ -22,12 +23,25 @@ WORKLOADS = {
 """By name, a sentence for `--help`, in display order."""
 
 
+def is_own(name: str) -> bool:
+    """Whether it names a file of the user, and a function in it."""
+    return ":" in name or name.endswith(".py")
+
+
 def build_workload(config: RunConfig) -> "Workload":
     """The workload that `config.workload` names, the same on every rank. Collective.
 
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    if is_own(config.workload):
+        from training.data import own
+
+        return own.build(config)
+    if (config.model or config.dataset) and config.workload != "yelp":
+        raise UserError(f"--model and --dataset go with --workload yelp, or with your own, not with {config.workload}")
+    if (config.text_column or config.label_column) and config.workload != "yelp":
+        raise UserError(f"--text-column and --label-column go with --dataset, not with --workload {config.workload}")
     if config.workload in ("sample", "smollm2-360m", "yelp"):
         from training.data import text
 
