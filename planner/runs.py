@@ -27,9 +27,9 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
         UserError: the model of workload yelp cannot be built without the hub, or the workload is not the project's.
     """
     if config.workload not in WORKLOADS:
-        raise UserError(
-            f"the simulator does not know workload {config.workload}: it builds only {', '.join(WORKLOADS)}"
-        )
+        raise UserError(f"workload {config.workload} cannot be simulated; only these can: {', '.join(WORKLOADS)}")
+    if config.lora_rank:
+        raise UserError("--lora-rank: adapters cannot be simulated")
     if config.workload == "yelp":
         from training.data import hub
 

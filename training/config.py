@@ -140,8 +140,8 @@ class RunConfig:
     choice: str = _data("", "the strategy to train with")
     workload: str = _data(
         AUTO,
-        "model and data to train on, or FILE.py:FUNCTION, your own (docs/own-workload.md); auto is 'yelp' with CUDA and "
-        "'sample' without",
+        "model and data to train on, or FILE.py:FUNCTION of your own (docs/own-workload.md); auto is 'yelp' with CUDA "
+        "and 'sample' without",
     )
     model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
     dataset: str | None = _data(
@@ -155,6 +155,15 @@ class RunConfig:
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
     depth: int = _data(40, "layers of workload mlp", at_least=1)
     width: int = _data(4096, "features of each layer of workload mlp", at_least=1)
+
+    lora_rank: int | None = _data(
+        None,
+        "freeze the model, and train LoRA adapters of this rank beside its linear layers (default: train the model)",
+        at_least=1,
+    )
+    lora_alpha: int | None = _data(
+        None, "what adapters give is multiplied by this over --lora-rank (default: twice --lora-rank)", at_least=1
+    )
 
     global_batch_size: int = _batch(
         8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
@@ -257,6 +266,7 @@ class RunConfig:
             "with --clip-grad-norm",
             "one or the other, since the norm is known only when all gradients are reduced",
         )
+        _require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
         _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
         _require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")

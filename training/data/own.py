@@ -46,7 +46,7 @@ def build(config: RunConfig) -> Workload:
 def _function(name: str) -> Callable[..., Any]:
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function:
-        raise UserError(f"--workload {name}: name the function too, such as {name.rstrip(':')}:build")
+        raise UserError(f"--workload {name}: name a file and a function in it, such as workload.py:build")
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"--workload {name}: no file {path}")

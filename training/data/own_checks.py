@@ -115,7 +115,7 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
         )
     if not isinstance(loss, Tensor) or loss.ndim:
         raise UserError(
-            f"--workload {name}: its loss is {_kind(loss)}; it must be a tensor without dimensions: the mean over samples"
+            f"--workload {name}: its loss is {_kind(loss)}; it must be a scalar tensor, the mean over the batch"
         )
     if workload.classifies:
         logits = getattr(output, "logits", None)

@@ -24,8 +24,8 @@ class Workload:
         learning_rate: Used if the user gives no `--lr`.
         classifies: Whether `logits.argmax(-1) == labels` is a meaningful accuracy.
         count: How many terms the loss of a batch, on the CPU, is a mean over. Default: its samples.
-        loss: `loss(output, batch)`, a scalar: the mean over the batch's samples. For models that answer without `.loss`;
-            they are called with those entries of a batch that their `forward` names.
+        loss: `loss(output, batch)`, a scalar: the mean over the batch. For models that answer without `.loss`. Such a
+            model is called with those entries of a batch that its `forward` names.
     """
 
     model: nn.Module

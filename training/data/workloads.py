@@ -29,11 +29,20 @@ def is_own(name: str) -> bool:
 
 
 def build_workload(config: RunConfig) -> "Workload":
-    """The workload that `config.workload` names, the same on every rank. Collective.
+    """The workload that `config.workload` names, the same on every rank, with adapters if there are to be. Collective.
 
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    workload = _named(config)
+    if config.lora_rank is None:
+        return workload
+    from training.data.lora import with_adapters
+
+    return with_adapters(workload, config)
+
+
+def _named(config: RunConfig) -> "Workload":
     if is_own(config.workload):
         from training.data import own
 
