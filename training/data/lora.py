@@ -35,7 +35,7 @@ def with_adapters(workload: Workload, config: RunConfig) -> Workload:
     task = next((task for ending, task in TASKS.items() if kind.endswith(ending)), None)
     if task is None or not isinstance(workload.model, PreTrainedModel):
         raise UserError(
-            f"--lora-rank: the model of workload {config.workload} is a {kind}; adapters are for transformers' text "
+            f"--lora-rank: the model of workload {config.workload} is of class {kind}; adapters are for transformers' text "
             "classifiers and causal language models"
         )
     assert config.lora_rank is not None, "asked for"

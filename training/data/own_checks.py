@@ -40,15 +40,15 @@ def in_one_line(what: str) -> Iterator[None]:
 def require_fields(name: str, workload: Any) -> None:
     if not isinstance(workload, Workload):
         raise UserError(
-            f"--workload {name}: returns a {type(workload).__name__}; it must return a training.data.workload.Workload"
+            f"--workload {name}: returns {_kind(workload)}; it must return a training.data.workload.Workload"
         )
     if not isinstance(workload.model, nn.Module):
-        raise UserError(f"--workload {name}: model is a {type(workload.model).__name__}, not a torch.nn.Module")
+        raise UserError(f"--workload {name}: model is {_kind(workload.model)}, not a torch.nn.Module")
     for field in ("train", "evaluation"):
         data = getattr(workload, field)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise UserError(
-                f"--workload {name}: {field} is a {type(data).__name__}, which has no length or no [index]; read it "
+                f"--workload {name}: {field} is {_kind(data)}, which has no length or no [index]; read it "
                 "into a list or a map-style data set"
             )
         if not len(data):
@@ -131,4 +131,5 @@ def _kind(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return "a dict of " + (", ".join(f"{key}: {type(item).__name__}" for key, item in value.items()) or "nothing")
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
