@@ -147,10 +147,8 @@ class RunConfig:
     dataset: str | None = _data(
         None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with texts and labels"
     )
-    text_column: str | None = _data(None, "column of --dataset that holds the texts (default: text)")
-    label_column: str | None = _data(
-        None, "column of --dataset that holds the labels, names or whole numbers (default: label)"
-    )
+    text_column: str = _data("text", "the column of --dataset that has the text")
+    label_column: str = _data("label", "the column of --dataset that has the labels, names or whole numbers")
     train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
     depth: int = _data(40, "layers of workload mlp", at_least=1)

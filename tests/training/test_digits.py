@@ -20,7 +20,7 @@ def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_
     assert record["train_samples"] == 1437 and record["eval"]["samples"] == 360
     assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
     for row in record["memory"]:
-        assert row["buffers_bytes"] == 2 * 4 * (16 + 32) + 2 * 8, "means, variances, and two counters"
+        assert row["buffers_bytes"] == 2 * 4 * (32 + 64) + 2 * 8, "means, variances, and two counters"
 
 
 def test_held_out_images_are_the_same_whatever_the_seed() -> None:

@@ -227,7 +227,7 @@ BAD_SETTINGS = {
     "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
     "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload yelp"),
-    "columns without a data set": ({"label_column": "x"}, "--text-column and --label-column go with --dataset"),
+    "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
     "adapters without transformers": (
         {"lora_rank": 2},
         "--lora-rank: the model of workload mlp is of class MLP; adapters are",

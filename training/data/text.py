@@ -34,8 +34,7 @@ def build(config: RunConfig) -> Workload:
 
 
 def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    name, default = config.model or hub.MODEL, hub.Columns()
-    columns = hub.Columns(config.text_column or default.text, config.label_column or default.label)
+    name, columns = config.model or hub.MODEL, hub.Columns(config.text_column, config.label_column)
 
     def load() -> Workload:
         tokenizer = hub.load_tokenizer(name)

@@ -49,8 +49,8 @@ def _named(config: RunConfig) -> "Workload":
         return own.build(config)
     if (config.model or config.dataset) and config.workload != "yelp":
         raise UserError(f"--model and --dataset go with --workload yelp, or with your own, not with {config.workload}")
-    if (config.text_column or config.label_column) and config.workload != "yelp":
-        raise UserError(f"--text-column and --label-column go with --dataset, not with --workload {config.workload}")
+    if config.label_column != "label" and config.workload != "yelp":
+        raise UserError(f"--label-column goes with --dataset, not with --workload {config.workload}")
     if config.workload in ("sample", "smollm2-360m", "yelp"):
         from training.data import text
 
