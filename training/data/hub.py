@@ -107,7 +107,7 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
     for split, rows in ((training, order[:train_samples]), (held_out or training, held_out_rows)):
         parts.append(splits[split].select(rows))
         _require_usable(f"--dataset {name}: row {{}} of split {split}", parts[-1], rows, columns, labels)
-    return LabelledText(*parts, labels)
+    return LabelledText(parts[0], parts[1], labels)
 
 
 def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_tokens: int) -> Sequence[Any]:

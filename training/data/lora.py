@@ -35,8 +35,8 @@ def with_adapters(workload: Workload, config: RunConfig) -> Workload:
     task = next((task for ending, task in TASKS.items() if kind.endswith(ending)), None)
     if task is None or not isinstance(workload.model, PreTrainedModel):
         raise UserError(
-            f"--lora-rank: the model of workload {config.workload} is of class {kind}; adapters are for transformers' text "
-            "classifiers and causal language models"
+            f"--lora-rank: the model of workload {config.workload} is of class {kind}; adapters are for text "
+            "classifiers and causal language models of transformers"
         )
     assert config.lora_rank is not None, "asked for"
     alpha = config.lora_alpha or 2 * config.lora_rank

@@ -94,7 +94,7 @@ def put_beside(model: nn.Module, loss: Callable[[Any, dict[str, Tensor]], Tensor
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         return SimpleNamespace(loss=loss(output, batch), logits=logits)
 
-    model.forward = answer  # type: ignore[method-assign]
+    model.forward = answer
 
 
 def _first(data: Any, count: int | None) -> Any:
