@@ -25,7 +25,7 @@ AUTO = "auto"
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
-RECORD_VERSION = 8
+RECORD_VERSION = 9
 """Version of the run record's format (`docs/run-record.md`)."""
 
 

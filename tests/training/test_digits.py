@@ -1,14 +1,18 @@
 """Workload `digits`: it learns in little time, and its batch normalization has the same statistics everywhere."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ddp
+import sharding
 from tests.ranks import RankPool
 from tests.training.test_run import record_of, run_here
 from training.config import RunConfig
 from training.data.digits import build
+from training.flags import parse_config
 
 
 @pytest.mark.parametrize("ranks_of_run", [1, 2])
@@ -21,6 +25,16 @@ def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_
     assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
     for row in record["memory"]:
         assert row["buffers_bytes"] == 2 * 4 * (32 + 64) + 2 * 8, "means, variances, and two counters"
+
+
+def test_the_commands_of_the_tutorial_make_sense() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    commands = re.findall(r"^    torchrun --standalone --nproc_per_node=[12] (main_\w+\.py) (.+)$", text, re.MULTILINE)
+    assert len(commands) == 5 and len(text.splitlines()) <= 120
+    for script, flags in commands:
+        registry = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}[script]
+        config = parse_config("", registry, arguments=flags.split())
+        assert config.workload in ("digits", "mlp")
 
 
 def test_held_out_images_are_the_same_whatever_the_seed() -> None:

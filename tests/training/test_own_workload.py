@@ -1,7 +1,9 @@
 """A workload from a file of the user: it trains, and each mistake in it is one line that says where it is."""
 
+import dataclasses
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from planner.runs import module_maker
 from tests.ranks import RankPool
 from training.config import RunConfig
 from training.data import own
+from training.data.workload import Workload
 from training.distributed import Ranks
 from training.errors import UserError
 from training.run import train_and_record
@@ -83,6 +86,14 @@ def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path
         assert record["train_samples"] == 360 and record["eval"]["samples"] == 82
         assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
         assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
+
+
+def test_docs_have_every_field() -> None:
+    """But those that only the project's own language models set."""
+    text = (ROOT / "docs" / "own-workload.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    fields = [field.name for field in dataclasses.fields(Workload)]
+    assert set(documented) == set(fields) - {"language", "notes"}
 
 
 def test_samples_are_cut_and_labels_are_counted(ranks: RankPool, tmp_path: Path) -> None:
