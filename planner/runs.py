@@ -20,16 +20,25 @@ YELP_TOKENS = 512
 """Workload yelp cuts reviews there. Those of a plan are as long as that, since the data may not be here."""
 
 
-def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
-    """Makes the model of a workload.
+def require_known(config: RunConfig) -> None:
+    """Check that the workload can be built here.
 
     Raises:
-        UserError: the model of workload yelp cannot be built without the hub, or the workload is not the project's.
+        UserError: it is a user's own, or has adapters.
     """
     if config.workload not in WORKLOADS:
         raise UserError(f"workload {config.workload} cannot be simulated; only these can: {', '.join(WORKLOADS)}")
     if config.lora_rank:
         raise UserError("--lora-rank: adapters cannot be simulated")
+
+
+def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
+    """Makes the model of a workload.
+
+    Raises:
+        UserError: the model of workload yelp cannot be built without the hub, or the workload is not known here.
+    """
+    require_known(config)
     if config.workload == "yelp":
         from training.data import hub
 
@@ -38,6 +47,10 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
         from training.data.text import random_llama_classifier
 
         return lambda: random_llama_classifier(config.workload, PAD_TOKEN)
+    if config.workload == "digits":
+        from training.data.digits import DigitsCNN
+
+        return DigitsCNN
     from training.data import synthetic
 
     return lambda: synthetic.build(config).model
@@ -47,8 +60,9 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
     """What a rank gets in the first optimizer step of a run, on the CPU.
 
     Raises:
-        UserError: the global batch does not divide.
+        UserError: the global batch does not divide, or the workload is not known here.
     """
+    require_known(config)
     size = config.micro_batch_size(world_size)
     if config.workload == "yelp":
         from training.data import hub

@@ -8,6 +8,7 @@ import pytest
 
 import ddp
 import sharding
+from planner.runs import first_micro_batches, module_maker
 from tests.ranks import RankPool
 from tests.training.test_run import record_of, run_here
 from training.config import RunConfig
@@ -42,3 +43,9 @@ def test_held_out_images_are_the_same_whatever_the_seed() -> None:
         return [sample["images"].sum().item() for sample in build(RunConfig(**settings)).evaluation]
 
     assert shades(seed=3) == shades() and shades(eval_samples=7) == shades()[:7]
+
+
+def test_the_simulator_builds_it_too() -> None:
+    config = RunConfig(workload="digits", global_batch_size=64)
+    (batch, _) = first_micro_batches(config, world_size=2)
+    assert module_maker(config)()(**batch).logits.shape == (16, 10)

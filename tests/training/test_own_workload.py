@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.runs import module_maker
+from planner.runs import first_micro_batches, module_maker
 from tests.ranks import RankPool
 from training.config import RunConfig
 from training.data import own
@@ -223,6 +223,9 @@ def test_flags_that_nobody_reads(ranks: RankPool, tmp_path: Path) -> None:
     assert said == f"--workload {name}: takes no argument, and so cannot know --model and --dataset"
 
 
-def test_a_plan_does_not_know_it() -> None:
+@pytest.mark.parametrize("build", [module_maker, partial(first_micro_batches, world_size=2)])
+def test_a_plan_does_not_know_it(build: Any) -> None:
     with pytest.raises(UserError, match=f"workload {EXAMPLE} cannot be simulated; only these can: sample"):
-        module_maker(RunConfig(workload=EXAMPLE))
+        build(RunConfig(workload=EXAMPLE))
+    with pytest.raises(UserError, match="--lora-rank: adapters cannot be simulated"):
+        build(RunConfig(workload="sample", lora_rank=2))
