@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import models
-from training.config import RunConfig
+from training.config import CAUSAL_LM, RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
 from training.data.workloads import WORKLOADS, build_workload
 from training.errors import UserError
@@ -16,6 +16,7 @@ from training.strategy import MicroBatch
 
 PAD_TOKEN = 0
 """The first token of the tokenizer that workload `sample` trains."""
+FROM_HUB = ("yelp", "hub")
 YELP_TOKENS = 512
 """Workload yelp cuts reviews there. Those of a plan are as long as that, since the data may not be here."""
 
@@ -36,17 +37,20 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
     """Makes the model of a workload.
 
     Raises:
-        UserError: the model of workload yelp cannot be built without the hub, or the workload is not known here.
+        UserError: the model of workload yelp or hub cannot be built without the hub, or is a language model; or the
+            workload is not known here.
     """
     require_known(config)
-    if config.workload == "yelp":
-        from training.data import hub
-
-        return models.find(config.model or hub.MODEL).build
+    if config.workload in FROM_HUB:
+        return _model_of(config).build
     if config.workload in ("sample", "smollm2-360m"):
         from training.data.text import random_llama_classifier
 
         return lambda: random_llama_classifier(config.workload, PAD_TOKEN)
+    if config.workload == "sample-lm":
+        from training.data.causal_lm import sample_model
+
+        return lambda: sample_model(config)
     if config.workload == "digits":
         from training.data.digits import DigitsCNN
 
@@ -64,16 +68,22 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
     """
     require_known(config)
     size = config.micro_batch_size(world_size)
-    if config.workload == "yelp":
-        from training.data import hub
-
-        model = models.find(config.model or hub.MODEL)
+    if config.workload in FROM_HUB:
+        model = _model_of(config)
         return list(model.micro_batches(config.grad_accum_steps, size, YELP_TOKENS))
     with torch.device("meta"), alone():  # the model has no memory
         workload = build_workload(config)
     window = epoch_windows(len(workload.train), config.global_batch_size, config.seed, 0)[0]
     indices = rank_micro_batches(window, rank, world_size, size)
     return [workload.collate([workload.train[index] for index in mine]) for mine in indices]
+
+
+def _model_of(config: RunConfig) -> models.Model:
+    from training.data import hub
+
+    if config.task == CAUSAL_LM:
+        raise UserError("the planner knows language models as classifiers only: leave out --task causal-lm")
+    return models.find(config.model or hub.MODEL)
 
 
 @contextmanager

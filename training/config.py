@@ -22,6 +22,8 @@ NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
 """Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
 BACKENDS = ("auto", "gloo", NCCL, LEGACY_NCCL)
 AUTO = "auto"
+CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
+TASKS = (CLASSIFICATION, CAUSAL_LM)
 COMPRESSIONS = ("bf16", "powersgd")
 LATEST = "latest"
 
@@ -138,17 +140,28 @@ class RunConfig:
     """One training run. Each field is a flag of the same name (`training.flags` builds the command line from here)."""
 
     choice: str = _data("", "the strategy to train with")
+    task: str = _data(CLASSIFICATION, "what --model learns from --dataset (docs/language-models.md)", choices=TASKS)
     workload: str = _data(
         AUTO,
-        "model and data to train on, or FILE.py:FUNCTION of your own (docs/own-workload.md); auto is 'yelp' with CUDA "
-        "and 'sample' without",
+        "model and data to train on, or FILE.py:FUNCTION of your own (docs/own-workload.md); auto is 'hub' or 'yelp' "
+        "with --model or --dataset, else 'sample-lm' with --task causal-lm, 'yelp' with CUDA and 'sample' without",
     )
-    model: str | None = _data(None, "hub id or local save_pretrained folder, instead of the one of workload yelp")
+    model: str | None = _data(
+        None, "hub id or local save_pretrained folder; for causal-lm also a folder with a config.json alone"
+    )
     dataset: str | None = _data(
-        None, "hub id, save_to_disk folder, or parquet, CSV or JSON-lines file or folder with texts and labels"
+        None,
+        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; with texts and labels, "
+        "for causal-lm texts, or columns prompt and completion",
     )
     text_column: str = _data("text", "the column of --dataset that has the text")
     label_column: str = _data("label", "the column of --dataset that has the labels, names or whole numbers")
+    streaming: bool = _data(False, "causal-lm: read no more of --dataset than --train-samples and --eval-samples need")
+    sequence_length: int | None = _data(
+        None,
+        "causal-lm: tokens in a sequence (default: 128 for sample-lm, else 1024 or what the model takes)",
+        at_least=2,
+    )
     train_samples: int | None = _data(None, "training samples to use (default: set by the workload)", at_least=1)
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
     depth: int = _data(40, "layers of workload mlp", at_least=1)
@@ -236,6 +249,10 @@ class RunConfig:
         alone=LATEST,
     )
 
+    generate: int | None = _run(
+        None, "at the end, print so many tokens that the language model makes (default: none)", at_least=1
+    )
+    prompt: str | None = _run(None, "the text that --generate goes on with (default: of the held-out data)")
     lr: float | None = _run(None, "learning rate of AdamW (default: set by the workload)", above_zero=True)
     clip_grad_norm: float | None = _run(
         None, "scale gradients down to this norm over the whole model (default: do not)", above_zero=True
@@ -274,6 +291,7 @@ class RunConfig:
             self.checkpoint_dir,
             "with --checkpoint-every or --resume",
         )
+        _require(self.generate is not None or self.prompt is None, "--prompt", self.prompt, "with --generate")
         if self.profile_ranks is not None:
             ranks_in(self.profile_ranks, "--profile-ranks")
         self.strategy_options()

@@ -1,5 +1,6 @@
 """The training loop and the evaluation. They are the same for every strategy and know none of them."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from training.watch.phases import begin_step, phase
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """The parts of an optimizer step, as a profile names them."""
+MOST_NATS = 700
+"""The perplexity of a larger loss is no finite number."""
 
 
 class StepFollower(Protocol):
@@ -134,7 +137,7 @@ def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: to
 
     Returns:
         `loss` (mean over what `workload.count` counts), `accuracy` (a fraction; None if the workload does not
-        classify), `samples`.
+        classify), `samples`; of language models `perplexity` and `tokens`, over which the loss is a mean, else None.
     """
     strategy.module.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -153,5 +156,7 @@ def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: to
     return {
         "accuracy": correct / samples if workload.classifies else None,
         "loss": loss / terms,
+        "perplexity": math.exp(min(loss / terms, MOST_NATS)) if workload.language else None,
         "samples": round(samples),
+        "tokens": round(terms) if workload.language else None,
     }

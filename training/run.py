@@ -21,10 +21,11 @@ from training.data.copies import copied_ahead, token_count
 from training.data.lora import save_adapter
 from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
-from training.data.workloads import build_workload
+from training.data.workloads import build_workload, resolve_workload
 from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
 from training.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from training.flags import to_toml
+from training.generation import generate, require_generates
 from training.link.speed import NONE
 from training.loop import TrainingResult, evaluate, train
 from training.process.lazy_compiler import compiler_postponed
@@ -89,7 +90,8 @@ def train_and_record(
         SequenceError: ranks issued different collectives.
     """
     so_far = so_far or RunSoFar(config)
-    config = resolve(config, ranks)
+    config = resolve_workload(config, ranks.device.type == "cuda")
+    config = replace(config, device=ranks.device.type, backend=ranks.backend)
     config.require_profiled_ranks(ranks.world_size)
     require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.world_size)
@@ -100,6 +102,7 @@ def train_and_record(
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
+    require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.world_size)
     steps = planned_steps(config, len(workload.train))
     checkpoints.require_steps_left(steps)
@@ -147,6 +150,8 @@ def train_and_record(
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
     if config.lora_rank:
         save_adapter(strategy, choice_folder(config) / f"{run_id}.adapter")
+    between_steps("generating")
+    so_far.generated = generate(strategy, workload, config)
     between_steps("recording memory")
     step_data = next(batches_of_steps(config, workload, ranks, steps=1))
     step_memory = record_step_memory(strategy, step_data, config.clip_grad_norm)
@@ -157,8 +162,10 @@ def train_and_record(
     path = choice_folder(config) / f"{run_id}.run.json"
     from_rank0(lambda: write_json(path, record))
     if ranks.is_main:
-        for note in strategy.notes:
+        for note in record["notes"]:
             print(f"{config.label}: {note}", flush=True)
+        if text := so_far.generated:
+            print(f"{config.label}: generated after '{text['prompt']}': {text['text']}", flush=True)
         print(summary_line(config.label, record, str(path)), flush=True)
 
 
@@ -172,14 +179,6 @@ def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
     message = f"stopped by SIGUSR1 after step {done} of {steps}; checkpoint: {checkpoint}"
     write_json(path, run.record(Ending(STOPPED, step=done, message=message)))
     print(f"{run.config.label}: {message}; --resume continues; record: {path}", flush=True)
-
-
-def resolve(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """`config` with each `auto` replaced by what it means on these ranks."""
-    workload = config.workload
-    if workload == "auto":
-        workload = "yelp" if ranks.device.type == "cuda" or config.model or config.dataset else "sample"
-    return replace(config, workload=workload, device=ranks.device.type, backend=ranks.backend)
 
 
 def leave_config(run: RunSoFar, world_size: int) -> None:
@@ -281,6 +280,8 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
         parts.append(f"median step {median * 1000:.0f} ms")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")
     parts.append(f"eval loss {evaluation['loss']:.3f}")
+    if evaluation["perplexity"] is not None:
+        parts.append(f"perplexity {evaluation['perplexity']:.1f} over {evaluation['tokens']:,} tokens")
     if evaluation["accuracy"] is not None:
         parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
     return ", ".join(parts) + f"; record: {path}"

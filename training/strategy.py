@@ -21,6 +21,7 @@ from training.communication.traffic import Collective
 from training.communication.verdict import VERDICT_BYTES, norm_of, update_unless
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.process.at_exit import settle_at_exit
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
@@ -74,6 +75,7 @@ class Strategy(ABC):
         group = process_group if process_group is not None else dist.group.WORLD
         if group is None:
             raise RuntimeError("a strategy needs a process group: call torch.distributed.init_process_group first")
+        settle_at_exit(group)
         self.module = module
         self.options = options or StrategyOptions()
         self.notes: list[str] = []  # decisions of the strategy that the user of a run should know

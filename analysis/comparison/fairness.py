@@ -61,12 +61,14 @@ EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
 SETTINGS = {
+    "task": Setting(of_config("task"), EVERYTHING),
     "workload": Setting(of_config("workload"), EVERYTHING),
     "model": Setting(of_config("model", "the workload's"), EVERYTHING),
     "parameters": Setting(lambda record: record.get("parameters"), EVERYTHING),
     "dataset": Setting(of_config("dataset", "the workload's"), (TIME, LOSS)),
-    "text column": Setting(of_config("text_column", "text"), (TIME, LOSS)),
+    "text column": Setting(of_config("text_column"), (TIME, LOSS)),
     "label column": Setting(of_config("label_column", "label"), (LOSS,)),
+    "sequence length": Setting(of_config("sequence_length", "the workload's"), (TIME, MEMORY, LOSS)),
     "lora rank": Setting(of_config("lora_rank", "none"), EVERYTHING),
     "lora alpha": Setting(of_config("lora_alpha", "twice the rank"), (LOSS,)),
     "training samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),

@@ -82,13 +82,12 @@ class ExecutionOrder:
         """Which buckets of the root belong to modules that ran after all units."""
         of_units = {member for unit in self._units for member in unit.modules}
         end = max((time for time, member in enumerate(self._ran) if member in of_units), default=len(self._ran))
-        owners = {p: m for m in self._module.modules() for p in m.parameters(recurse=False)}
         after = set(self._ran[end + 1 :]) - set(self._ran[: end + 1])
-        return [
-            index
-            for index, bucket in enumerate(self._root.buckets)
-            if all(owners[p] in after for p in bucket.flat.parameters)
-        ]
+        others = [module for module in self._module.modules() if module not in after]
+        early = {
+            p for module in others for p in module.parameters(recurse=False)
+        }  # among them weights tied to the head
+        return [index for index, bucket in enumerate(self._root.buckets) if early.isdisjoint(bucket.flat.parameters)]
 
 
 def merge_orders(orders: Sequence[Sequence[int]], count: int) -> list[int]:

@@ -164,7 +164,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = [{"body": review["text"], "stars": names[review["label"]]} for review in train]
     Dataset.from_list(named).to_csv(folder / "named.csv")
     (folder / "broken.parquet").write_bytes(b"PAR1 and nothing more")
-    (folder / "reviews.txt").write_text("a line")
+    (folder / "reviews.pdf").write_text("a line")
     (folder / "empty").mkdir()
     return folder
 
@@ -226,7 +226,7 @@ BAD_SETTINGS = {
     "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
     "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
-    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload yelp"),
+    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
     "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
     "adapters without transformers": (
         {"lora_rank": 2},
@@ -248,7 +248,7 @@ BAD_DATA = {
     "missing data": ({"dataset": "/nowhere/reviews.csv"}, "no such file or folder"),
     "missing model": ({"model": "/nowhere/model"}, "no such folder"),
     "folder without a model": ({"model": "empty"}, "no config.json"),
-    "unknown file type": ({"dataset": "reviews.txt"}, "unknown file type"),
+    "unknown file type": ({"dataset": "reviews.pdf"}, "unknown file type"),
     "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
     "empty folder": ({"dataset": "empty"}, "cannot be read"),
     "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),

@@ -21,11 +21,13 @@ from training.distributed import Ranks, from_rank0, on_every_rank
 from training.errors import UserError
 
 MUST_EQUAL = (
+    "task",
     "workload",
     "model",
     "dataset",
     "text_column",
     "label_column",
+    "sequence_length",
     "lora_rank",
     "lora_alpha",
     "train_samples",
@@ -183,7 +185,7 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
     different = [
         f"{flag_name(name)} was {manifest.config.get(name)} and is {config[name]}"
         for name in MUST_EQUAL
-        if manifest.config.get(name) != config[name]
+        if manifest.config.get(name, config[name]) != config[name]  # an earlier version may not know the setting
     ]
     if different:
         raise UserError(f"--resume: this is another training than the checkpoint's: {several(different, 12)}")

@@ -13,7 +13,7 @@ from training.errors import UserError
 
 MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
 DATASET = "Yelp/yelp_review_full"
-FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 HELD_OUT_SPLITS = ("test", "validation")
 Loaded = TypeVar("Loaded")
 
@@ -57,6 +57,63 @@ def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Modu
     return model
 
 
+class LoadedLM(NamedTuple):
+    """A causal language model in fp32. `tokenizer` is None if it has none, `is_new` says whether its weights are
+    random."""
+
+    model: Any
+    tokenizer: Any
+    is_new: bool
+
+
+def load_causal_lm(name: str) -> LoadedLM:
+    """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json
+    only.
+
+    Raises:
+        UserError: it cannot be loaded, or its tokenizer has no end-of-sequence token.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    _require_model_folder(name)
+    folder = Path(name).expanduser()
+    is_new = folder.is_dir() and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
+    has_tokenizer = not is_new or any(any(folder.glob(kind)) for kind in ("tokenizer*", "vocab*", "*.model"))
+    tokenizer = load_tokenizer(name) if has_tokenizer else None
+    if tokenizer is not None and tokenizer.eos_token_id is None:
+        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, which is to end each document")
+
+    def load() -> Any:
+        if is_new:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+
+    model = _load("model", name, load)
+    model.config.use_cache = False
+    return LoadedLM(model, tokenizer, is_new)
+
+
+def training_and_held_out(name: str, streams: bool = False) -> tuple[Any, Any]:
+    """Split `train`, or the first one; and split `test` or `validation`, or None.
+
+    Raises:
+        UserError: the data set cannot be loaded.
+    """
+    splits = _load("data set", name, lambda: _read_splits(name, streams))
+    training, held_out = _chosen_splits(splits)
+    return splits[training], splits[held_out] if held_out else None
+
+
+def _chosen_splits(splits: Any) -> tuple[str, str | None]:
+    training = "train" if "train" in splits else next(iter(splits))
+    return training, next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+
+
 def label_numbers(name: str) -> dict[str, int]:
     """By label, the number that it has in a saved model's head; transformers' own names if it has none."""
     from transformers import AutoConfig
@@ -89,9 +146,8 @@ def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_sam
     Raises:
         UserError: the data set cannot be loaded, lacks a column, or has a row without a text or with an unknown label.
     """
-    splits = _load("data set", name, lambda: _read_splits(name))
-    training = "train" if "train" in splits else next(iter(splits))
-    held_out = next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+    splits = _load("data set", name, lambda: _read_splits(name, streams=False))
+    training, held_out = _chosen_splits(splits)
     for split in filter(None, (training, held_out)):
         _require_columns(name, splits[split], columns)
     labels = Labels.of(splits[training], columns.label, f"--dataset {name}: split {training}")
@@ -121,21 +177,30 @@ def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_to
     return data.map(encode, batched=True, remove_columns=data.column_names)
 
 
-def _read_splits(name: str) -> Any:
+def _read_splits(name: str, streams: bool) -> Any:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
             raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
-        return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
+        if not path.stat().st_size:
+            raise UserError(f"--dataset {name}: the file is empty")
+        kind = FILE_FORMATS[path.suffix]
+        return load_dataset(kind, data_files=str(path), streaming=streams, **_WHOLE_FILES.get(kind, {}))
     if path.is_dir():
         saved = any((path / marker).exists() for marker in ("dataset_dict.json", "state.json"))
-        data = load_from_disk(str(path)) if saved else load_dataset(str(path))
+        if not saved and any(path.rglob("*.txt")):
+            return load_dataset("text", data_dir=str(path), streaming=streams, **_WHOLE_FILES["text"])
+        data = load_from_disk(str(path)) if saved else load_dataset(str(path), streaming=streams)
         return DatasetDict(train=data) if isinstance(data, Dataset) else data
     if _looks_local(name):
         raise UserError(f"--dataset {name}: no such file or folder")
-    return load_dataset(name)
+    return load_dataset(name, streaming=streams)
+
+
+_WHOLE_FILES = {"text": {"sample_by": "document"}}
+"""A file of plain text is one row."""
 
 
 def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:

@@ -3,10 +3,14 @@
 In every forward pass transformers asks whether a mask hides anything: if not, it can use the faster causal kernel. The
 answer is on the device, so the host waits for all that is queued there. But `collate` knows it for nothing. So batches
 without padding have no mask, and a mask that is there hides something.
+
+It also asks whether positions begin anew within a row, where several documents are packed into one. A `collate` that
+packs says so by the type of its `position_ids`: int32. Those that models make by themselves are int64.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,7 +22,8 @@ def without_useless_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_no_masks() -> None:
-    """Let transformers take a mask as one that hides something, and a row of a batch as one sequence, unread."""
+    """Let transformers take a mask as one that hides something, and a row of a batch as one document unless its
+    positions are int32, unread."""
     from transformers import masking_utils
 
     def ignore_bidirectional(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> Any:
@@ -27,6 +32,12 @@ def read_no_masks() -> None:
     def hides_something(mask: Tensor) -> Any:
         return False
 
+    def documents_of_tokens(position_ids: Tensor) -> Tensor | None:
+        """The number of each token's document in its row, of the shape of `position_ids`."""
+        if position_ids.dtype != torch.int32:
+            return None
+        return torch.diff(position_ids, prepend=position_ids[:, :1] - 1).ne(1).cumsum(-1)
+
     masking_utils.fast_all = hides_something  # type: ignore[assignment]
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = documents_of_tokens
     masking_utils._ignore_bidirectional_mask_sdpa = ignore_bidirectional

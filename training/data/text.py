@@ -30,7 +30,7 @@ def build(config: RunConfig) -> Workload:
         UserError: on every rank: model or data set cannot be loaded, or do not fit.
     """
     counts = (config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES)
-    return _from_hub(config, *counts) if config.workload == "yelp" else _built_in(config, *counts)
+    return _from_hub(config, *counts) if config.workload in ("yelp", "hub") else _built_in(config, *counts)
 
 
 def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
@@ -61,16 +61,21 @@ def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
     return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=3e-4, classifies=True)
 
 
-def train_tokenizer(texts: list[str]) -> str:
-    """A byte-level BPE tokenizer trained on `texts`, as JSON."""
+def train_tokenizer(texts: list[str], vocabulary: int = SAMPLE_VOCABULARY, end: str | None = None) -> str:
+    """A byte-level BPE tokenizer trained on `texts`, as JSON.
+
+    Args:
+        vocabulary: The most tokens that it has.
+        end: A token that ends texts, if it is to have one.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=SAMPLE_VOCABULARY,
-        special_tokens=["<pad>"],
+        vocab_size=vocabulary,
+        special_tokens=["<pad>"] if end is None else ["<pad>", end],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -78,11 +83,12 @@ def train_tokenizer(texts: list[str]) -> str:
     return tokenizer.to_str()
 
 
-def load_trained_tokenizer(as_json: str) -> Any:
+def load_trained_tokenizer(as_json: str, end: str | None = None) -> Any:
+    """`train_tokenizer`'s, for transformers."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(as_json), pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(as_json), pad_token="<pad>", eos_token=end)
 
 
 def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:

@@ -2,13 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from training.data.sampling import Collate
 from training.step import sample_count
+
+
+class Language(NamedTuple):
+    """What a causal language model needs to go on with a text.
+
+    Attributes:
+        tokenizer: Of `transformers`, with an end-of-sequence token.
+        prompt: A text to go on with, if the user gives none.
+        context: The most tokens that the model sees at once.
+    """
+
+    tokenizer: Any
+    prompt: str
+    context: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,8 @@ class Workload:
         count: How many terms the loss of a batch, on the CPU, is a mean over. Default: its samples.
         loss: `loss(output, batch)`, a scalar: the mean over the batch. For models that answer without `.loss`. Such a
             model is called with those entries of a batch that its `forward` names.
+        language: If the model is a causal language model, whose loss is a mean over tokens.
+        notes: Sentences on the data that the user should read.
     """
 
     model: nn.Module
@@ -36,3 +52,5 @@ class Workload:
     classifies: bool = False
     count: Callable[[dict[str, Tensor]], float] = sample_count
     loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None
+    language: Language | None = None
+    notes: Sequence[str] = ()

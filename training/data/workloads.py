@@ -1,8 +1,9 @@
 """Pairs of model and data, by name. This module loads no library until a workload is built, so it imports fast."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from training.config import RunConfig
+from training.config import AUTO, CAUSAL_LM, RunConfig, flag_name
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
     "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
+    "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
+    "hub": "--model and --dataset, for --task classification or causal-lm",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
     "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
     "mlp": "--depth bias-free linear + ReLU layers of --width features on synthetic regression data",
@@ -26,6 +29,27 @@ WORKLOADS = {
 def is_own(name: str) -> bool:
     """Whether it names a file of the user, and a function in it."""
     return ":" in name or name.endswith(".py")
+
+
+def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
+    """`config` with the workload that `auto` means, and the task that the workload has.
+
+    Raises:
+        UserError: the two do not fit, or a flag is for another task.
+    """
+    workload, task = config.workload, config.task
+    if workload == AUTO and task == CAUSAL_LM:
+        workload = "hub" if config.model or config.dataset else "sample-lm"
+    elif workload == AUTO:
+        workload = "yelp" if has_gpu or config.model or config.dataset else "sample"
+    if workload == "sample-lm":
+        task = CAUSAL_LM
+    if task == CAUSAL_LM and workload not in ("sample-lm", "hub"):
+        raise UserError(f"--task causal-lm goes with --workload hub or sample-lm, not {workload}")
+    for name in ("sequence_length", "streaming"):
+        if getattr(config, name) and task != CAUSAL_LM:
+            raise UserError(f"{flag_name(name)} goes with --task causal-lm")
+    return replace(config, workload=workload, task=task)
 
 
 def build_workload(config: RunConfig) -> "Workload":
@@ -47,11 +71,17 @@ def _named(config: RunConfig) -> "Workload":
         from training.data import own
 
         return own.build(config)
-    if (config.model or config.dataset) and config.workload != "yelp":
-        raise UserError(f"--model and --dataset go with --workload yelp, or with your own, not with {config.workload}")
-    if config.label_column != "label" and config.workload != "yelp":
+    if (config.model or config.dataset) and config.workload not in ("yelp", "hub"):
+        raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {config.workload}")
+    if config.label_column != "label" and config.workload not in ("yelp", "hub"):
         raise UserError(f"--label-column goes with --dataset, not with --workload {config.workload}")
-    if config.workload in ("sample", "smollm2-360m", "yelp"):
+    if config.workload == "hub" and not (config.model and config.dataset):
+        raise UserError("--workload hub takes both --model and --dataset")
+    if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
+        from training.data import causal_lm
+
+        return causal_lm.build(config)
+    if config.workload in ("sample", "smollm2-360m", "yelp", "hub"):
         from training.data import text
 
         return text.build(config)

@@ -44,6 +44,7 @@ class RunSoFar:
     Attributes:
         run_id: Empty until the ranks have agreed on one.
         evaluation: None until the run has evaluated.
+        generated: Text that the model made; None without `--generate`.
         memory: A row for each rank; empty until memory is recorded.
         stop_request: Whether this rank has been asked to stop.
         resumed_from: The checkpoint that the run resumed from; None if it did not.
@@ -53,6 +54,7 @@ class RunSoFar:
         self.config, self.run_id = config, ""
         self.result = TrainingResult()
         self.evaluation: dict[str, Any] | None = None
+        self.generated: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
         self.resumed_from: dict[str, Any] | None = None
         self.stop_request: Callable[[], bool] = lambda: False
@@ -131,8 +133,9 @@ class RunSoFar:
             "train_loss": result.loss,
             "eval_samples": len(workload.evaluation),
             "eval": self.evaluation,
+            "generated": self.generated,
             "resumed_from": self.resumed_from,
-            "notes": strategy.notes,
+            "notes": [*workload.notes, *strategy.notes],
             "memory": self.memory,
         }
 
