@@ -32,7 +32,7 @@ from training.strategy import MicroBatch
 class BucketDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a bucket, started during the last backward pass of a step."""
 
-    overlaps_optimizer = True
+    overlaps_optimizer = reduces_in_backward = True
 
     def prepare(self) -> None:
         super().prepare()

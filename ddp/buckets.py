@@ -47,13 +47,7 @@ class Bucket:
         self._abandoned.clear()
 
     def place_gradient(self, slot: int) -> None:
-        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values.
-
-        Raises:
-            RuntimeError: the bucket is being reduced already.
-        """
-        if self.work is not None:
-            raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
+        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
         parameter, view = self.parameters[slot], self.views[slot]
         if parameter.grad is None:
             view.zero_()

@@ -25,13 +25,7 @@ class FixedOrder(Generic[Item]):
         self._released = 0
 
     def ready(self, item: Item) -> Iterator[Item]:
-        """Mark `item` as ready, and release every item whose turn has come.
-
-        Raises:
-            RuntimeError: `item` was released before.
-        """
-        if self._place[item] < self._released:
-            raise RuntimeError("a parameter received a second gradient after its first was reduced")
+        """Mark `item` as ready, and release every item whose turn has come."""
         self._ready[self._place[item]] = True
         while self._released < len(self._items) and self._ready[self._released]:
             yield self._release()

@@ -19,6 +19,8 @@ from training.replicated import ReplicatedStrategy
 class AsyncDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a parameter, started during the last backward pass of a step."""
 
+    reduces_in_backward = True
+
     def prepare(self) -> None:
         super().prepare()
         self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))

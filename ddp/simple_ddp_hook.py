@@ -20,6 +20,8 @@ from training.replicated import ReplicatedStrategy
 class HookDDP(ReplicatedStrategy):
     """Blocking all-reduces, one a parameter, during the last backward pass of a step."""
 
+    reduces_in_backward = True
+
     def prepare(self) -> None:
         super().prepare()
         self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))

@@ -29,6 +29,7 @@ from training.errors import UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, Strategy
 from training.tensors import TensorsBeside
+from training.watch.gradient_watch import refuse_graph_of_backward, second_gradient
 
 
 class FSDP2(Strategy):
@@ -66,7 +67,8 @@ class FSDP2(Strategy):
 
     def gradient_leaves(self) -> Iterable[Tensor]:
         leaves = {name: leaf for of_unit in self.units.values() for name, leaf in of_unit.items()}
-        return [leaves[name] for name in self.trainable]
+        self.leaves = {name: leaves[name] for name in self.trainable}
+        return self.leaves.values()
 
     def prepare(self) -> None:
         blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
@@ -83,7 +85,14 @@ class FSDP2(Strategy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._has_run = True
         with self._order.watched(self.module.training):
-            _, answer = self.root(*args, **kwargs)
+            tensors, answer = self.root(*args, **kwargs)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: refuse_graph_of_backward())
+        given = {id(tensor) for tensor in tensors}
+        for name, leaf in self.leaves.items():
+            if id(leaf) in given:  # its backward would crash the process
+                raise UnsupportedError(f"forward answers with parameter {name} itself, which FSDP2 cannot; add 0 to it")
         if not torch.is_grad_enabled():
             for unit in self.units:
                 unit.reshard()  # otherwise backward does it
@@ -93,6 +102,14 @@ class FSDP2(Strategy):
     def no_sync(self) -> Iterator[None]:
         """Does nothing: gradients are reduced into shards at every micro-batch."""
         yield
+
+    def after_backward(self) -> None:
+        """Refuse what FSDP2 would lose: a gradient that came after those of its unit were reduced."""
+        late = [name for name, leaf in self.leaves.items() if leaf.grad is not None]
+        for name in late:
+            self.leaves[name].grad = None
+        if late:
+            raise second_gradient(late[0])
 
     def abandon_step(self) -> None:
         if self._has_run:  # before, there is nothing to reset

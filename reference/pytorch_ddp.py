@@ -24,7 +24,7 @@ from training.tensors import TensorsBeside
 class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel with the interface of all strategies."""
 
-    always_averages = True
+    always_averages = reduces_in_backward = True
     settling_steps = 2  # after the first, DDP rebuilds its buckets
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself

@@ -46,17 +46,22 @@ def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
 def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
     """One unit for each block; in a module without blocks, neighbouring layers of up to `cap_bytes` form a unit.
 
-    Other parameters belong to the root: those directly in the module, those that several layers share, and all
-    parameters where there would be a single unit.
+    A layer holds parameters itself. Modules in it belong to it: it may read their weights without calling them, as
+    `nn.MultiheadAttention` does. Other parameters belong to the root: those directly in the module or in a list of
+    parameters, those that several layers share, and all parameters where there would be a single unit.
     """
     blocks = find_blocks(module)
     if blocks:
         return [UnitPlan([block], list(block.parameters())) for block in blocks]
     uses = uses_of_parameters(module)
     plans: list[UnitPlan] = []
+    inside: set[nn.Module] = set()
     for layer in module.modules():
-        own = [p for p in layer.parameters(recurse=False) if uses[id(p)] == 1]
-        if layer is module or not own:
+        if layer is module or layer in inside or next(layer.parameters(recurse=False), None) is None:
+            continue
+        inside |= set(layer.modules())
+        own = [p for p in layer.parameters() if uses[id(p)] == 1]
+        if not own or isinstance(layer, nn.ParameterList | nn.ParameterDict):  # which nobody calls
             continue
         if plans and bytes_of(plans[-1].parameters) + bytes_of(own) <= cap_bytes:
             plans[-1].modules.append(layer)

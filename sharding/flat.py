@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.errors import UnsupportedError
+
 ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
 
@@ -140,6 +142,19 @@ class FlatParameters:
     def place_shard(self) -> Tensor:
         """Where this rank's shard is kept: in `full`, which stays."""
         return self.layout.shard_of(self.full, self.rank)
+
+    def require_in_place(self) -> None:
+        """Check that the module still computes with `full`.
+
+        Raises:
+            UnsupportedError: a parameter's `.data` has been replaced.
+        """
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                raise UnsupportedError(
+                    f"the data of a parameter of shape {tuple(parameter.shape)} was replaced since the strategy was "
+                    "built, and would not be updated; change it in place, or through load_full_state_dict"
+                )
 
     def whole(self, gather: bool = True) -> AbstractContextManager[None]:
         """Within this context, `full` is whole.

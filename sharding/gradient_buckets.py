@@ -45,22 +45,13 @@ class GradientBucket:
         self.missing = len(self.flat.parameters)
 
     def place(self, slot: int) -> None:
-        """Move the gradient of the parameter in `slot` here. Later micro-batches then add to it in place.
-
-        Raises:
-            RuntimeError: the bucket is being reduced already.
-        """
-        self.require_open()
+        """Move the gradient of the parameter in `slot` here. Later micro-batches then add to it in place."""
         parameter, view = self.flat.parameters[slot], self.views[slot]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
         parameter.grad = view
-
-    def require_open(self) -> None:
-        if self.in_flight:
-            raise RuntimeError("a parameter received a second gradient while its bucket was being reduced")
 
     def start_reduction(self) -> None:
         for slot, parameter in enumerate(self.flat.parameters):
@@ -105,7 +96,6 @@ class ShardedGradientBucket(GradientBucket):
         self.allocate()
 
     def place(self, slot: int) -> None:
-        self.require_open()
         parameter = self.flat.parameters[slot]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

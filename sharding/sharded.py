@@ -14,7 +14,7 @@ from sharding.gradient_buckets import GradientBucket
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
-from training.errors import UnsupportedError
+from training.errors import OneRankError, UnsupportedError
 from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
 
@@ -27,7 +27,7 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    flats: list[FlatParameters]
+    flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
     def prepare(self) -> None:
@@ -38,6 +38,7 @@ class ShardedStrategy(Strategy):
                 "ranks, or a replicated strategy"
             )
         self._unused: set[nn.Parameter] = set()
+        self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
@@ -55,6 +56,15 @@ class ShardedStrategy(Strategy):
         broadcast_from_rank0(self.buffers(), self.group_of_buffers)
         for bucket in self.buckets:
             bucket.averages = self.averages_over_ranks
+            if bucket.shard is None or self._has_zeros:
+                continue
+            if any(piece.grad is not None for piece in bucket.flat.pieces.values()):
+                raise OneRankError(
+                    "gradients of the step before are still here, where sharded choices add none to them; call "
+                    "strategy.zero_grad() after each step"
+                )
+            bucket.reset()  # the optimizer's own zero_grad was called
+        self._has_zeros = False
 
     def plain_tensors(self) -> list[Tensor]:
         """Parameters that are not sharded (frozen ones before ZeRO-3; without elements), and buffers."""
@@ -73,11 +83,16 @@ class ShardedStrategy(Strategy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._has_zeros = not set_to_none
         for parameter in self.trainable.values():
             parameter.grad = None
         if set_to_none:
             for bucket in self.buckets:
                 bucket.reset()
+
+    def held_gradients(self) -> set[nn.Parameter]:
+        pieces = (item for bucket in self.buckets for item in bucket.flat.pieces.items())
+        return {parameter for parameter, piece in pieces if piece.grad is not None}
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().drop_gradients(parameters)

@@ -36,6 +36,7 @@ class Zero1(ShardedStrategy):
 
     shards = frozenset({"optimizer_state"})
     make_bucket: type[GradientBucket] = GradientBucket
+    reduces_in_backward = True
     reduces_every_micro_batch = False
 
     def prepare(self) -> None:
@@ -73,6 +74,8 @@ class Zero1(ShardedStrategy):
     def before_step(self) -> None:
         super().before_step()
         self.order.restart()
+        for flat in self.flats:
+            flat.require_in_place()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:

@@ -44,17 +44,23 @@ from sharding.sharded import ShardedStrategy
 from sharding.units.embeddings import Embeddings, find_embeddings
 from sharding.units.execution_order import ExecutionOrder
 from sharding.units.schedule import Schedule
-from sharding.units.unit import Unit
+from sharding.units.unit import ShardedParameters, Unit
 from training.communication.traffic import Collective
+from training.errors import OneRankError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.tensors import tensors_in
+from training.watch.gradient_watch import refuse_graph_of_backward
 
 
 class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    communicates_in_forward = True
+    communicates_in_forward = reduces_in_backward = True
+    nonfinite_advice = (
+        f"{ShardedStrategy.nonfinite_advice}; in zero3 so is a weight that is read outside of the module that holds it"
+    )
+    flats: list[ShardedParameters]
     buckets: list[ShardedGradientBucket]
 
     def prepare(self) -> None:
@@ -78,7 +84,7 @@ class Zero3(ShardedStrategy):
 
     def _add_hooks(self, units: list[Unit]) -> None:
         self.module.register_forward_pre_hook(lambda *_: self._before_forward())
-        self.module.register_forward_hook(lambda *_: self._after_forward())
+        self.module.register_forward_hook(lambda *inputs_and_output: self._after_forward(inputs_and_output[-1]))
         for unit in units:
             for module in unit.modules:
                 before = partial(self._before_unit, unit)
@@ -102,6 +108,8 @@ class Zero3(ShardedStrategy):
         self._forwards = 0
 
     def _before_forward(self) -> None:
+        if self._in_backward:  # of an earlier forward pass in this micro-batch, perhaps for inputs alone
+            self.schedule.finish_backward()
         self._in_backward = False
         self.order.begin_forward()
         for bucket in self.buckets:
@@ -142,7 +150,9 @@ class Zero3(ShardedStrategy):
         for leaf in tensors_with_gradient(output):
             leaf.register_hook(lambda _: self._before_backward(unit))
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, output: Any) -> None:
+        if any(flat.has_memory_of(tensor) for tensor in tensors_in(output) for flat in self.flats):
+            raise OneRankError("forward answers with a parameter or a view of one, which zero3 frees; add 0 to it")
         self.schedule.issue_rest()
         if not torch.is_grad_enabled():
             self._reshard(self.all_units)
@@ -156,10 +166,16 @@ class Zero3(ShardedStrategy):
         self.schedule.begin_backward(self._forwards > 1 or not self.in_micro_batch, not self.in_micro_batch)
         last = self.schedule.last_unit
         self._reshard([unit for unit in self.schedule.units if unit is not last])
+        for leaf in tensors_with_gradient(output):
+            leaf.register_hook(lambda _: self._before_root_backward())
         if last:
             last.unshard()  # it is not whole if the order that was agreed on has another last unit
 
     # Backward ----------------------------------------------------------------------------------------------------
+
+    def _before_root_backward(self) -> None:
+        refuse_graph_of_backward()
+        self._unshard_now(self.root)  # no-op, unless backward has run before
 
     def _before_backward(self, unit: Unit) -> None:
         self._unshard_now(unit)

@@ -108,7 +108,7 @@ def train(
         with phase("optimizer"):
             if clip_grad_norm is not None:
                 strategy.clip_grad_norm_(clip_grad_norm)
-            strategy.step()
+            strategy.step(wait=False)
         unread.append((loss, None if profiler.slows_this_step else time.perf_counter() - start, data.samples))
         profiler.step()
         if is_due(strategy.optimizer_steps):

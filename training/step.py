@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.communication.agreement import GlobalBatch, Pending, StepAgreement, StepResult, nonfinite_error
 from training.communication.verdict import Verdict
@@ -70,6 +70,7 @@ class StepRunner:
     def __init__(self, strategy: "Strategy", agreement: StepAgreement) -> None:
         self._strategy, self._agreement = strategy, agreement
         self._is_open = False  # some micro-batches of a step are done, and others follow
+        self._held: set[nn.Parameter] = set()  # parameters that had a gradient before this step, perhaps of zeros
         self._losses: list[Tensor] = []
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
@@ -131,7 +132,8 @@ class StepRunner:
         else:
             culprits = None if micro_batches is None else self._find_culprits(micro_batches)
         strategy.zero_grad()
-        raise nonfinite_error(what, verdict.step, culprits, strategy.options.overlap_optimizer)
+        updates_early = strategy.options.overlap_optimizer
+        raise nonfinite_error(what, verdict.step, culprits, updates_early, strategy.nonfinite_advice)
 
     def _find_culprits(self, micro_batches: Sequence[Weighted]) -> list[int]:
         """The ranks that make a gradient that is not finite from these micro-batches. The sum over ranks does not say.
@@ -191,6 +193,7 @@ class StepRunner:
         strategy.require_none_unfrozen()
         strategy.averages_over_ranks = averages
         strategy.watch.begin_step()
+        self._held = strategy.held_gradients()
         strategy.before_step()
         self._losses, self._is_open = [], True
 
@@ -203,10 +206,11 @@ class StepRunner:
         strategy.in_micro_batch = strategy.synchronizes_gradients = True
         try:
             with nullcontext() if is_last else strategy.no_sync():
+                strategy.watch.takes_one = strategy.reduces_in_backward and strategy.synchronizes_gradients
                 yield
                 strategy.after_backward()
         finally:
-            strategy.in_micro_batch = strategy.synchronizes_gradients = False
+            strategy.in_micro_batch = strategy.synchronizes_gradients = strategy.watch.takes_one = False
 
     def _finish(self) -> tuple[Verdict, StepResult]:
         """What follows the last micro-batch."""
@@ -221,7 +225,8 @@ class StepRunner:
         norm = strategy.norm_of_share()
         self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group)
         result = self._agreement.results(results)
-        unused = [p for p, used in zip(strategy.trainable.values(), result.used, strict=True) if not used]
+        parameters = strategy.trainable.values()
+        unused = [p for p, used in zip(parameters, result.used, strict=True) if not (used or p in self._held)]
         strategy.drop_gradients(unused)
         self._is_open = False
         return self.verdict, result

@@ -55,8 +55,13 @@ class Strategy(ABC):
     losses are weighted before."""
     overlaps_optimizer = False
     """Whether `options.overlap_optimizer` is supported."""
+    reduces_in_backward = False
+    """Whether a gradient is reduced while backward goes on. Then a parameter must get only one in a micro-batch."""
     communicates_in_forward = False
     """Whether forward issues collectives. Then ranks must know the number of micro-batches before the first forward."""
+
+    nonfinite_advice = "a lower --lr or --clip-grad-norm may help"
+    """What an error says about a loss or a gradient that is not finite."""
 
     settling_steps = 0
     """How many of the first optimizer steps decide how later steps are computed. They are not profiled, and not counted
@@ -98,7 +103,7 @@ class Strategy(ABC):
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self.watch = GradientWatch(self.gradient_leaves())
+        self.watch = GradientWatch(dict(zip(self.trainable, self.gradient_leaves(), strict=True)))
         follow_gradients(self.watch)
         self.prepare()
         self.optimizer = self.build_optimizer(make_optimizer)
@@ -202,8 +207,12 @@ class Strategy(ABC):
                     "trains, and freeze it later"
                 )
 
+    def held_gradients(self) -> set[nn.Parameter]:
+        """Parameters that have a gradient on this rank, perhaps of zeros."""
+        return {parameter for parameter in self.trainable.values() if parameter.grad is not None}
+
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the gradients of `parameters` to None: no rank has used them in this step."""
+        """Set the gradients of `parameters` to None: no rank has used them in this step, and they had none before."""
         for parameter in parameters:
             parameter.grad = None
 
@@ -284,7 +293,8 @@ class Strategy(ABC):
             strategy.zero_grad()
 
         After the last micro-batch of a step, each gradient is what PyTorch DDP would give: the average over ranks of
-        what the backward passes of the step have added up on each rank, or None if no rank used the parameter.
+        what the backward passes of the step have added up on each rank, or None if no rank used the parameter and
+        it had none before.
         All ranks run the same number of micro-batches.
 
         Args:
@@ -363,10 +373,17 @@ class Strategy(ABC):
         """
         self._steps.announce(micro_batches, weights)
 
-    def step(self) -> None:
-        """Update the parameters, unless the loss or a gradient is not finite."""
+    def step(self, wait: bool = True) -> None:
+        """Update the parameters, unless the loss or a gradient is not finite.
+
+        Args:
+            wait: Return when this rank has all updated parameters. Otherwise they may still arrive while the next
+                forward pass begins, and nothing else may read or change them before it has ended.
+        """
         update_unless(self._steps.verdict.found_inf, self.updating_optimizer, self.update)
         self.optimizer_steps += 1
+        if wait:
+            self.finish_parameter_synchronization()
 
     def update(self) -> None:
         """Run the optimizer."""

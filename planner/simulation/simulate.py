@@ -27,7 +27,6 @@ from planner.simulation.observer import StepObserver
 from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from planner.simulation.process_group import pretended_world
 from planner.simulation.streams import Streams, pretended_streams
-from sharding.units.unit import nan_placeholder
 from training.errors import UserError
 from training.loop import train
 from training.step import StepData, sample_count
@@ -88,9 +87,7 @@ class Simulation:
         # Within FakeTensorMode, the first backward of a process starts a thread for a GPU, after which none can fork.
         torch.ones(1, requires_grad=True).backward()
         self.micro_batches = list(self.setting.make_micro_batches())
-        nan_placeholder.cache_clear()
         with ExitStack() as stack:
-            stack.callback(nan_placeholder.cache_clear)  # its tensor holds data outside, and none inside
             for place in NEEDS_DATA:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))

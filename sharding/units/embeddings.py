@@ -14,6 +14,7 @@ from torch import nn
 from sharding.blocks import UnitPlan, uses_of_parameters
 from sharding.collectives import references
 from sharding.units.unit import Unit
+from training.errors import OneRankError
 
 RELEASE_S = 0.1
 """Seconds within which a backend's thread drops a tensor that it has finished with."""
@@ -37,12 +38,12 @@ class Embeddings(Unit):
         """Free the weights, unless backward reads them.
 
         Raises:
-            RuntimeError: backward reads a weight in this step, and did not in the first step.
+            OneRankError: backward reads a weight in this step, and did not in the first step.
         """
         if self.read_in_backward:
             return
         if self.is_saved_for_backward():
-            raise RuntimeError(
+            raise OneRankError(
                 "backward reads the weight of an embedding in this step, and did not in the first, since when it "
                 "is freed after forward; use zero2 for such a model"
             )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.units.execution_order import AgreedOrder
 from sharding.units.unit import Unit
+from training.errors import OneRankError
 
 IN_FLIGHT = 2
 """Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a
@@ -129,16 +130,17 @@ class Schedule:
         """The action still to come that reduces `bucket`.
 
         Raises:
-            RuntimeError: it is issued already, so a gradient comes too late.
+            OneRankError: it is issued already, so a gradient comes too late.
         """
         place = self._pass.place.get(bucket, -1)
         if place >= self._issued:
             action = self._pass.actions[place]
             assert isinstance(action, Reduce)
             return action
-        raise RuntimeError(
+        raise OneRankError(
             f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[0].shape)} came after its unit was "
-            "reduced: modules run in another order than in the first step; use zero2 for such a model"
+            "reduced: modules run in another order than in the first step, or backward for inputs alone came first; "
+            "use zero2 for such a model"
         )
 
     # Issuing actions ---------------------------------------------------------------------------------------------
@@ -177,6 +179,12 @@ class Schedule:
             if action.unit.awaited_inputs or any(bucket.missing for bucket in action.buckets):
                 return
             self.issue_next()
+
+    def finish_backward(self) -> None:
+        """Do the rest of a backward pass, if one has begun."""
+        if self._issued:
+            self.issue_rest()
+            self.finish_reductions()
 
     def issue_rest(self) -> None:
         """Issue what this rank has skipped."""

@@ -6,7 +6,6 @@ At rest a unit holds this rank's shard of its parameters. `unshard` starts the a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ class ShardedParameters(FlatParameters):
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         super().__init__(parameters, group)
-        nan = nan_placeholder(self.full.dtype, self.full.device)
+        nan = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device)
         self._placeholders = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.reshard()
 
@@ -50,7 +49,12 @@ class ShardedParameters(FlatParameters):
     def reshard(self) -> None:
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             parameter.data = placeholder
+        self._versions = [parameter._version for parameter in self.parameters]
         self.full.untyped_storage().resize_(0)
+
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is one of the parameters, or a view of one."""
+        return references_storage(tensor, self.full) or references_storage(tensor, self._placeholders[0])
 
     @contextmanager
     def whole(self, gather: bool = True) -> Iterator[None]:
@@ -67,11 +71,12 @@ class ShardedParameters(FlatParameters):
         """Make room for the full tensor.
 
         Raises:
-            UnsupportedError: a parameter's `.data` has been replaced since it was resharded.
+            UnsupportedError: a parameter's `.data` has been replaced since it was resharded, or a parameter of one
+                element, which torch lets one write, was changed.
         """
         address = self._placeholders[0].data_ptr()
-        for parameter in self.parameters:
-            if parameter.data_ptr() != address:
+        for parameter, version in zip(self.parameters, self._versions, strict=True):
+            if parameter.data_ptr() != address or parameter._version != version:
                 raise UnsupportedError(
                     f"the data of a parameter of shape {tuple(parameter.shape)} was replaced between steps, but zero3 "
                     "keeps parameters in shards; change them through full_state_dict and load_full_state_dict"
@@ -79,10 +84,8 @@ class ShardedParameters(FlatParameters):
         self.full.untyped_storage().resize_(self.full_bytes)
 
 
-@cache
-def nan_placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A single NaN, which stands for parameters that are not here."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
+def references_storage(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 class Unit:

@@ -13,6 +13,7 @@ from tests.models import UNUSUAL, Lookup, batch, build, make_batch
 from tests.parity import OPTIMIZERS, check_messages, check_parity, load, message_of, one_step, train_on_rank
 from tests.ranks import RankPool
 from training.config import StrategyOptions
+from training.errors import OneRankError
 
 STAGES = ["zero1", "zero2", "zero3"]
 
@@ -195,7 +196,7 @@ def mistakes_with_zero3() -> dict[str, str]:
     return {
         "single memory location": written,
         "(11, 6) was replaced between steps": message_of(ValueError, one_step, strategy, [batch(2, 1)]),
-        "use zero2 for such a model": message_of(RuntimeError, one_step, looking_up, [batch(2, 1)]),
+        "use zero2 for such a model": message_of(OneRankError, one_step, looking_up, [batch(2, 1)]),
     }
 
 

@@ -82,6 +82,7 @@ def test_an_abandoned_step_leaves_no_race(choice: str, where: str, micro_batch: 
             raise RuntimeError("planted")
 
     def abandon(strategy: Strategy) -> None:
+        strategy.zero_grad()
         layers = [layer for layer in strategy.module.modules() if isinstance(layer, nn.Linear)]
         if where == "forward":
             handle = layers[-1].register_forward_pre_hook(fail)

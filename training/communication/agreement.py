@@ -51,13 +51,16 @@ class StepResult:
     bad_rounds: Tensor
 
 
-def nonfinite_error(what: str, step: int, culprits: Sequence[int] | None, updates_early: bool) -> NonFiniteError:
+def nonfinite_error(
+    what: str, step: int, culprits: Sequence[int] | None, updates_early: bool, advice: str
+) -> NonFiniteError:
     """The error that every rank raises.
 
     Args:
         what: `the loss` or `a gradient`.
         culprits: The ranks on which it was not finite first; None if nobody looked.
         updates_early: Whether parameters may have been updated before all gradients were reduced.
+        advice: What may help.
     """
     if culprits is None:
         where = "on some rank"
@@ -66,9 +69,7 @@ def nonfinite_error(what: str, step: int, culprits: Sequence[int] | None, update
     else:
         where = "after the sum over ranks (each rank's own was finite when the step was run again)"
     updated = "parameters of earlier buckets are updated already" if updates_early else "no parameter is updated yet"
-    error = NonFiniteError(
-        f"step {step}: {what} is not finite {where}; {updated}; a lower --lr or --clip-grad-norm may help"
-    )
+    error = NonFiniteError(f"step {step}: {what} is not finite {where}; {updated}; {advice}")
     error.rank = culprits[0] if culprits else None
     return error
 

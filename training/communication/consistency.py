@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from training.errors import UnsupportedError
 
@@ -14,17 +15,25 @@ def require_supported_parameters(module: nn.Module) -> None:
     """Refuse what no strategy here can train.
 
     Raises:
-        UnsupportedError: no parameter is trainable, or one has sparse or complex gradients.
+        UnsupportedError: no parameter is trainable; one has no shape, or sparse or complex gradients; or forward
+            changes one.
     """
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not names:
         raise UnsupportedError("the module has no trainable parameter")
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UnsupportedError(f"parameter {name} has no shape yet; run the module once before")
         if parameter.is_complex():
             raise UnsupportedError(f"parameter {name} is complex; train its real and imaginary part as two parameters")
     for name, layer in module.named_modules():
         if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"embedding {name} has sparse gradients; build it with sparse=False")
+        if getattr(layer, "max_norm", None) is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(
+                f"embedding {name} has max_norm: its forward changes the weight, on each rank in another way; build it "
+                "without, and normalize what it answers"
+            )
 
 
 def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,25 +1,29 @@
 """Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
+
+from training.errors import OneRankError
 
 
 class GradientWatch:
     """Which parameters received a gradient in a step, and on request the first backward pass that made a bad one.
 
     Args:
-        parameters: The trainable ones, in the order of `received`. Make the watch before a strategy adds its own
-            hooks, so that it sees each gradient before communication changes it.
+        parameters: The trainable ones by name, in the order of `received`. Make the watch before a strategy adds its
+            own hooks, so that it sees each gradient before communication changes it.
 
     Attributes:
         inspects: Look at the values of each gradient. This reads every gradient once more, so it is on only while the
             step is repeated to find the rank that made a gradient that is not finite.
+        takes_one: Refuse a second gradient of a parameter in this round, because the first one may be reduced already.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self.inspects = False
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self.inspects = self.takes_one = False
         self._lengths = {parameter.numel() for parameter in self._parameters}
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
@@ -63,10 +67,35 @@ class GradientWatch:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
+            if parameter.grad is None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
+                return
+            if self.takes_one and self._last_round[index] == self._round:
+                raise second_gradient(self._names[index])
             self._last_round[index] = self._round
-            assert parameter.grad is not None
             self._index_at[parameter.grad.data_ptr()] = index
             if self.inspects and self.first_nonfinite_round < 0 and not parameter.grad.isfinite().all():
                 self.first_nonfinite_round = self._round
 
         return on_gradient
+
+
+def second_gradient(name: str) -> OneRankError:
+    """What to say when the parameter `name` gets another gradient in a micro-batch."""
+    return OneRankError(
+        f"{name} received a second gradient in one micro-batch, when the first might be reduced already: add losses up "
+        "for one backward pass, or give each its own micro_batch; checkpoint modules that run twice with "
+        "use_reentrant=False"
+    )
+
+
+def refuse_graph_of_backward() -> None:
+    """For a hook on an output, where weights are freed before a backward pass through this one could read them.
+
+    Raises:
+        OneRankError: This backward pass makes a graph, too.
+    """
+    if torch.is_grad_enabled():
+        raise OneRankError(
+            "backward with create_graph=True needs weights that sharded parameters free too early; use zero1, zero2 or "
+            "a replicated choice"
+        )

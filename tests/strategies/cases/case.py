@@ -1,0 +1,168 @@
+"""A case: a module and what a loop of one's own does with it, through a strategy and in one process.
+
+The one process runs the micro-batches of all ranks one after the other, and divides each loss by their number. So it
+sees the global batch, and in each forward pass the samples that a rank sees: a case may use other layers on another
+rank, and BatchNorm has the same statistics. Buffers are rank 0's after each step, as with PyTorch DDP.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.parity import load, options_of
+from training.config import StrategyOptions
+
+FEATURES, SAMPLES, STEPS = 6, 4, 3
+Choice = tuple[str, str]
+Run = Callable[..., Any]
+
+
+class Samples(NamedTuple):
+    """A micro-batch: x (SAMPLES, FEATURES) and y (SAMPLES, 1) in fp32, and whose it is."""
+
+    x: Tensor
+    y: Tensor
+    step: int
+    rank: int
+    index: int
+
+
+def samples(step: int, rank: int, index: int) -> Samples:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
+    x, y = torch.randn(SAMPLES, FEATURES, generator=generator), torch.randn(SAMPLES, 1, generator=generator)
+    return Samples(x, y + 2, step, rank, index)  # around 2, lest gradients cancel, which magnifies rounding
+
+
+def squared_error(run: Run, batch: Samples) -> Tensor:
+    return functional.mse_loss(run(batch.x), batch.y)
+
+
+def nothing(run: Run, module: nn.Module, step: int) -> None:
+    pass
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        module: Makes it.
+        loss: Of a micro-batch, with what to call in place of the module; or several, of which each has a backward pass.
+        before: What the loop does before step k: `before(run, module, k)`.
+        schedule: Makes a learning-rate scheduler.
+        in_evaluation: The loss needs no gradient, so that it can be evaluated, too.
+        unused: Parameters may be left without a gradient, which PyTorch DDP must be told.
+        tolerance: Relative, of parameters.
+    """
+
+    module: Callable[[], nn.Module]
+    loss: Callable[[Run, Samples], Tensor | Sequence[Tensor]] = squared_error
+    before: Callable[[Run, nn.Module, int], None] = nothing
+    micro_batches: int = 1
+    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    set_to_none: bool | None = True
+    in_evaluation: bool = True
+    unused: bool = False
+    clip: float = 1.0
+    tolerance: float = 1e-5
+
+    def losses(self, run: Run, batch: Samples) -> Sequence[Tensor]:
+        found = self.loss(run, batch)
+        return [found] if isinstance(found, Tensor) else found
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.schedule(optimizer) if self.schedule else None
+
+
+class Outcome(NamedTuple):
+    """What training made.
+
+    Attributes:
+        norms: Of the gradient in each step.
+        evaluation: The loss of the same samples on any rank.
+        state: The module's state dict; on rank 0 alone.
+        has_buffers: Which are each rank's own after the last step.
+    """
+
+    norms: list[float]
+    evaluation: float
+    state: dict[str, Tensor]
+    has_buffers: bool
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    return case.module()
+
+
+def evaluate(case: Case, run: Run, module: nn.Module) -> float:
+    module.eval()
+    if not case.in_evaluation:
+        return 0.0
+    with torch.no_grad():
+        return sum(loss.item() for loss in case.losses(run, samples(99, 0, 0)))
+
+
+def in_one_process(case: Case, world_size: int) -> Outcome:
+    module = build(case)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = case.optimizer(case.groups(module) if case.groups else trained)
+    scheduler, norms = case.scheduler(optimizer), []
+    for step in range(STEPS):
+        case.before(module, module, step)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        for rank in reversed(range(world_size)):
+            for name, buffer in module.named_buffers():
+                buffer.data.copy_(buffers[name])
+            for index in range(case.micro_batches):
+                for loss in case.losses(module, samples(step, rank, index)):
+                    (loss / (world_size * case.micro_batches)).backward()
+        norms.append(nn.utils.clip_grad_norm_(trained, case.clip).item())
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        if case.set_to_none is not None:
+            optimizer.zero_grad(case.set_to_none)
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return Outcome(norms, evaluate(case, module, module), state, any(True for _ in module.buffers()))
+
+
+def on_a_rank(case: Case, choice: Choice, bucket_cap_mb: float) -> Outcome | str:
+    """The same by a strategy; or what it says when it refuses."""
+    module = build(case)
+    options: StrategyOptions = options_of(
+        choice,
+        bucket_cap_mb=bucket_cap_mb,
+        find_unused_parameters=case.unused,
+        parameter_groups=case.groups,
+    )
+    try:
+        strategy = load(choice)(module, case.optimizer, options)
+        scheduler, norms = case.scheduler(strategy.optimizer), []
+        for step in range(STEPS):
+            case.before(strategy, module, step)
+            for index in range(case.micro_batches):
+                with strategy.micro_batch(last=index + 1 == case.micro_batches):
+                    for loss in case.losses(strategy, samples(step, dist.get_rank(), index)):
+                        (loss / case.micro_batches).backward()
+            norms.append(strategy.clip_grad_norm_(case.clip).item())
+            strategy.step()
+            if scheduler:
+                scheduler.step()
+            if case.set_to_none is not None:
+                strategy.zero_grad(case.set_to_none)
+    except Exception as error:  # whether it should have come, the test decides
+        return f"{type(error).__name__}: {error}"
+    state = strategy.full_state_dict()
+    return Outcome(norms, evaluate(case, strategy, module), state, any(True for _ in module.buffers()))

@@ -1,0 +1,128 @@
+"""What modules take and answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.strategies.cases.case import FEATURES, Case, Run, Samples
+
+
+@dataclass
+class Answer:
+    prediction: Tensor
+    rest: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    prediction: Tensor
+    hidden: Tensor
+
+
+class Answers(nn.Module):
+    """Two blocks and a head; `pack` makes the answer of prediction and hidden layer."""
+
+    def __init__(self, pack: Any = lambda prediction, hidden: prediction) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+        self.head, self.pack = nn.Linear(FEATURES, 1), pack
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.read(*args, **kwargs)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.pack(self.head(hidden), hidden)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ReadsNested(Answers):
+    """Takes what `nested` gives."""
+
+    def read(self, scale: float, *parts: Tensor, table: dict[str, Any], none: None = None) -> Tensor:
+        return scale * torch.cat(parts, 1) + table["rows"][1][0] + table["answer"].prediction
+
+
+def nested(run: Run, batch: Samples) -> Tensor:
+    table = {"rows": [None, (batch.x.flip(1), "text")], "answer": Answer(batch.y, {})}
+    return functional.mse_loss(run(0.5, batch.x[:, :2], batch.x[:, 2:], table=table, none=None), batch.y)
+
+
+def both(read: Any) -> Any:
+    def loss(run: Run, batch: Samples) -> Tensor:
+        prediction, hidden = read(run(batch.x))
+        return functional.mse_loss(prediction, batch.y) + hidden.square().mean()
+
+    return loss
+
+
+def other_output_by_step(run: Run, batch: Samples) -> Tensor:
+    """The head is unused in step 1."""
+    prediction, hidden = run(batch.x)
+    return hidden.square().mean() if batch.step == 1 else functional.mse_loss(prediction, batch.y)
+
+
+class Waves(nn.Module):
+    """Answers with complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.second(torch.tanh(self.first(x))))
+
+
+def power(run: Run, batch: Samples) -> Tensor:
+    return (run(batch.x).abs() - batch.y).square().mean()
+
+
+class Packed(nn.Module):
+    """Takes and answers packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRU(FEATURES, 5, bidirectional=True), nn.LSTM(10, 3, num_layers=2)
+
+    def forward(self, sequences: Any) -> Any:
+        return self.second(self.first(sequences)[0])
+
+
+def packed(run: Run, batch: Samples) -> Tensor:
+    sequences = nn.utils.rnn.pack_sequence([batch.x[:3], batch.x[:2], batch.x[1:2]])
+    answer, (_, cell) = run(sequences)
+    return answer.data.square().mean() + cell.mean()
+
+
+def two_frames(run: Run, batch: Samples) -> Sequence[Tensor] | Tensor:
+    """Of a list of tuples; one tensor needs no gradient, another is the input itself."""
+    (prediction, ids), same = run(batch.x)
+    assert not ids.requires_grad
+    return functional.mse_loss(prediction, batch.y) + 0.1 * (same * prediction).mean()
+
+
+CASES = {
+    "a tuple": Case(lambda: Answers(lambda p, h: (p, h)), both(lambda answer: answer)),
+    "a named tuple": Case(lambda: Answers(Pair), both(lambda answer: (answer.prediction, answer.hidden))),
+    "a dict of dicts": Case(
+        lambda: Answers(lambda p, h: {"a": {"p": p}, "h": [h]}), both(lambda answer: (answer["a"]["p"], answer["h"][0]))
+    ),
+    "a dataclass": Case(
+        lambda: Answers(lambda p, h: Answer(p, {"h": h})), both(lambda answer: (answer.prediction, answer.rest["h"]))
+    ),
+    "a namespace": Case(
+        lambda: Answers(lambda p, h: SimpleNamespace(p=p, h=(h,))), both(lambda answer: (answer.p, answer.h[0]))
+    ),
+    "lists with what has no gradient": Case(
+        lambda: Answers(lambda p, h: [(p, h.argmax(1)), h.detach().mean()]), two_frames
+    ),
+    "an output that is unused in a step": Case(lambda: Answers(Pair), other_output_by_step, unused=True),
+    "nested arguments": Case(ReadsNested, nested),
+    "complex numbers": Case(Waves, power),
+    "packed sequences": Case(Packed, packed),
+}

@@ -1,0 +1,20 @@
+"""docs/own-loop-limits.md and the refusals that the cases hold."""
+
+from pathlib import Path
+
+from tests.strategies.cases import CASES, REFUSALS, WRONG
+
+
+def test_each_refusal_is_documented() -> None:
+    rows = [line for line in Path("docs/own-loop-limits.md").read_text().splitlines() if line.startswith("| ")]
+    for refusal in REFUSALS:
+        assert any(f"`{refusal.says}`" in row for row in rows), refusal
+
+
+def test_the_document_counts_the_cases() -> None:
+    assert f" {len(CASES)} cases " in Path("docs/own-loop-limits.md").read_text()
+
+
+def test_refusals_name_cases() -> None:
+    named = {name for refusal in REFUSALS for name in refusal.cases} | {name for name, _ in WRONG}
+    assert named <= CASES.keys()

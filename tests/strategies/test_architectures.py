@@ -1,0 +1,127 @@
+"""Real architectures, tiny and with random weights: three steps as in one process, by every choice.
+
+What is compared is the loss that the model itself answers with, a mean over samples or tokens, of which all ranks have
+as many. Dropout is off. BatchNorm (ResNet) takes its statistics of a rank's own samples; the one process sees the same
+micro-batches. The auxiliary loss of Mixtral's router is off: it is a product of means over the batch, which is not the
+mean over ranks of what each of them makes of its part.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parity import for_each_choice
+from tests.ranks import RankPool
+from tests.strategies.cases.case import SAMPLES, Case, Choice, Outcome, Run, Samples, in_one_process, on_a_rank
+from tests.strategies.cases.check import assert_equal
+
+VOCABULARY, TOKENS = 48, 7
+SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+
+def generator(batch: Samples) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * batch.step + batch.rank)
+
+
+def tokens(batch: Samples) -> Tensor:
+    return torch.randint(3, VOCABULARY, (SAMPLES, TOKENS), generator=generator(batch))
+
+
+def images(batch: Samples, size: int = 16) -> dict[str, Tensor]:
+    pixels = torch.randn(SAMPLES, 3, size, size, generator=generator(batch))
+    return {"pixel_values": pixels, "labels": tokens(batch)[:, 0] % 5}
+
+
+def text(batch: Samples) -> dict[str, Tensor]:
+    ids = tokens(batch)
+    return {"input_ids": ids, "labels": ids}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **SMALL, **dropout))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **SMALL, **sizes))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_labels=5, **sizes))
+
+
+def resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
+    return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    halves = {
+        f"{half}_{what}": size
+        for half in ("encoder", "decoder")
+        for what, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
+    }
+    lengths = {"num_mel_bins": 8, "max_source_positions": 6, "max_target_positions": 16, "d_model": 16}
+    config = WhisperConfig(decoder_start_token_id=1, **SMALL, **halves, **lengths)
+    return WhisperForConditionalGeneration(config)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "head_dim": 8}
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **experts))
+
+
+def case_of(module: Callable[[], nn.Module], batch_of: Callable[[Samples], dict[str, Any]], **given: Any) -> Case:
+    def loss(run: Run, batch: Samples) -> Tensor:
+        return run(**batch_of(batch)).loss
+
+    return Case(lambda: module().train(), loss, **given)
+
+
+ARCHITECTURES = {
+    "GPT-2": case_of(gpt2, text),
+    "T5": case_of(t5, text),
+    "ViT": case_of(vit, images),
+    "ResNet": case_of(resnet, images),
+    "Whisper": case_of(
+        whisper,
+        lambda batch: {
+            "input_features": torch.randn(SAMPLES, 8, 12, generator=generator(batch)),
+            "labels": tokens(batch),
+        },
+    ),
+    "Mixtral": case_of(mixtral, text),
+}
+
+
+def train(name: str, choice: Choice) -> Outcome | str:
+    return on_a_rank(ARCHITECTURES[name], choice, 0.01)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Outcome]:
+    return {name: in_one_process(case, 2) for name, case in ARCHITECTURES.items()}
+
+
+@for_each_choice
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_three_steps(ranks: RankPool, expected: dict[str, Outcome], choice: Choice, name: str) -> None:
+    assert_equal(ranks.run(2, train, name, choice), expected[name], ARCHITECTURES[name].tolerance)
