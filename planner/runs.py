@@ -10,7 +10,7 @@ from torch import nn
 from planner import models
 from training.config import CAUSAL_LM, RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
-from training.data.workloads import build_workload
+from training.data.workloads import WORKLOADS, build_workload
 from training.errors import UserError
 from training.strategy import MicroBatch
 
@@ -21,12 +21,26 @@ YELP_TOKENS = 512
 """Workload yelp cuts reviews there. Those of a plan are as long as that, since the data may not be here."""
 
 
+def require_known(config: RunConfig) -> None:
+    """Check that the workload can be built here.
+
+    Raises:
+        UserError: it is a user's own, or has adapters.
+    """
+    if config.workload not in WORKLOADS:
+        raise UserError(f"workload {config.workload} cannot be simulated; only these can: {', '.join(WORKLOADS)}")
+    if config.lora_rank:
+        raise UserError("--lora-rank: adapters cannot be simulated")
+
+
 def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
     """Makes the model of a workload.
 
     Raises:
-        UserError: the model of workload yelp or hub cannot be built without the hub, or is a language model.
+        UserError: the model of workload yelp or hub cannot be built without the hub, or is a language model; or the
+            workload is not known here.
     """
+    require_known(config)
     if config.workload in FROM_HUB:
         return _model_of(config).build
     if config.workload in ("sample", "smollm2-360m"):
@@ -37,6 +51,10 @@ def module_maker(config: RunConfig) -> Callable[[], nn.Module]:
         from training.data.causal_lm import sample_model
 
         return lambda: sample_model(config)
+    if config.workload == "digits":
+        from training.data.digits import DigitsCNN
+
+        return DigitsCNN
     from training.data import synthetic
 
     return lambda: synthetic.build(config).model
@@ -46,8 +64,9 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
     """What a rank gets in the first optimizer step of a run, on the CPU.
 
     Raises:
-        UserError: the global batch does not divide.
+        UserError: the global batch does not divide, or the workload is not known here.
     """
+    require_known(config)
     size = config.micro_batch_size(world_size)
     if config.workload in FROM_HUB:
         model = _model_of(config)

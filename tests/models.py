@@ -211,6 +211,13 @@ def llama_classifier() -> nn.Module:
     )
 
 
+def llama_with_adapters() -> nn.Module:
+    """The same, frozen, with LoRA adapters and a head that trains."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama_classifier(), LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS"))
+
+
 def checkpointed(reentrant: bool) -> nn.Module:
     module = llama_classifier()
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
@@ -243,13 +250,21 @@ UNUSUAL = {
     "llama, checkpointed, re-entrant": partial(checkpointed, True),
 }
 """Those that run their modules in an order, or so often, that sharding must not rely on."""
+LORA = "llama, lora"
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
 """The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return {**MODELS, **UNUSUAL, **dict.fromkeys(BRANCHES, Branching), "normed": Normed, "deep": Deep}[name]()  # type: ignore[operator]
+    return {
+        **MODELS,
+        **UNUSUAL,
+        **dict.fromkeys(BRANCHES, Branching),
+        "normed": Normed,
+        "deep": Deep,
+        LORA: llama_with_adapters,
+    }[name]()  # type: ignore[operator]
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:

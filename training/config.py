@@ -161,18 +161,19 @@ class RunConfig:
     task: str = _data(CLASSIFICATION, "what --model learns from --dataset (docs/language-models.md)", choices=TASKS)
     workload: str = _data(
         AUTO,
-        "model and data to train on; auto is 'hub' or 'yelp' with --model or --dataset, else 'sample-lm' with "
-        "--task causal-lm, 'yelp' with CUDA and 'sample' without",
+        "model and data to train on, or FILE.py:FUNCTION of your own (docs/own-workload.md); auto is 'hub' or 'yelp' "
+        "with --model or --dataset, else 'sample-lm' with --task causal-lm, 'yelp' with CUDA and 'sample' without",
     )
     model: str | None = _data(
         None, "hub id or local save_pretrained folder; for causal-lm also a folder with a config.json alone"
     )
     dataset: str | None = _data(
         None,
-        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; columns text and "
-        "label, for causal-lm text, or prompt and completion",
+        "hub id, save_to_disk folder, or parquet, CSV, JSON, JSON-lines or text file or folder; with texts and labels, "
+        "for causal-lm texts, or columns prompt and completion",
     )
     text_column: str = _data("text", "the column of --dataset that has the text")
+    label_column: str = _data("label", "the column of --dataset that has the labels, names or whole numbers")
     streaming: bool = _data(False, "causal-lm: read no more of --dataset than --train-samples and --eval-samples need")
     sequence_length: int | None = _data(
         None,
@@ -183,6 +184,15 @@ class RunConfig:
     eval_samples: int | None = _data(None, "held-out samples to evaluate on (default: set by the workload)", at_least=1)
     depth: int = _data(40, "layers of workload mlp", at_least=1)
     width: int = _data(4096, "features of each layer of workload mlp", at_least=1)
+
+    lora_rank: int | None = _data(
+        None,
+        "freeze the model, and train LoRA adapters of this rank beside its linear layers (default: train the model)",
+        at_least=1,
+    )
+    lora_alpha: int | None = _data(
+        None, "what adapters give is multiplied by this over --lora-rank (default: twice --lora-rank)", at_least=1
+    )
 
     global_batch_size: int = _batch(
         8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
@@ -296,6 +306,7 @@ class RunConfig:
             "with --clip-grad-norm",
             "one or the other, since the norm is known only when all gradients are reduced",
         )
+        _require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
         _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
         _require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from training.cli import OneLineParser, exit_with_error, unknown_name
 from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets
-from training.data.workloads import WORKLOADS
+from training.data.workloads import WORKLOADS, is_own
 from training.errors import UserError
 from training.process.environment import prepare_process
 from training.process.launcher import adopt_launcher, without_local_rank
@@ -73,7 +73,7 @@ def parse_config(
             parser.error(unknown_name("strategy", values.choice, registry.sentences))
         if values.choice in registry.missing:
             exit_with_error(f"strategy '{values.choice}' is not installed; run: {registry.missing[values.choice]}")
-        if values.workload != AUTO and values.workload not in WORKLOADS:
+        if not (values.workload in (AUTO, *WORKLOADS) or is_own(values.workload)):
             parser.error(unknown_name("workload", values.workload, WORKLOADS))
         return RunConfig(**{field.name: getattr(values, field.name) for field in dataclasses.fields(RunConfig)})
     except UserError as error:

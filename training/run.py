@@ -17,6 +17,7 @@ import torch.distributed as dist
 from training.checkpoint.session import Checkpoints
 from training.config import RunConfig, choice_folder
 from training.data.copies import copied_ahead, token_count
+from training.data.lora import save_adapter
 from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
 from training.data.workloads import build_workload, resolve_workload
@@ -153,6 +154,8 @@ def train_and_record(
     evaluation = so_far.evaluation = evaluate(strategy, workload, micro_batch_size, ranks.device)
     if not math.isfinite(evaluation["loss"]):
         raise NonFiniteError("the loss on held-out samples is not finite after training; a lower --lr may help")
+    if config.lora_rank:
+        save_adapter(strategy, choice_folder(config) / f"{run_id}.adapter")
     between_steps("generating")
     so_far.generated = generate(strategy, workload, config)
     between_steps("recording memory")

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from training.data.reviews import STARS
+from training.data.labels import Labels
 from training.errors import UserError
 
 MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
@@ -30,7 +31,7 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
+def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Module:
     """A pretrained model in fp32 with a sequence-classification head. The head is new if it has none for `labels`."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -42,7 +43,9 @@ def load_classifier(name: str, tokenizer: Any, labels: int) -> nn.Module:
         name,
         lambda: AutoModelForSequenceClassification.from_pretrained(
             name,
-            num_labels=labels,
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+            problem_type="single_label_classification",
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             use_safetensors=True,
@@ -102,43 +105,76 @@ def training_and_held_out(name: str, streams: bool = False) -> tuple[Any, Any]:
         UserError: the data set cannot be loaded.
     """
     splits = _load("data set", name, lambda: _read_splits(name, streams))
-    train = splits["train"] if "train" in splits else splits[next(iter(splits))]
-    return train, next((splits[split] for split in HELD_OUT_SPLITS if split in splits), None)
+    training, held_out = _chosen_splits(splits)
+    return splits[training], splits[held_out] if held_out else None
 
 
-def load_reviews(name: str, train_samples: int, eval_samples: int, seed: int) -> tuple[Any, Any]:
-    """Training and held-out samples of a data set with columns `text` and `label` (0 to 4).
+def _chosen_splits(splits: Any) -> tuple[str, str | None]:
+    training = "train" if "train" in splits else next(iter(splits))
+    return training, next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+
+
+def label_numbers(name: str) -> dict[str, int]:
+    """By label, the number that it has in a saved model's head; transformers' own names if it has none."""
+    from transformers import AutoConfig
+
+    _require_model_folder(name)
+    return _load("model", name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False)).label2id
+
+
+class Columns(NamedTuple):
+    """The names of the columns that are used."""
+
+    text: str = "text"
+    label: str = "label"
+
+
+class LabelledText(NamedTuple):
+    """Samples to train on and held-out ones, and the labels that they may have."""
+
+    train: Any
+    evaluation: Any
+    labels: Labels
+
+
+def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_samples: int, seed: int) -> LabelledText:
+    """Training and held-out samples of a data set with a column of texts and one of labels, names or whole numbers.
 
     Held-out samples come from split `test` or `validation`, or from the end of the training data if there is neither.
+    Labels are those of all training data, however few samples are used.
 
     Raises:
-        UserError: the data set cannot be loaded, lacks a column or has labels out of range.
+        UserError: the data set cannot be loaded, lacks a column, or has a row without a text or with an unknown label.
     """
-    train, held_out = training_and_held_out(name)
-    _require_columns(name, train)
-    train = train.shuffle(seed=seed)
+    splits = _load("data set", name, lambda: _read_splits(name, streams=False))
+    training, held_out = _chosen_splits(splits)
+    for split in filter(None, (training, held_out)):
+        _require_columns(name, splits[split], columns)
+    labels = Labels.of(splits[training], columns.label, f"--dataset {name}: split {training}")
+    order = np.random.default_rng(seed).permutation(len(splits[training])).tolist()
     if held_out is None:
-        if len(train) < 2:
-            raise UserError(f"--dataset {name}: {len(train)} samples; needs at least one to train on and one held out")
-        eval_samples = min(eval_samples, max(1, len(train) // 5))
-        held_out = train.select(range(len(train) - eval_samples, len(train)))
-        train = train.select(range(len(train) - eval_samples))
-    _require_columns(name, held_out)
-    train = train.select(range(min(train_samples, len(train))))
-    held_out = held_out.select(range(min(eval_samples, len(held_out))))
-    _require_reviews(name, train, "training")
-    _require_reviews(name, held_out, "held-out")
-    return train, held_out
+        if len(order) < 2:
+            raise UserError(f"--dataset {name}: {len(order)} samples; needs at least one to train on and one held out")
+        eval_samples = min(eval_samples, max(1, len(order) // 5))
+        order, held_out_rows = order[:-eval_samples], order[-eval_samples:]
+    else:
+        held_out_rows = list(range(min(eval_samples, len(splits[held_out]))))
+    parts = []
+    for split, rows in ((training, order[:train_samples]), (held_out or training, held_out_rows)):
+        parts.append(splits[split].select(rows))
+        _require_usable(f"--dataset {name}: row {{}} of split {split}", parts[-1], rows, columns, labels)
+    return LabelledText(parts[0], parts[1], labels)
 
 
-def tokenize(data: Any, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
-    """Replaces all columns but `label` by `input_ids`, cut at `max_tokens`. `datasets` caches the result."""
+def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
+    """Replaces all columns by `input_ids`, cut at `max_tokens`, and `labels`. `datasets` caches the result."""
+    numbers = labels.numbers
 
     def encode(batch: Any) -> dict[str, Any]:
-        return {"input_ids": tokenizer(batch["text"], truncation=True, max_length=max_tokens)["input_ids"]}
+        ids = tokenizer(batch[columns.text], truncation=True, max_length=max_tokens)["input_ids"]
+        return {"input_ids": ids, "label": [numbers[label] for label in batch[columns.label]]}
 
-    others = [column for column in data.column_names if column != "label"]
-    return data.map(encode, batched=True, remove_columns=others)
+    return data.map(encode, batched=True, remove_columns=data.column_names)
 
 
 def _read_splits(name: str, streams: bool) -> Any:
@@ -195,20 +231,24 @@ def _require_model_folder(name: str) -> None:
         raise UserError(f"--model {name}: no such folder")
 
 
-def _require_columns(name: str, data: Any) -> None:
-    missing = [column for column in ("text", "label") if column not in data.column_names]
+def _require_columns(name: str, data: Any, columns: Columns) -> None:
+    missing = [column for column in columns if column not in data.column_names]
     if missing:
         raise UserError(
-            f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); "
-            "needs text, and label from 0 to 4"
+            f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); name yours "
+            "by --text-column and --label-column"
         )
 
 
-def _require_reviews(name: str, data: Any, what: str) -> None:
-    if len(data) == 0:
-        raise UserError(f"--dataset {name}: no {what} samples in it")
-    for index, (text, label) in enumerate(zip(data["text"], data["label"], strict=True)):
+def _require_usable(where: str, data: Any, rows: Sequence[int], columns: Columns, labels: Labels) -> None:
+    """Check each sample. `where` takes the number of a row, counted from 1."""
+    for row, text, label in zip(rows, data[columns.text], data[columns.label], strict=True):
         if not isinstance(text, str):
-            raise UserError(f"--dataset {name}: sample {index} has text {text!r}; every text must be a string")
-        if not isinstance(label, int) or not 0 <= label < STARS:
-            raise UserError(f"--dataset {name}: sample {index} has label {label!r}; labels must be 0 to {STARS - 1}")
+            raise UserError(f"{where.format(row + 1)} has {text!r} in column {columns.text}; every row needs a text")
+        if not text.strip():
+            raise UserError(f"{where.format(row + 1)} has an empty text in column {columns.text}")
+        if label not in labels.numbers:
+            raise UserError(
+                f"{where.format(row + 1)} has label {label!r} in column {columns.label}; training data have "
+                f"{labels.listing()}"
+            )

@@ -59,11 +59,6 @@ class SyntheticSamples(Sequence[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Samples of equal shape as one batch."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
 def build(config: RunConfig) -> Workload:
     """Workload `mlp` or one of `transformer-*`."""
     is_mlp = config.workload == "mlp"
@@ -72,9 +67,7 @@ def build(config: RunConfig) -> Workload:
         model=MLP(config.depth, config.width) if is_mlp else _transformer(config.workload),
         train=SyntheticSamples(config.train_samples or 512, 2 * config.seed, width),
         evaluation=SyntheticSamples(config.eval_samples or 32, 2 * config.seed + 1, width),
-        collate=stack,
         learning_rate=1e-4,
-        classifies=False,
     )
 
 

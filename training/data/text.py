@@ -1,4 +1,4 @@
-"""Review classification: built-in reviews or a data set of the same schema, random weights or a pretrained model."""
+"""Text classification: built-in reviews or a data set of your own, random weights or a pretrained model."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from training.data.reviews import STARS, make_reviews
 from training.data.sampling import Collate
 from training.data.workload import Workload
 from training.distributed import from_rank0, node_leader_first
-from training.errors import UserError
 
 SAMPLE_VOCABULARY = 2048
 MAX_TOKENS = 512
@@ -35,21 +34,23 @@ def build(config: RunConfig) -> Workload:
 
 
 def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    name = config.model or hub.MODEL
+    name, columns = config.model or hub.MODEL, hub.Columns(config.text_column, config.label_column)
 
     def load() -> Workload:
         tokenizer = hub.load_tokenizer(name)
-        data = hub.load_reviews(config.dataset or hub.DATASET, train_samples, eval_samples, config.seed)
-        train, evaluation = (hub.tokenize(part, tokenizer, MAX_TOKENS) for part in data)
-        model = hub.load_classifier(name, tokenizer, STARS)
+        dataset = config.dataset or hub.DATASET
+        data = hub.load_labelled_text(dataset, columns, train_samples, eval_samples, config.seed)
+        labels = data.labels.in_order_of(hub.label_numbers(name))
+        train, evaluation = (
+            hub.tokenize(part, columns, labels, tokenizer, MAX_TOKENS) for part in (data.train, data.evaluation)
+        )
+        model = hub.load_classifier(name, tokenizer, labels.names)
         return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5, classifies=True)
 
     return node_leader_first(load)
 
 
 def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
-    if config.model or config.dataset:
-        raise UserError(f"--model and --dataset go with --workload hub or yelp, not {config.workload}")
     reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
     tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
     train, evaluation = (

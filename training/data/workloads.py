@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = {
     "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
+    "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
     "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
     "hub": "--model and --dataset, for --task classification or causal-lm",
     "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
@@ -23,6 +24,11 @@ WORKLOADS = {
     "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
 }
 """By name, a sentence for `--help`, in display order."""
+
+
+def is_own(name: str) -> bool:
+    """Whether it names a file of the user, and a function in it."""
+    return ":" in name or name.endswith(".py")
 
 
 def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
@@ -47,11 +53,28 @@ def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
 
 
 def build_workload(config: RunConfig) -> "Workload":
-    """The workload that `config.workload` names, the same on every rank. Collective.
+    """The workload that `config.workload` names, the same on every rank, with adapters if there are to be. Collective.
 
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    workload = _named(config)
+    if config.lora_rank is None:
+        return workload
+    from training.data.lora import with_adapters
+
+    return with_adapters(workload, config)
+
+
+def _named(config: RunConfig) -> "Workload":
+    if is_own(config.workload):
+        from training.data import own
+
+        return own.build(config)
+    if (config.model or config.dataset) and config.workload not in ("yelp", "hub"):
+        raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {config.workload}")
+    if config.label_column != "label" and config.workload not in ("yelp", "hub"):
+        raise UserError(f"--label-column goes with --dataset, not with --workload {config.workload}")
     if config.workload == "hub" and not (config.model and config.dataset):
         raise UserError("--workload hub takes both --model and --dataset")
     if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
@@ -62,6 +85,10 @@ def build_workload(config: RunConfig) -> "Workload":
         from training.data import text
 
         return text.build(config)
+    if config.workload == "digits":
+        from training.data import digits
+
+        return digits.build(config)
     from training.data import synthetic
 
     return synthetic.build(config)

@@ -1,0 +1,51 @@
+"""Workload `digits`: it learns in little time, and its batch normalization has the same statistics everywhere."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp
+import sharding
+from planner.runs import first_micro_batches, module_maker
+from tests.ranks import RankPool
+from tests.training.test_run import record_of, run_here
+from training.config import RunConfig
+from training.data.digits import build
+from training.flags import parse_config
+
+
+@pytest.mark.parametrize("ranks_of_run", [1, 2])
+def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_run: int) -> None:
+    settings = {"choice": "simple_ddp", "workload": "digits", "global_batch_size": 64, "epochs": 4}
+    settings |= {"output_dir": str(tmp_path), "no_profile": True}
+    assert set(ranks.run(ranks_of_run, run_here, settings)) == {None}
+    record = record_of(tmp_path, "simple_ddp")
+    assert record["train_samples"] == 1437 and record["eval"]["samples"] == 360
+    assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
+    for row in record["memory"]:
+        assert row["buffers_bytes"] == 2 * 4 * (32 + 64) + 2 * 8, "means, variances, and two counters"
+
+
+def test_the_commands_of_the_tutorial_make_sense() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    commands = re.findall(r"^    torchrun --standalone --nproc_per_node=[12] (main_\w+\.py) (.+)$", text, re.MULTILINE)
+    assert len(commands) == 5 and len(text.splitlines()) <= 120
+    for script, flags in commands:
+        registry = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}[script]
+        config = parse_config("", registry, arguments=flags.split())
+        assert config.workload in ("digits", "mlp")
+
+
+def test_held_out_images_are_the_same_whatever_the_seed() -> None:
+    def shades(**settings: Any) -> list[float]:
+        return [sample["images"].sum().item() for sample in build(RunConfig(**settings)).evaluation]
+
+    assert shades(seed=3) == shades() and shades(eval_samples=7) == shades()[:7]
+
+
+def test_the_simulator_builds_it_too() -> None:
+    config = RunConfig(workload="digits", global_batch_size=64)
+    (batch, _) = first_micro_batches(config, world_size=2)
+    assert module_maker(config)()(**batch).logits.shape == (16, 10)
