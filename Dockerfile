@@ -13,9 +13,10 @@ WORKDIR /opt/ddp-lab
 # Packages come before the code: their layer changes with uv.lock alone. CUDA's libraries come with torch.
 COPY pyproject.toml uv.lock ./
 ENV UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy
-RUN --mount=type=cache,target=/root/.cache/uv uv sync --frozen --no-dev --compile-bytecode
+RUN --mount=type=cache,target=/root/.cache/uv uv sync --frozen --no-dev --no-install-project --compile-bytecode
 
 COPY . .
+RUN --mount=type=cache,target=/root/.cache/uv uv sync --frozen --no-dev
 ENV PATH=/opt/ddp-lab/.venv/bin:$PATH
 USER lab
 CMD ["python", "main_ddp.py", "--help"]

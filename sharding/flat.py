@@ -129,6 +129,7 @@ class FlatParameters:
         self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), first.element_size())
         self.full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
+        self._addresses = [view.data_ptr() for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -149,8 +150,8 @@ class FlatParameters:
         Raises:
             UnsupportedError: a parameter's `.data` has been replaced.
         """
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
                 raise UnsupportedError(
                     f"the data of a parameter of shape {tuple(parameter.shape)} was replaced since the strategy was "
                     "built, and would not be updated; change it in place, or through load_full_state_dict"

@@ -44,7 +44,7 @@ from sharding.sharded import ShardedStrategy
 from sharding.units.embeddings import Embeddings, find_embeddings
 from sharding.units.execution_order import ExecutionOrder
 from sharding.units.schedule import Schedule
-from sharding.units.unit import ShardedParameters, Unit
+from sharding.units.unit import ShardedParameters, Unit, storage_of
 from training.communication.traffic import Collective
 from training.errors import OneRankError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -75,6 +75,7 @@ class Zero3(ShardedStrategy):
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
+        self._storages = {storage for flat in self.flats for storage in flat.storages()}
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         self.order = ExecutionOrder(self.module, self.root, units)
         self.schedule = Schedule(self.root, self.embeddings, units)
@@ -151,7 +152,7 @@ class Zero3(ShardedStrategy):
             leaf.register_hook(lambda _: self._before_backward(unit))
 
     def _after_forward(self, output: Any) -> None:
-        if any(flat.has_memory_of(tensor) for tensor in tensors_in(output) for flat in self.flats):
+        if not self._storages.isdisjoint(map(storage_of, tensors_in(output))):
             raise OneRankError("forward answers with a parameter or a view of one, which zero3 frees; add 0 to it")
         self.schedule.issue_rest()
         if not torch.is_grad_enabled():

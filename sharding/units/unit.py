@@ -52,9 +52,9 @@ class ShardedParameters(FlatParameters):
         self._versions = [parameter._version for parameter in self.parameters]
         self.full.untyped_storage().resize_(0)
 
-    def has_memory_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is one of the parameters, or a view of one."""
-        return references_storage(tensor, self.full) or references_storage(tensor, self._placeholders[0])
+    def storages(self) -> list[int]:
+        """Of the parameters, whole or not. They stay the same."""
+        return [storage_of(self.full), storage_of(self._placeholders[0])]
 
     @contextmanager
     def whole(self, gather: bool = True) -> Iterator[None]:
@@ -84,8 +84,9 @@ class ShardedParameters(FlatParameters):
         self.full.untyped_storage().resize_(self.full_bytes)
 
 
-def references_storage(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+def storage_of(tensor: Tensor) -> int:
+    """What tells the storage of a tensor from others."""
+    return tensor.untyped_storage()._cdata
 
 
 class Unit:

@@ -204,10 +204,10 @@ def with_fault(real: type, plan: Plan) -> type:
                     fault(self)
             return answer
 
-        def step(self) -> None:
+        def step(self, wait: bool = True) -> None:
             if plan.is_due(self, "optimizer"):
                 fault(self)
-            super().step()
+            super().step(wait)
 
     Faulty.__name__ = real.__name__
     if plan.at == "trace":

@@ -74,7 +74,7 @@ def exchange(order: str) -> str | None:
     parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
     flight = FlightRecorder.create(dist.get_rank())
     with recorded_collectives(flight):
-        follow_gradients(GradientWatch(parameters))
+        follow_gradients(GradientWatch({str(index): p for index, p in enumerate(parameters)}))
         sum((parameter * 2).sum() for parameter in parameters).backward()
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         if dist.get_rank() == 1 and order == "swapped":

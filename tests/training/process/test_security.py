@@ -113,7 +113,7 @@ def test_a_model_that_is_a_pickle_is_refused(tmp_path: Path, monkeypatch: pytest
     )
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Planted()}))
     with pytest.raises(UserError, match=r"no file named model\.safetensors"):
-        load_classifier(str(tmp_path), tokenizer=None, labels=5)
+        load_classifier(str(tmp_path), tokenizer=None, labels=list("01234"))
     assert not (tmp_path / "ran").exists()
 
 
