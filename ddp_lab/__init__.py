@@ -24,8 +24,8 @@ from training.errors import NonFiniteError, UnsupportedError
 if TYPE_CHECKING:
     from training.strategy import Strategy
 
-CHOICES = tuple(dict.fromkeys((*ddp.CHOICES, *sharding.CHOICES)))
-"""Names of all strategies that are installed."""
+CHOICES = tuple(name for name in dict.fromkeys((*ddp.CHOICES, *sharding.CHOICES)) if not name.startswith("deepspeed"))
+"""Names of all strategies that run in a loop of your own: DeepSpeed has an engine for that."""
 
 __all__ = [
     "CHOICES",

@@ -35,15 +35,17 @@ LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 
 
 class Inner(nn.Module):
-    """Enters autocast, which DeepSpeed turns off."""
+    """Answers with the loss beside the answer of `module`, because DeepSpeed replaces tensors that it finds by others
+    that its backward begins with. Enters autocast, which DeepSpeed turns off."""
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.module, self.autocast = module, autocast
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, **micro_batch: Tensor) -> tuple[Tensor, Any]:
         with self.autocast():
-            return self.module(*args, **kwargs)
+            answer = self.module(**micro_batch)
+        return answer.loss, answer
 
 
 class DeepSpeedZero(Strategy):
@@ -100,8 +102,14 @@ class DeepSpeedZero(Strategy):
         broadcast_from_rank0(self.buffers(), self.process_group)
         self.engine.set_gradient_accumulation_boundary(True)
 
+    def micro_batch(self, last: bool = True) -> AbstractContextManager[None]:
+        """Not supported: DeepSpeed has an engine of its own for such loops."""
+        raise UnsupportedError("DeepSpeed choices run in the runner's loop alone; for yours, DeepSpeed has its engine")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
+        loss, answer = self.engine(*args, **kwargs)
+        answer.loss = loss
+        return answer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -50,6 +50,10 @@ def all_choices() -> list[tuple[str, str]]:
 
 
 for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+in_own_loops = pytest.mark.parametrize(
+    "choice", [choice for choice in all_choices() if not choice[1].startswith("deepspeed")], ids="-".join
+)
+"""Those that run in loops that are not the runner's."""
 
 
 def load(choice: tuple[str, str]) -> type[Strategy]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity import for_each_choice
+from tests.parity import in_own_loops
 from tests.ranks import RankPool
 from tests.strategies.cases.case import SAMPLES, Case, Choice, Outcome, Run, Samples, in_one_process, on_a_rank
 from tests.strategies.cases.check import assert_equal
@@ -121,7 +121,7 @@ def expected() -> dict[str, Outcome]:
     return {name: in_one_process(case, 2) for name, case in ARCHITECTURES.items()}
 
 
-@for_each_choice
+@in_own_loops
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps(ranks: RankPool, expected: dict[str, Outcome], choice: Choice, name: str) -> None:
     assert_equal(ranks.run(2, train, name, choice), expected[name], ARCHITECTURES[name].tolerance)

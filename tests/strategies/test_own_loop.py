@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.parity import check_messages, for_each_choice, load, options_of
+from tests.parity import check_messages, in_own_loops, load, options_of
 from tests.ranks import RankPool
 from training.errors import UnsupportedError
 
@@ -96,12 +96,12 @@ def check(ranks: RankPool, choice: Choice, counts: Sequence[Sequence[int]], is_e
         torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@for_each_choice
+@in_own_loops
 def test_gradients_are_the_average_over_ranks(ranks: RankPool, choice: Choice) -> None:
     check(ranks, choice, [[3, 3], [3, 3]], is_even=True)
 
 
-@for_each_choice
+@in_own_loops
 def test_loss_weights_make_it_the_mean_over_uneven_batches(ranks: RankPool, choice: Choice) -> None:
     check(ranks, choice, [[4, 1], [2, 6], [1, 3]], is_even=False)
 
@@ -132,7 +132,7 @@ def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, FEATURES, generator=generator), torch.randn(3, 4, generator=generator)
 
 
-@for_each_choice
+@in_own_loops
 def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) -> None:
     torch.manual_seed(5)
     g, d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
@@ -165,6 +165,6 @@ def misuse(choice: Choice) -> dict[str, str]:
     return said
 
 
-@for_each_choice
+@in_own_loops
 def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
     check_messages(ranks, 2, misuse, choice)

@@ -21,6 +21,7 @@ from tests.parity import (
     check_messages,
     check_parity,
     for_each_choice,
+    in_own_loops,
     load,
     message_of,
     one_step,
@@ -112,7 +113,7 @@ def leave_no_sync(choice: Choice) -> tuple[bool, bool, bool]:
     return before, inside, strategy.synchronizes_gradients
 
 
-@for_each_choice
+@in_own_loops
 def test_no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
     at_every_micro_batch = {"simple_ddp", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3"}
     at_every_micro_batch |= {"deepspeed_zero2", "deepspeed_zero3"}
@@ -243,7 +244,7 @@ def second_gradient(choice: Choice) -> None:
         loss.backward()
 
 
-@for_each_choice
+@in_own_loops
 def test_second_gradient_is_refused(ranks: RankPool, choice: Choice) -> None:
     ranks.run(2, second_gradient, choice)
 
