@@ -1,6 +1,7 @@
 """What a run tells of each step while it goes: JSON lines, TensorBoard, Weights & Biases; and of throughput by rank."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,8 +119,10 @@ def test_wandb_works_offline(ranks: RankPool, tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("wandb")
     ranks.run(2, log_offline, str(tmp_path), fails)
     (run,) = (tmp_path / "profile" / "flat_ddp" / "wandb").glob("offline-run-*/run-*.wandb")
-    content = run.read_bytes()
-    assert all(name in content for name in (b"tokens_per_second", b"grad_norm", b"flat_ddp a-run"))
+    deadline = time.monotonic() + 30
+    while not all(name in run.read_bytes() for name in (b"tokens_per_second", b"grad_norm", b"flat_ddp a-run")):
+        assert time.monotonic() < deadline, run.read_bytes()
+        time.sleep(0.05)  # wandb's own process writes the file, also after `finish`
 
 
 def log_offline(folder: str, fails: bool) -> None:
