@@ -86,6 +86,7 @@ def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path
         assert record["train_samples"] == 360 and record["eval"]["samples"] == 82
         assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
         assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
+        assert record["model_flops_per_sample"] == 2 * (2 * 10 * 64 + 3 * 64 * 1), "the inputs need no gradient"
 
 
 def test_docs_have_every_field() -> None:
