@@ -166,6 +166,17 @@ MISTAKES = {
         "",
         "to classify, the answer needs .logits, and the batch labels",
     ),
+    "several labels for a sample": (
+        building(
+            "samples(12), samples(5), loss=mean",
+            "tokens, tokens, loss=of_tokens",
+            before="tokens = [{'x': torch.ones(4, 3), 'labels': torch.ones(4).long()}]\n"
+            "of_tokens = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), "
+            "batch['labels'].flatten())",
+        ),
+        "",
+        "each sample has one label; for 1 samples labels have shape (1, 4) and logits.argmax(-1) (1, 4)",
+    ),
     "other data on a rank": (
         building("samples(12)", "samples(12 - int(os.environ['RANK']))", before="import os"),
         "",
