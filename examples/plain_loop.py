@@ -17,6 +17,8 @@ import ddp_lab
 
 has_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
+if has_gpu:
+    torch.cuda.set_device(device)  # ddp-lab
 dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")  # ddp-lab
 
 torch.manual_seed(0)

@@ -15,6 +15,7 @@ from training.communication.verdict import Verdict
 from training.data.copies import to_device
 from training.data.sampling import evaluation_batches
 from training.data.workload import Workload
+from training.replicated import broadcast_from_rank0
 from training.step import StepData, sample_count
 from training.strategy import Strategy
 from training.watch.phases import begin_step, phase
@@ -173,11 +174,14 @@ def with_following(steps: Iterable[StepData]) -> Iterator[tuple[StepData, StepDa
 def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, Any]:
     """Loss and accuracy on the held-out samples, each of which counts exactly once. Collective.
 
+    Buffers are rank 0's on every rank from then on, as in the model that is saved.
+
     Returns:
         `loss` (mean over what `workload.count` counts), `accuracy` (a fraction; None if the workload does not
         classify), `samples`; of language models `perplexity` and `tokens`, over which the loss is a mean, else None.
     """
     strategy.module.eval()
+    broadcast_from_rank0(strategy.buffers(), strategy.process_group)
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
     for indices, counted in evaluation_batches(len(workload.evaluation), rank, size, batch_size):

@@ -70,6 +70,7 @@ class StepRunner:
     def __init__(self, strategy: "Strategy", agreement: StepAgreement) -> None:
         self._strategy, self._agreement = strategy, agreement
         self._is_open = False  # some micro-batches of a step are done, and others follow
+        self._is_done = False  # its last micro-batch is done, and the optimizer has not run
         self._held: set[nn.Parameter] = set()  # parameters that had a gradient before this step, perhaps of zeros
         self._losses: list[Tensor] = []
         self._latest: MicroBatch | None = None
@@ -91,6 +92,20 @@ class StepRunner:
             if last:
                 verdict, _ = self._finish()
                 self._keep(verdict, None)
+
+    def take(self) -> Verdict:
+        """How the step went that the optimizer is about to do, once.
+
+        Raises:
+            RuntimeError: no step has had its last micro-batch, so gradients are not those of all ranks.
+        """
+        if not self._is_done:
+            raise RuntimeError(
+                "step() before the last micro_batch(): gradients have not been sent to the other ranks; run backward "
+                "within strategy.micro_batch(last=True)"
+            )
+        self._is_done = False
+        return self.verdict
 
     def weights(self, counts: Sequence[float]) -> list[float]:
         """See `Strategy.loss_weights`."""
@@ -198,7 +213,7 @@ class StepRunner:
         strategy.watch.begin_step()
         self._held = strategy.held_gradients()
         strategy.before_step()
-        self._losses, self._is_open = [], True
+        self._losses, self._is_open, self._is_done = [], True, False
 
     @contextmanager
     def _round(self, is_last: bool) -> Iterator[None]:
@@ -231,7 +246,7 @@ class StepRunner:
         parameters = strategy.trainable.values()
         unused = [p for p, used in zip(parameters, result.used, strict=True) if not (used or p in self._held)]
         strategy.drop_gradients(unused)
-        self._is_open = False
+        self._is_open, self._is_done = False, True
         return self.verdict, result
 
     def _keep(self, verdict: Verdict, micro_batches: Sequence[Weighted] | None) -> None:
@@ -248,7 +263,7 @@ class StepRunner:
         try:
             yield
         except BaseException:
-            self._is_open = False
+            self._is_open = self._is_done = False
             self._strategy.abandon_step()
             raise
 

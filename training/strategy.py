@@ -390,8 +390,11 @@ class Strategy(ABC):
         Args:
             wait: Return when this rank has all updated parameters. Otherwise they may still arrive while the next
                 forward pass begins, and nothing else may read or change them before it has ended.
+
+        Raises:
+            RuntimeError: There are no gradients of all ranks: the last micro-batch of the step is still to come.
         """
-        update_unless(self.verdict.found_inf, self.updating_optimizer, self.update)
+        update_unless(self._steps.take().found_inf, self.updating_optimizer, self.update)
         self.optimizer_steps += 1
         if wait:
             self.finish_parameter_synchronization()

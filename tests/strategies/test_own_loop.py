@@ -155,6 +155,11 @@ def misuse(choice: Choice) -> dict[str, str]:
     module.first.requires_grad_(False)
     strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice))
     said = {}
+    with strategy.micro_batch(last=False):
+        strategy(torch.ones(2, FEATURES), scale=0.5).first.mean().backward()
+    with pytest.raises(RuntimeError) as early:
+        strategy.step()
+    said["step() before the last micro_batch()"] = str(early.value)
     with pytest.raises(RuntimeError) as caught, strategy.micro_batch(), strategy.micro_batch():
         pass
     said["the one before has not ended"] = str(caught.value)

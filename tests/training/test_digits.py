@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import ddp
 import sharding
 from planner.runs import first_micro_batches, module_maker
+from tests.parity import load, options_of
 from tests.ranks import RankPool
 from tests.training.test_run import record_of, run_here
 from training.config import RunConfig
-from training.data.digits import build
+from training.data.digits import DigitsCNN, build
 from training.flags import parse_config
+from training.loop import evaluate
 
 
 @pytest.mark.parametrize("ranks_of_run", [1, 2])
@@ -26,6 +30,29 @@ def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_
     assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
     for row in record["memory"]:
         assert row["buffers_bytes"] == 2 * 4 * (32 + 64) + 2 * 8, "means, variances, and two counters"
+
+
+def losses_of_trained_and_saved(choice: tuple[str, str]) -> tuple[float, float | None]:
+    """The held-out loss that the strategy finds, and that of the model which rank 0 saves."""
+    torch.manual_seed(0)
+    workload = build(RunConfig(eval_samples=8))
+    strategy = load(choice)(workload.model, lambda p: torch.optim.SGD(p, lr=0.01), options_of(choice))
+    first = 4 * dist.get_rank()
+    strategy.forward_backward([workload.collate(workload.train[first : first + 4])])
+    strategy.step()
+    found, state = evaluate(strategy, workload, 4, strategy.device)["loss"], strategy.full_state_dict()
+    if not state:
+        return found, None
+    model = DigitsCNN().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return found, model(**workload.collate(workload.evaluation)).loss.item()
+
+
+@pytest.mark.parametrize("choice", [("ddp", "simple_ddp"), ("ddp", "pytorch_ddp"), ("sharding", "zero2")])
+def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice: tuple[str, str]) -> None:
+    (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
+    assert found == other == pytest.approx(saved, rel=1e-6)
 
 
 def test_the_commands_of_the_tutorial_make_sense() -> None:

@@ -86,6 +86,7 @@ def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path
         assert record["train_samples"] == 360 and record["eval"]["samples"] == 82
         assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
         assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
+        assert record["model_flops_per_sample"] == 2 * (2 * 10 * 64 + 3 * 64 * 1), "the inputs need no gradient"
 
 
 def test_docs_have_every_field() -> None:
@@ -164,6 +165,17 @@ MISTAKES = {
         ),
         "",
         "to classify, the answer needs .logits, and the batch labels",
+    ),
+    "several labels for a sample": (
+        building(
+            "samples(12), samples(5), loss=mean",
+            "tokens, tokens, loss=of_tokens",
+            before="tokens = [{'x': torch.ones(4, 3), 'labels': torch.ones(4).long()}]\n"
+            "of_tokens = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), "
+            "batch['labels'].flatten())",
+        ),
+        "",
+        "each sample has one label; for 1 samples labels have shape (1, 4) and logits.argmax(-1) (1, 4)",
     ),
     "other data on a rank": (
         building("samples(12)", "samples(12 - int(os.environ['RANK']))", before="import os"),

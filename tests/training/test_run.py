@@ -229,6 +229,12 @@ BAD_SETTINGS = {
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
     "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
     "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
+    "texts without a data set": ({"text_column": "x"}, "--text-column goes with --dataset"),
+    "a stream without a data set": ({"workload": "sample-lm", "streaming": True}, "--streaming goes with --dataset"),
+    "labels of a language model": (
+        {"workload": "hub", "task": "causal-lm", "model": "x", "dataset": "x", "label_column": "x"},
+        "--label-column goes with --task classification",
+    ),
     "adapters without transformers": (
         {"lora_rank": 2},
         "--lora-rank: the model of workload mlp is of class MLP; adapters are",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,14 +87,15 @@ def put_beside(model: nn.Module, loss: Callable[[Any, dict[str, Tensor]], Tensor
     stay as they are.
     """
     forward, parameters = model.forward, inspect.signature(model.forward).parameters
+    unbound = getattr(forward, "__func__", lambda _, **batch: forward(**batch))
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
-    def answer(**batch: Tensor) -> SimpleNamespace:
-        output = forward(**{name: value for name, value in batch.items() if takes_all or name in parameters})
+    def answer(self: nn.Module, **batch: Tensor) -> SimpleNamespace:
+        output = unbound(self, **{name: value for name, value in batch.items() if takes_all or name in parameters})
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         return SimpleNamespace(loss=loss(output, batch), logits=logits)
 
-    model.forward = answer
+    model.forward = MethodType(answer, model)  # that of a copy is bound to the copy
 
 
 def _first(data: Any, count: int | None) -> Any:

@@ -121,8 +121,13 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
         logits = getattr(output, "logits", None)
         if logits is None or "labels" not in batch:
             raise UserError(f"--workload {name}: to classify, the answer needs .logits, and the batch labels")
-        with in_one_line(f"--workload {name}: logits.argmax(-1) == labels"):
-            int((logits.argmax(-1) == batch["labels"]).sum())
+        with in_one_line(f"--workload {name}: logits.argmax(-1)"):
+            found = logits.argmax(-1)
+        if not found.shape == batch["labels"].shape == (len(samples),):
+            raise UserError(
+                f"--workload {name}: to classify, each sample has one label; for {len(samples)} samples labels have "
+                f"shape {tuple(batch['labels'].shape)} and logits.argmax(-1) {tuple(found.shape)}"
+            )
     return loss
 
 

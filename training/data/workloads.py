@@ -73,8 +73,11 @@ def _named(config: RunConfig) -> "Workload":
         return own.build(config)
     if (config.model or config.dataset) and config.workload not in ("yelp", "hub"):
         raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {config.workload}")
-    if config.label_column != "label" and config.workload not in ("yelp", "hub"):
-        raise UserError(f"--label-column goes with --dataset, not with --workload {config.workload}")
+    for name, default in (("text_column", "text"), ("label_column", "label"), ("streaming", False)):
+        if getattr(config, name) != default and config.workload not in ("yelp", "hub"):
+            raise UserError(f"{flag_name(name)} goes with --dataset, not with --workload {config.workload}")
+    if config.label_column != "label" and config.task == CAUSAL_LM:
+        raise UserError("--label-column goes with --task classification")
     if config.workload == "hub" and not (config.model and config.dataset):
         raise UserError("--workload hub takes both --model and --dataset")
     if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
