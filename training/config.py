@@ -112,10 +112,14 @@ def log_targets(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: a target is unknown, or its package is not installed.
     """
-    for target in text.split(","):
+    targets = text.split(",")
+    for target in targets:
         if target not in LOG_TARGETS:
             raise argparse.ArgumentTypeError(f"'{target}' is none of {', '.join(LOG_TARGETS)}")
-        if find_spec(target) is None:
+        if targets.count(target) > 1:
+            raise argparse.ArgumentTypeError(f"'{text}' names {target} twice")
+        spec = find_spec(target)
+        if spec is None or spec.origin is None:  # a folder of this name here, such as W&B's own, is no package
             raise argparse.ArgumentTypeError(f"{target} is not installed; run: uv sync --extra {target}")
     return text
 

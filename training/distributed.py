@@ -246,8 +246,8 @@ def from_rank0(make: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def on_every_rank(make: Callable[[], Result]) -> Result:
-    """What `make` returns here, once it has returned on every rank. Collective.
+def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What `make` returns here, once it has returned on every rank of `group`. Collective.
 
     Raises:
         UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
@@ -258,8 +258,8 @@ def on_every_rank(make: Callable[[], Result]) -> Result:
         result = make()
     except Exception as error:  # whatever it is, the others must not wait for it
         own = error
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, None if own is None else str(own))
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, None if own is None else str(own), group)
     if own is not None and not isinstance(own, UserError):
         raise own
     for rank, found in enumerate(problems):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from training.communication.agreement import GlobalBatch, Pending, StepAgreement, StepResult, nonfinite_error
 from training.communication.verdict import Verdict
+from training.errors import UnsupportedError
 from training.watch.phases import phase
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class StepRunner:
     def weights(self, counts: Sequence[float]) -> list[float]:
         """See `Strategy.loss_weights`."""
         total = self._agreement.all_gather(sum(counts)).sum().item()
+        if not total:
+            raise UnsupportedError("loss_weights: all counts of all ranks are 0, so the step has no mean; skip it")
         return [count * self._strategy.data_parallel_size / total for count in counts]
 
     # A step on micro-batches that are all here ---------------------------------------------------------------------

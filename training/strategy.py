@@ -315,6 +315,9 @@ class Strategy(ABC):
         Returns:
             What to multiply each of these losses with before backward. Then the gradient is that of the mean over all
             samples or tokens of the global batch.
+
+        Raises:
+            UnsupportedError: On every rank, when all counts of all ranks are 0.
         """
         return self._steps.weights(counts)
 

@@ -106,6 +106,17 @@ def test_loss_weights_make_it_the_mean_over_uneven_batches(ranks: RankPool, choi
     check(ranks, choice, [[4, 1], [2, 6], [1, 3]], is_even=False)
 
 
+def weights_of_nothing() -> str:
+    strategy = load(("ddp", "flat_ddp"))(make_net(), lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(UnsupportedError) as caught:
+        strategy.loss_weights([0, 0])
+    return str(caught.value)
+
+
+def test_a_step_without_a_sample_has_no_weights(ranks: RankPool) -> None:
+    assert all("all counts of all ranks are 0" in said for said in ranks.run(2, weights_of_nothing))
+
+
 def trained_by_two(choice: Choice) -> list[dict[str, Tensor]]:
     """Two models against each other: the gradients of one run through the other."""
     torch.manual_seed(5)

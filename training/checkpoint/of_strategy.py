@@ -8,10 +8,9 @@ import json
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
 from training.checkpoint.files import TensorFiles, write_tensors
 from training.checkpoint.state import describe_groups, fill, tensors_to_save
+from training.distributed import on_every_rank
 from training.errors import UserError
 from training.strategy import Strategy
 
@@ -22,22 +21,33 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
     """Save into `folder`, which all ranks see. What was there is replaced when everything is written. Collective.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written here.
+        UserError: it cannot be written on another rank; names the rank.
         UnsupportedError: the optimizer keeps states that belong to no element of a parameter; the choice saves none.
     """
     folder, rank = Path(folder), strategy.data_parallel_rank
-    unfinished = folder.with_name(f".{folder.name}.saving")
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier(strategy.process_group)
-    groups = json.dumps(describe_groups(strategy.optimizer))
-    write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), {GROUPS: groups})
-    dist.barrier(strategy.process_group)
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    unfinished, before = (folder.with_name(f".{folder.name}.{state}") for state in ("saving", "before"))
+
+    def begin() -> None:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def write() -> None:
+        groups = json.dumps(describe_groups(strategy.optimizer))
+        write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), {GROUPS: groups})
+
+    def finish() -> None:
+        if rank != 0:
+            return
+        if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            folder.rename(before)
         unfinished.rename(folder)
-    dist.barrier(strategy.process_group)
+        shutil.rmtree(before, ignore_errors=True)
+
+    for part in (begin, write, finish):
+        on_every_rank(part, strategy.process_group)
 
 
 def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:

@@ -1,6 +1,7 @@
 """What a run tells of each step while it goes: JSON lines, TensorBoard, Weights & Biases; and of throughput by rank."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ TOKENS = {"workload": "sample", "train_samples": 44, "eval_samples": 4, "no_prof
 
 def lines_of(folder: Path, choice: str) -> list[list[dict[str, Any]]]:
     """Of each file, oldest first."""
-    paths = sorted((folder / "profile" / choice).glob("*.metrics.jsonl"))
+    found = (folder / "profile" / choice).glob("*.metrics.jsonl")
+    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns)
     texts = [path.read_text() for path in paths]
     assert all(text.endswith("\n") for text in texts)
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
@@ -132,14 +134,26 @@ def log_offline(folder: str, fails: bool) -> None:
 
 @pytest.mark.parametrize("target", ["tensorboard", "wandb"])
 def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    for value, expected in (
-        (target, f"{target} is not installed; run: uv sync --extra {target}"),
-        ("tb", "'tb' is none"),
+    for value, expected, spec in (
+        (target, f"{target} is not installed; run: uv sync --extra {target}", None),
+        ("tb", "'tb' is none", None),
+        ("wandb,wandb", "'wandb,wandb' names wandb twice", mock.Mock()),
     ):
-        with mock.patch("training.config.find_spec", lambda name: None), pytest.raises(SystemExit):
+        with mock.patch("training.config.find_spec", return_value=spec), pytest.raises(SystemExit):
             parsed("--ddp-choice", "flat_ddp", "--log-to", value)
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and expected in said
+
+
+def test_a_folder_of_a_package_s_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(SystemExit):
+        parsed("--ddp-choice", "flat_ddp", "--log-to", "wandb")
+    assert "wandb is not installed" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_lines_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
