@@ -19,6 +19,7 @@ SETTINGS = {
     "precision": str,
     "param_dtype": str,
     "reduce_dtype": str,
+    "offload": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.unit_order import UnitOrder
 from sharding.blocks import find_blocks
-from sharding.dtypes import Dtypes
 from sharding.elementwise import require_elementwise
+from sharding.placement import Placement
 from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
@@ -47,10 +47,10 @@ class FSDP2(Strategy):
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
-        dtypes = Dtypes.of(self.options)
+        placement = Placement.of(self.options)
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(self.process_group, self.device.type),
-            "mp_policy": MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
+            "mp_policy": MixedPrecisionPolicy(placement.param_dtype, placement.reduce_dtype),
         }
         self.root = TensorsBeside(self.module)
         try:
@@ -178,7 +178,7 @@ class FSDP2(Strategy):
             if leaves:
                 gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)
             if trained := [leaf for leaf in leaves.values() if leaf.requires_grad]:
-                reduced.append(padded_bytes(trained, size, Dtypes.of(self.options).reduce))
+                reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
         gathered, reduced = gathered * micro_batches, reduced * micro_batches
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),

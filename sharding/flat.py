@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import all_gather
+from sharding.host_memory import Offload
+from sharding.placement import Placement
 from training.errors import UnsupportedError
 
 ALIGNMENT = 16
@@ -119,23 +121,30 @@ class FlatParameters:
     Rank 0's values win. Building one is collective.
 
     Args:
-        param_dtype: In which the module computes. Default: the parameters' own.
+        placement: In which dtype the module computes, and whether the shard is in host memory. Frozen parameters stay
+            on the device, unless all parameters are offloaded.
 
     Attributes:
         layout: Where each parameter lies (`Layout`).
         full: The flat tensor with which the module computes, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
         shard: What this rank updates, in the parameters' own dtype, (shard_numel,).
-        pieces: What this rank's optimizer sees: for each parameter with elements in the shard, a flat parameter that is
-            a view of them.
+        pieces: For each parameter with elements in the shard, a flat parameter on the device. Its `.grad` is the
+            reduced gradient of these elements.
+        updated: The same, as the optimizer sees it: a view into the shard. Those of `pieces`, unless the shard is in
+            host memory.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, param_dtype: torch.dtype | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        placement: Placement,
     ) -> None:
         self.parameters, self.group, self.rank = list(parameters), group, dist.get_rank(group)
-        first = parameters[0]
-        self.own_dtype, dtype = first.dtype, param_dtype or first.dtype
+        first, offload = parameters[0], placement.offload
+        self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
+        self.own_dtype, dtype = first.dtype, placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
         self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), item_bytes)
         own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
@@ -147,22 +156,39 @@ class FlatParameters:
         self._addresses = [view.data_ptr() for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
-        part = self.layout.shard_of(own, self.rank)
-        self.shard = part.clone() if self.keeps_shard_apart else part
+        self.shard = self._kept(self.layout.shard_of(own, self.rank), placement.offload)
         self._places = self.layout.pieces(self.rank)
-        self.pieces = {
+        self.updated = {
             self.parameters[place.slot]: nn.Parameter(self.shard[place.start : place.end]) for place in self._places
         }
+        self.pieces = self.updated
+        if self.is_offloaded:  # without memory of their own
+            nothing = torch.zeros((), dtype=self.own_dtype, device=self.full.device)
+            self.pieces = {p: nn.Parameter(nothing.expand(piece.shape)) for p, piece in self.updated.items()}
+
+    def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
+        """This rank's values, where they are updated."""
+        if offload is not None and self.is_offloaded:
+            return offload.empty(part.shape, part.dtype, is_copied=True).copy_(part)
+        return part.clone() if self.keeps_shard_apart else part
 
     @property
     def keeps_shard_apart(self) -> bool:
         """Whether `shard` is not simply a part of `full`."""
-        return self.full.dtype != self.own_dtype
+        return self.is_offloaded or self.full.dtype != self.own_dtype
 
     def fill_own_part(self) -> None:
         """Put this rank's values into `full`, before it is gathered."""
         if self.keeps_shard_apart:
-            self.layout.shard_of(self.full, self.rank).copy_(self.shard)
+            self.layout.shard_of(self.full, self.rank).copy_(self.shard, non_blocking=True)
+
+    def shard_has_changed(self) -> None:
+        """Bring to the device what it keeps of the shard between steps. Here: nothing, `full` is filled when it is
+        gathered."""
+
+    def tensors(self) -> list[Tensor]:
+        """What is on the device."""
+        return [self.full] if self.is_offloaded else [self.full, self.shard]
 
     def require_in_place(self) -> None:
         """Check that the module still computes with `full`.
@@ -181,14 +207,14 @@ class FlatParameters:
         """All ranks' values in the parameters' own dtype, (padded_numel,). Not to be changed. Collective."""
         if not self.keeps_shard_apart:
             return self.full
-        own = torch.empty(self.layout.padded_numel, dtype=self.shard.dtype, device=self.shard.device)
+        own = torch.empty(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
         self.layout.shard_of(own, self.rank).copy_(self.shard)
         all_gather(own, self.group).wait()
         return own
 
     def set_values(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Take rank 0's `values`; what others give is not read. Collective."""
-        own = torch.zeros(self.layout.padded_numel, dtype=self.shard.dtype, device=self.shard.device)
+        own = torch.zeros(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
         if self.rank == 0:
             for slot, parameter in enumerate(self.parameters):
                 self.layout.view(own, slot).copy_(values[parameter])
@@ -217,3 +243,9 @@ class FlatParameters:
         """Give each piece its part of the shard of the reduced gradient, or none."""
         for place, piece in zip(self._places, self.pieces.values(), strict=True):
             piece.grad = None if gradient is None else gradient[place.start : place.end]
+
+    def set_updated_gradients(self, gradient: Tensor | None) -> None:
+        """Give the optimizer the shard of the reduced gradient in host memory, or take it away."""
+        for place, (parameter, piece) in zip(self._places, self.updated.items(), strict=True):
+            is_there = gradient is not None and self.pieces[parameter].grad is not None
+            piece.grad = gradient[place.start : place.end] if is_there else None  # type: ignore[index]

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from sharding.blocks import find_blocks
 from sharding.collectives import all_gather
-from sharding.dtypes import Dtypes, cast_inputs
 from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
+from sharding.offload import HostUpdate
+from sharding.placement import Placement, cast_inputs
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import OneRankError, UnsupportedError
-from training.profiling.memory import ModelSize
+from training.profiling.memory import ModelSize, storage_bytes
 from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
 
@@ -30,34 +31,50 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    casts_parameters = True
+    casts_parameters, offloads = True, frozenset({"optimizer"})
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
     def prepare(self) -> None:
-        self.dtypes = Dtypes.of(self.options)
-        if self.dtypes.param:
-            cast_inputs([self.module, *find_blocks(self.module)], self.dtypes.param)
+        self.placement = Placement.of(self.options)
+        if self.placement.param_dtype:
+            cast_inputs([self.module, *find_blocks(self.module)], self.placement.param_dtype)
         elements = sum(p.numel() for p in self.trainable.values())
         if elements < self.data_parallel_size:
             raise UnsupportedError(
                 f"{elements} trainable elements cannot be sharded over {self.data_parallel_size} ranks: use fewer "
                 "ranks, or a replicated strategy"
             )
+        self.host_update: HostUpdate | None = None
         self._unused: set[nn.Parameter] = set()
         self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         require_elementwise(make_optimizer)
-        pieces = {p: piece for flat in self.flats if flat.trainable for p, piece in flat.pieces.items()}
+        pieces = {p: piece for bucket in self.buckets for p, piece in bucket.flat.updated.items()}
+        groups: list[Any] = list(pieces.values()) or [{"params": []}]
         if self.options.parameter_groups:
             groups = [
                 {**group, "params": [pieces[p] for p in group["params"] if p in pieces]}
                 for group in self.options.parameter_groups(self.module)
             ]
-            return make_optimizer(groups)
-        return make_optimizer(list(pieces.values()) or [{"params": []}])
+        optimizer = make_optimizer(groups)
+        if self.placement.offload:
+            self.host_update = HostUpdate(self.placement.offload, optimizer, list(reversed(self.buckets)))
+        return optimizer
+
+    def update(self) -> None:
+        if self.host_update is not None:
+            self.host_update.run(self.publish)
+            return
+        super().update()
+        for bucket in reversed(self.buckets):  # the order in which forward needs them
+            self.publish(bucket.flat)
+
+    def publish(self, flat: FlatParameters) -> None:
+        """Runs when this rank's shard is updated."""
+        flat.shard_has_changed()
 
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.group_of_buffers)
@@ -91,6 +108,10 @@ class ShardedStrategy(Strategy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._has_zeros = not set_to_none
+        if self.host_update is not None:  # the optimizer holds no gradients
+            for piece in (piece for bucket in self.buckets for piece in bucket.flat.pieces.values()):
+                if piece.grad is not None:
+                    piece.grad = None if set_to_none else piece.grad.zero_()
         for parameter in self.trainable.values():
             parameter.grad = None
         if set_to_none:
@@ -139,18 +160,24 @@ class ShardedStrategy(Strategy):
     # State -------------------------------------------------------------------------------------------------------
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        """With low precision, what is whole is in it, and the shards that the optimizer updates are apart."""
-        expected, ranks = super().expected_memory(size), self.data_parallel_size
-        if self.dtypes.param and "parameters" not in self.shards:
-            expected["parameters"] = self.dtypes.param.itemsize * size.elements - (-size.parameter_bytes // ranks)
-        if self.dtypes.reduce and "gradients" not in self.shards:
-            whole = self.dtypes.reduce.itemsize * sum(p.numel() for p in self.trainable.values())
-            sums_are_apart = whole != size.trainable_bytes
-            expected["gradients"] = whole + (-(-size.trainable_bytes // ranks) if sums_are_apart else 0)
-        return expected
+        return super().expected_memory(size) | self.placement.expected_memory(
+            size, self.data_parallel_size, self.shards
+        )
+
+    def expected_host_bytes(self, size: ModelSize) -> int:
+        return self.placement.expected_host_bytes(size, self.data_parallel_size)
 
     def parameter_tensors(self) -> Iterable[Tensor]:
-        return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
+        return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in flat.tensors())]
+
+    def memory_breakdown(self) -> dict[str, int]:
+        return super().memory_breakdown() | ({"optimizer_state": 0} if self.host_update else {})
+
+    def host_bytes(self) -> int:
+        if self.host_update is None:
+            return 0
+        shards = (flat.shard for flat in self.flats if flat.is_offloaded)
+        return storage_bytes([*shards, *self.host_update.gradients, *super().optimizer_tensors()])
 
     def parameter_pieces(self) -> list[Piece]:
         if "parameters" not in self.saves_shards_of:
@@ -159,11 +186,14 @@ class ShardedStrategy(Strategy):
 
     @property
     def saves_shards_of(self) -> frozenset[str]:
-        return self.shards | {"parameters"} if self.dtypes.param else self.shards
+        apart = self.placement.param_dtype or self.placement.offload
+        return self.shards | {"parameters"} if apart else self.shards
 
     def parameters_are_loaded(self) -> None:
-        if "parameters" not in self.shards:
-            for flat in self.flats:
+        for flat in self.flats:
+            if "parameters" in self.shards:
+                flat.shard_has_changed()
+            else:
                 flat.fill_full(flat.whole())
 
     def updated_pieces(self) -> list[Piece]:
@@ -175,7 +205,7 @@ class ShardedStrategy(Strategy):
         return [
             Piece(names[parameter], start, piece)
             for flat in flats
-            for (parameter, piece), start in zip(flat.pieces.items(), flat.first_elements(), strict=True)
+            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
         ]
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -43,14 +43,14 @@ class Zero1(ShardedStrategy):
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or self._default_cap_mb() * 2**20
         self.flats = [
-            FlatParameters(parameters, self.process_group, self.dtypes.param)
+            FlatParameters(parameters, self.process_group, self.placement)
             for segment in self._segments()
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         if self.buffers():  # or forward would not begin before all parameters are gathered
             self.group_of_buffers = side_group(self.process_group, self.device)
-        self.buckets = [self.make_bucket(flat, self.dtypes.reduce) for flat in self.flats if flat.trainable]
+        self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
@@ -68,7 +68,7 @@ class Zero1(ShardedStrategy):
         before, after = around_units(self.module, plans)
         for segment in (after, [p for plan in plans for p in plan.parameters], before):
             yield [p for p in segment if p.requires_grad and p.numel()]
-        if self.dtypes.param:  # frozen ones are cast too; their own values are saved
+        if self.saves_shards_of > self.shards:  # frozen ones are cast too; their own values are saved
             yield [p for p in self.module.parameters() if not p.requires_grad and p.numel()]
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
@@ -104,11 +104,9 @@ class Zero1(ShardedStrategy):
 
     # Optimizer: update the shard, then all-gather parameters -----------------------------------------------------
 
-    def update(self) -> None:
-        super().update()
-        for bucket in reversed(self.buckets):  # the order in which forward needs them
-            bucket.flat.fill_own_part()
-            self.arrivals.start(bucket.flat, all_gather(bucket.flat.full, self.process_group))
+    def publish(self, flat: FlatParameters) -> None:
+        flat.fill_own_part()
+        self.arrivals.start(flat, all_gather(flat.full, self.process_group))
 
     def finish_parameter_synchronization(self) -> None:
         self.arrivals.wait()

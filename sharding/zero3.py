@@ -56,6 +56,7 @@ class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
+    offloads = frozenset({"optimizer", "parameters"})
     communicates_in_forward = reduces_in_backward = True
     nonfinite_advice = (
         f"{ShardedStrategy.nonfinite_advice}; in zero3 so is a weight that is read outside of the module that holds it"
@@ -69,10 +70,10 @@ class Zero3(ShardedStrategy):
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
         casts = self.options.precision != "fp32"
-        group, dtypes = self.process_group, self.dtypes
-        units = [Unit(plan.modules, [plan.parameters], group, dtypes, casts) for plan in plans]
-        self.root = Unit([self.module], [before, after], group, dtypes)
-        self.embeddings = Embeddings(embeddings, group, dtypes)
+        group, placement = self.process_group, self.placement
+        units = [Unit(plan.modules, [plan.parameters], group, placement, casts) for plan in plans]
+        self.root = Unit([self.module], [before, after], group, placement)
+        self.embeddings = Embeddings(embeddings, group, placement)
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]

@@ -27,6 +27,7 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
 PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
 COMPRESSIONS = ("powersgd",)
+OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`training.schedule`)."""
@@ -51,6 +52,8 @@ class StrategyOptions:
         reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
             of the gradients.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
+        offload: `optimizer` or `parameters`, perhaps with `:FOLDER`: keep optimizer states, and with `parameters` also
+            parameters, in host memory or in files (`sharding.offload`).
         compress: `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
@@ -61,6 +64,7 @@ class StrategyOptions:
     precision: str = "fp32"
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    offload: str | None = None
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
@@ -80,6 +84,7 @@ class StrategyOptions:
             ("--param-dtype", self.param_dtype, (None, *PARAM_DTYPES)),
             ("--reduce-dtype", self.reduce_dtype, (None, *REDUCE_DTYPES)),
             ("--compress", self.compress, (None, *COMPRESSIONS)),
+            ("--offload", self.offload and self.offload.partition(":")[0], (None, *OFFLOADS)),
         ):
             _require(value in known, flag, value, f"one of {', '.join(name for name in known if name)}")
         _require(
@@ -143,6 +148,17 @@ def log_targets(text: str) -> str:
     return text
 
 
+def offload_text(text: str) -> str:
+    """What `--offload` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it names neither of `OFFLOADS`.
+    """
+    if text.partition(":")[0] not in OFFLOADS:
+        raise argparse.ArgumentTypeError(f"'{text}' is none of {', '.join(OFFLOADS)}, with or without :FOLDER")
+    return text
+
+
 def _flag(
     group: str,
     default: Any,
@@ -170,6 +186,7 @@ def _flag(
 _data = partial(_flag, "model and data")
 _batch = partial(_flag, "batch")
 _precision = partial(_flag, "precision")
+_memory = partial(_flag, "memory")
 _communication = partial(_flag, "communication")
 _profiling = partial(_flag, "profiling")
 _checkpoints = partial(_flag, "checkpoints")
@@ -238,6 +255,13 @@ class RunConfig:
         choices=REDUCE_DTYPES,
     )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
+
+    offload: str | None = _memory(
+        None,
+        "keep optimizer states, or also parameters, in host memory and update them there, or in files with :FOLDER "
+        "(default: keep all on the device)",
+        parse=offload_text,
+    )
 
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
@@ -365,6 +389,7 @@ class RunConfig:
             precision=self.precision,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
+            offload=self.offload,
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,

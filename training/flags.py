@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.cli import OneLineParser, exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets
+from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets, offload_text
 from training.data.workloads import WORKLOADS, is_own
 from training.errors import UserError
 from training.process.environment import prepare_process
@@ -32,6 +32,7 @@ METAVARS = {
     bucket_cap: f"{{MIB,{AUTO}}}",
     link_text: "RATE[,LATENCY]",
     log_targets: "TARGETS",
+    offload_text: "WHAT[:FOLDER]",
 }
 
 

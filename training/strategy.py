@@ -56,6 +56,8 @@ class Strategy(ABC):
     losses are weighted before."""
     overlaps_optimizer = False
     """Whether `options.overlap_optimizer` is supported."""
+    offloads: frozenset[str] = frozenset()
+    """Values of `options.offload` that are supported."""
     casts_parameters = False
     """Whether `options.param_dtype` is supported."""
     reduces_in_backward = False
@@ -120,6 +122,9 @@ class Strategy(ABC):
             raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
         if options.overlap_optimizer and not cls.overlaps_optimizer:
             raise UnsupportedError("--overlap-optimizer: this strategy updates no parameter before all are reduced")
+        if options.offload and (what := options.offload.partition(":")[0]) not in cls.offloads:
+            ways = " or ".join(sorted(cls.offloads)) or "nothing"
+            raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device")
         if options.param_dtype and not cls.casts_parameters:
             raise UnsupportedError(
                 "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
@@ -456,6 +461,14 @@ class Strategy(ABC):
             "optimizer_state": storage_bytes(self.optimizer_tensors()),
             "buffers": storage_bytes(self.module.buffers()),
         }
+
+    def host_bytes(self) -> int:
+        """Bytes of model states that this rank holds in host memory, or in files, and not on its device."""
+        return 0
+
+    def expected_host_bytes(self, size: ModelSize) -> int:
+        """What `host_bytes` should be after a step, padding left out."""
+        return 0
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import Pending, all_gather
-from sharding.dtypes import Dtypes
 from sharding.flat import FlatParameters, group_by_kind
 from sharding.gradient_buckets import ShardedGradientBucket
+from sharding.placement import Placement
 from sharding.units.low_precision import LowPrecisionWeights
 from training.errors import UnsupportedError
 
@@ -26,15 +26,18 @@ class ShardedParameters(FlatParameters):
     write is refused.
     """
 
-    keeps_shard_apart = True
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, param_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(parameters, group, param_dtype)
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, placement: Placement) -> None:
+        super().__init__(parameters, group, placement)
+        self._resting: Tensor | None = None
+        if self.is_offloaded and placement.offload and placement.offload.what == "optimizer":
+            self._resting = self.shard.to(self.full.device, self.full.dtype, copy=True)
         nan = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device)
         self._placeholders = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.reshard()
+
+    @property
+    def keeps_shard_apart(self) -> bool:
+        return True
 
     def unshard(self) -> Pending:
         """Start to gather the full tensor. `use_full` must follow when it has arrived."""
@@ -57,8 +60,20 @@ class ShardedParameters(FlatParameters):
         """Of the parameters, whole or not. They stay the same."""
         return [storage_of(self.full), storage_of(self._placeholders[0])]
 
+    def fill_own_part(self) -> None:
+        values = self.shard if self._resting is None else self._resting
+        self.layout.shard_of(self.full, self.rank).copy_(values, non_blocking=True)
+
+    def shard_has_changed(self) -> None:
+        if self._resting is not None:
+            self._resting.copy_(self.shard, non_blocking=True)
+
     def fill_full(self, values: Tensor) -> None:
-        """Does nothing: the full tensor is gathered when it is needed."""
+        """The full tensor is gathered when it is needed."""
+        self.shard_has_changed()
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() if self._resting is None else [self.full, self._resting]
 
     def allocate(self) -> None:
         """Make room for the full tensor."""
@@ -91,7 +106,7 @@ class Unit:
 
     Args:
         parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
-        dtypes: In which the modules compute, and in which gradients are reduced.
+        placement: Of parameters and gradients.
         casts: The modules run under autocast.
 
     Attributes:
@@ -108,13 +123,13 @@ class Unit:
         modules: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
         group: dist.ProcessGroup,
-        dtypes: Dtypes,
+        placement: Placement,
         casts: bool = False,
     ) -> None:
         self.modules = list(modules)
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
-        self.flats = [ShardedParameters(kind, group, dtypes.param) for kind in kinds]
-        self.buckets = [ShardedGradientBucket(flat, dtypes.reduce) for flat in self.flats if flat.trainable]
+        self.flats = [ShardedParameters(kind, group, placement) for kind in kinds]
+        self.buckets = [ShardedGradientBucket(flat, placement.reduce_dtype) for flat in self.flats if flat.trainable]
         layers = [layer for module in modules for layer in module.modules()] if casts else []
         self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})
         self.has_frozen = not all(flat.trainable for flat in self.flats)

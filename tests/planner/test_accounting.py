@@ -46,7 +46,7 @@ def test_ranks_that_a_large_model_needs() -> None:
 
 @pytest.mark.parametrize(("stage", "shards"), STAGES.items())
 def test_states_are_those_that_runs_are_held_against(stage: str, shards: tuple[str, ...]) -> None:
-    assert state_bytes(1000, 4, stage, "fp32") == expected_state_bytes(ModelSize(1000, 4000, 4000), 4, shards)
+    assert state_bytes(1000, 4, stage, "fp32") == expected_state_bytes(ModelSize(1000, 1000, 4000, 4000), 4, shards)
 
 
 @pytest.mark.parametrize("name", models.table())

@@ -52,6 +52,7 @@ MAY_DIFFER = (
     "max_steps",
     "bucket_cap_mb",
     "overlap_optimizer",
+    "offload",
     "find_unused_parameters",
     "device",
     "backend",

@@ -32,11 +32,13 @@ class ModelSize:
 
     Attributes:
         elements: Elements of all parameters.
+        trainable_elements: Elements of the trainable ones.
         parameter_bytes: Bytes of all parameters.
         trainable_bytes: Bytes of the trainable ones.
     """
 
     elements: int
+    trainable_elements: int
     parameter_bytes: int
     trainable_bytes: int
 
@@ -45,6 +47,7 @@ class ModelSize:
         parameters = list(module.parameters())
         return cls(
             elements=sum(p.numel() for p in parameters),
+            trainable_elements=sum(p.numel() for p in parameters if p.requires_grad),
             parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
             trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         )

@@ -90,6 +90,8 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
         "rank": strategy.data_parallel_rank,
         **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
         **{f"expected_{component}_bytes": held for component, held in expected.items()},
+        "host_bytes": strategy.host_bytes(),
+        "expected_host_bytes": strategy.expected_host_bytes(size),
         **(step_memory or dict.fromkeys(STEP_MEMORY)),
         "peak_rss_bytes": peak_rss_bytes(),
     }

@@ -43,7 +43,7 @@ def test_expected_states_are_the_papers(stage: str, world_size: int) -> None:
     """Rajbhandari et al., table 1, for fp32 parameters: bytes a parameter."""
     shards, bytes_per_parameter = ZERO[stage]
     psi = 12_000
-    expected = expected_state_bytes(ModelSize(psi, 4 * psi, 4 * psi), world_size, shards)
+    expected = expected_state_bytes(ModelSize(psi, psi, 4 * psi, 4 * psi), world_size, shards)
     assert sum(expected.values()) == psi * bytes_per_parameter(world_size)
 
 
@@ -52,7 +52,7 @@ def test_expected_states_of_frozen_and_tied_parameters() -> None:
     module.middle.requires_grad_(False)
     size = ModelSize.of(module)
     elements = 2 * 36 + 3 * 6  # first and last share a weight of 36, and have a bias each
-    assert size == ModelSize(elements, 4 * elements, 4 * (elements - 42))
+    assert size == ModelSize(elements, elements - 42, 4 * elements, 4 * (elements - 42))
     expected = expected_state_bytes(size, 4, {"optimizer_state"})
     assert expected == {"parameters": 360, "gradients": 192, "optimizer_state": 96}
 

@@ -1,0 +1,94 @@
+"""Mixed precision of sharded parameters: in which dtype the module computes, and in which gradients are reduced.
+
+What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param_dtype` bf16:
+- Each rank updates its shard in fp32 (`sharding.flat`). An update is often smaller than half a unit in the last place
+  of a bf16 value, which has 8 bits of mantissa, and would be lost.
+- Parameters are gathered in bf16: half the bytes. Modules compute in bf16, and so do their inputs: what is fp32 among
+  the arguments of the whole module and of each block is cast.
+- Gradients are made in bf16, and reduced in `reduce_dtype`, by default fp32, so that a sum over many ranks and
+  micro-batches is not rounded at each term.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sharding.host_memory import Offload
+from training.config import StrategyOptions
+from training.precision import DTYPES
+from training.profiling.memory import ModelSize
+
+
+class Placement(NamedTuple):
+    """In which dtypes, and where, parameters and gradients are kept.
+
+    Attributes:
+        param_dtype: In which the module computes; None is the parameters' own.
+        reduce_dtype: In which gradients are reduced; None is that of the gradients.
+        offload: What is in host memory (`sharding.offload`).
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: Offload | None = None
+
+    @classmethod
+    def of(cls, options: StrategyOptions) -> "Placement":
+        reduce = options.reduce_dtype or (options.param_dtype and "fp32")
+        return cls(DTYPES.get(options.param_dtype), DTYPES.get(reduce), Offload.of(options.offload))
+
+    def expected_memory(self, size: ModelSize, ranks: int, shards: Collection[str]) -> dict[str, int]:
+        """Bytes on the device at rest, of those components that this placement changes.
+
+        Args:
+            shards: As `Strategy.shards`: what is not whole on each rank.
+        """
+        expected: dict[str, int] = {}
+        computed_with = self.param_dtype.itemsize * size.elements if self.param_dtype else size.parameter_bytes
+        frozen_shard = per_rank(size.parameter_bytes - size.trainable_bytes, ranks)
+        if "parameters" not in shards and (self.param_dtype or self.offload):
+            expected["parameters"] = computed_with + (
+                frozen_shard if self.offload else per_rank(size.parameter_bytes, ranks)
+            )
+        if "parameters" in shards and self.offload:
+            trained_with = (
+                self.param_dtype.itemsize * size.trainable_elements if self.param_dtype else size.trainable_bytes
+            )
+            takes_all = self.offload.what == "parameters"
+            expected["parameters"] = 0 if takes_all else per_rank(trained_with, ranks) + frozen_shard
+        if "gradients" not in shards and self.reduce_dtype:
+            whole = self.reduce_dtype.itemsize * size.trainable_elements
+            is_apart = whole != size.trainable_bytes  # the shard of the sum, which the optimizer reads
+            expected["gradients"] = whole + (per_rank(size.trainable_bytes, ranks) if is_apart else 0)
+        if self.offload:
+            expected["optimizer_state"] = 0
+        return expected
+
+    def expected_host_bytes(self, size: ModelSize, ranks: int, optimizer_values: int = 2) -> int:
+        """Bytes in host memory or files at rest: shard, gradient and optimizer states.
+
+        Args:
+            optimizer_values: That the optimizer keeps for each element; Adam keeps two.
+        """
+        if not self.offload:
+            return 0
+        frozen = size.parameter_bytes - size.trainable_bytes if self.offload.what == "parameters" else 0
+        return per_rank((2 + optimizer_values) * size.trainable_bytes + frozen, ranks)
+
+
+def per_rank(size: int, ranks: int) -> int:
+    """The largest part, if `size` is cut as evenly as possible."""
+    return -(-size // ranks)
+
+
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Cast floating-point arguments of `modules` to `dtype`, as FSDP2 does by default."""
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    for module in modules:
+        module.register_forward_pre_hook(cast, with_kwargs=True)

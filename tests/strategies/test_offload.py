@@ -1,0 +1,128 @@
+"""--offload: optimizer states, and parameters, in host memory or in files: the same numbers, and less on the device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models import build
+from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
+from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.config import StrategyOptions
+from training.errors import NonFiniteError, UnsupportedError, UserError
+from training.profiling.memory import ModelSize
+
+CASES = [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
+for_each_case = pytest.mark.parametrize(("name", "what"), CASES)
+SPLIT = [[2, 1], [3, 1]]
+
+
+def train(name: str, model: str, options: dict[str, Any], set_to_none: bool = True) -> dict[str, Any]:
+    """Losses, norms and state after steps with uneven micro-batches, parameter groups and clipping."""
+    settings = StrategyOptions(**options, parameter_groups=weight_decay_groups)
+    strategy = load(("sharding", name))(build(model, seed=dist.get_rank()), OPTIMIZERS["adam"], settings)
+    seen: dict[str, Any] = {"loss": [], "norm": []}
+    for step in range(4):
+        strategy.zero_grad(set_to_none)
+        seen["loss"].append(strategy.forward_backward(global_batch(model, SPLIT, step)[dist.get_rank()]).item())
+        seen["norm"].append(strategy.clip_grad_norm_(0.5).item())
+        strategy.step()
+        if step == 1:
+            strategy.load_full_state_dict(strategy.full_state_dict())
+    return seen | {"state": strategy.full_state_dict()}
+
+
+@for_each_case
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_it_is_bitwise_training_without_offload(
+    ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
+) -> None:
+    for model in ("llama", "frozen", "branching") if not options else ("llama", "frozen"):
+        wanted = ranks.run(2, train, name, model, options)[0]
+        for offload, set_to_none in ((what, True), (f"{what}:{tmp_path / 'files'}", False)):
+            for found in ranks.run(2, train, name, model, options | {"offload": offload}, set_to_none):
+                assert found["loss"] == wanted["loss"] and found["norm"] == wanted["norm"], (model, offload)
+            found = ranks.run(2, train, name, model, options | {"offload": offload})[0]
+            assert found["state"].keys() == wanted["state"].keys()
+            for key, tensor in wanted["state"].items():
+                assert torch.equal(found["state"][key], tensor), (model, offload, key)
+    assert not list((tmp_path / "files").iterdir()), "files have no names"
+
+
+def memory(name: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    module = build("llama")
+    size = ModelSize.of(module)
+    strategy = load(("sharding", name))(module, OPTIMIZERS["adam"], StrategyOptions(**options))
+    strategy.forward_backward(global_batch("llama", SPLIT, 0)[dist.get_rank()])
+    strategy.step()
+    device = strategy.memory_breakdown(), strategy.expected_memory(size)
+    return *device, strategy.host_bytes(), strategy.expected_host_bytes(size), size.parameter_bytes
+
+
+@for_each_case
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_memory_is_what_the_formulas_say(
+    ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
+) -> None:
+    """Padding aside. On the host: shard, gradient and Adam's two states."""
+    for offload in (what, f"{what}:{tmp_path}"):
+        for held, expected, host_bytes, expected_host, p4 in ranks.run(2, memory, name, options | {"offload": offload}):
+            for component, size in expected.items():
+                assert size <= held[component] <= 1.05 * size, component
+            assert held["optimizer_state"] == 0
+            assert expected_host == 4 * p4 / 2 <= host_bytes <= 1.05 * expected_host
+            if what == "parameters":
+                assert held["parameters"] == 0
+
+
+@for_each_case
+def test_traffic_is_that_without_offload(ranks: RankPool, name: str, what: str) -> None:
+    for announced, seen, _ in ranks.run(2, profiled_step, ("sharding", name), "llama", 2, {"offload": what}):
+        assert announced == seen
+
+
+def survive_a_nan(name: str, offload: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    strategy = load(("sharding", name))(build("plain"), OPTIMIZERS["adam"], StrategyOptions(offload=offload))
+    before = strategy.full_state_dict()
+    batches = global_batch("plain", SPLIT, 0)[dist.get_rank()]
+    if dist.get_rank() == 1:
+        batches[0]["x"].fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="rank 1"):
+        strategy.forward_backward(batches)
+        strategy.step()
+    return before, strategy.full_state_dict()
+
+
+@for_each_case
+def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, what: str) -> None:
+    before, after = ranks.run(2, survive_a_nan, name, what)[0]
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+@for_each_choice
+def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
+    for what in ("optimizer", "parameters"):
+        if (choice[1], what) not in CASES:
+            with pytest.raises(UnsupportedError, match=f"--offload {what}: this strategy can take"):
+                load(choice).require_options(StrategyOptions(offload=what))
+
+
+def test_mistakes_are_said() -> None:
+    with pytest.raises(UserError, match="--offload disk: must be one of optimizer, parameters"):
+        StrategyOptions(offload="disk:/tmp")
+
+
+def write_into_a_file(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load(("sharding", "zero2"))(build("plain"), OPTIMIZERS["adam"], StrategyOptions(offload=f"optimizer:{path}"))
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in ranks.run(2, write_into_a_file, tmp_path / "file"):
+        assert said == f"--offload: cannot write into {tmp_path / 'file'}: File exists"
