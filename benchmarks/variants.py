@@ -17,6 +17,7 @@ SETTINGS = {
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
     "compress": str,
     "precision": str,
+    "activation_checkpointing": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

@@ -59,6 +59,7 @@ def case_of(options: argparse.Namespace) -> Case:
         UserError: it makes no sense.
     """
     names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
+    names += ("activation_checkpointing",)
     config = RunConfig(**{name: getattr(options, name) for name in names})
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     config.micro_batch_size(cluster.world_size)

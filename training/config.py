@@ -16,6 +16,7 @@ from typing import Any
 from training.errors import UserError
 from training.link.speed import NONE, canonical
 from training.profiling.chosen_ranks import ranks_in
+from training.recompute import setting as recomputation
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,6 +46,8 @@ class StrategyOptions:
             others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
+        activation_checkpointing: Which blocks free their activations in forward and compute them again in backward
+            (`training.recompute.setting`).
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
         compress: `bf16` or `powersgd`: round gradients before the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
@@ -54,6 +57,7 @@ class StrategyOptions:
 
     bucket_cap_mb: float | str = AUTO
     precision: str = "fp32"
+    activation_checkpointing: str = recomputation.NONE
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
@@ -75,6 +79,7 @@ class StrategyOptions:
             f"one of {', '.join(COMPRESSIONS)}",
         )
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        recomputation.Recomputation.parse(self.activation_checkpointing)
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
@@ -151,6 +156,7 @@ def _flag(
 _data = partial(_flag, "model and data")
 _batch = partial(_flag, "batch")
 _precision = partial(_flag, "precision")
+_memory = partial(_flag, "memory")
 _communication = partial(_flag, "communication")
 _profiling = partial(_flag, "profiling")
 _checkpoints = partial(_flag, "checkpoints")
@@ -209,6 +215,13 @@ class RunConfig:
 
     precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
+
+    activation_checkpointing: str = _memory(
+        recomputation.NONE,
+        "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
+        "N-th, selective all but matrix products and attention; torch:block and torch:every:N by torch's own code",
+        parse=recomputation.text,
+    )
 
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
@@ -334,6 +347,7 @@ class RunConfig:
         return StrategyOptions(
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
+            activation_checkpointing=self.activation_checkpointing,
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,

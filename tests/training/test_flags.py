@@ -14,7 +14,7 @@ from training.errors import UserError
 from training.flags import build_parser, parse_config, to_toml, with_config_file
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
-GROUPS = ["model and data", "batch", "precision", "communication", "profiling", "checkpoints", "run"]
+GROUPS = ["model and data", "batch", "precision", "memory", "communication", "profiling", "checkpoints", "run"]
 
 
 def parsed(*arguments: str) -> RunConfig:
@@ -46,6 +46,8 @@ MISTAKES = [
     (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
     (["--ddp-choice", "flat_ddp", "--bucket-cap-mb", "big"], "'big' is neither a size in MiB nor auto"),
     (["--ddp-choice", "flat_ddp", "--config"], "--config: expected one argument"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "blocks"], "'blocks' is none of none, block, every:N"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "every:0"], "'every:0' is none of none, block"),
     ([], "--ddp-choice"),
 ]
 
