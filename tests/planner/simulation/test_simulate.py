@@ -82,6 +82,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("frozen", 3, {}),
     ("tied", 1, {"precision": "bf16"}),
     ("branching", 2, {"find_unused_parameters": True}),
+    ("deep", 2, {"activation_checkpointing": "block"}),
 ]
 
 
