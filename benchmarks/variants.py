@@ -18,6 +18,8 @@ SETTINGS = {
     "compress": str,
     "precision": str,
     "activation_checkpointing": str,
+    "param_dtype": str,
+    "reduce_dtype": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

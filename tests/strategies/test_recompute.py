@@ -20,7 +20,8 @@ TRIED = [choice for choice in all_choices() if not choice[1].startswith("deepspe
 
 def train(choice: Choice, model: str, precision: str, setting: str) -> dict[str, Any]:
     """Three steps on this rank. Adam, since it would show a gradient that is off in any bit."""
-    options = options_of(choice, precision=precision, activation_checkpointing=setting)
+    dtypes = {"param_dtype": "bf16"} if precision == "parameters in bf16" else {"precision": precision}
+    options = options_of(choice, **dtypes, activation_checkpointing=setting)
     rank = dist.get_rank()
     strategy = load(choice)(build(model), OPTIMIZERS["adam"], options)
     torch.manual_seed(rank)
@@ -57,3 +58,10 @@ def is_sampled(index: int) -> bool:
 )
 def test_three_steps_are_the_same(ranks: RankPool, choice: Choice, setting: str, model: str, precision: str) -> None:
     assert ranks.run(2, differing, choice, setting, model, precision) == [[], []]
+
+
+@pytest.mark.parametrize("setting", ["block", "selective"])
+@pytest.mark.parametrize("name", ["zero3", "pytorch_zero3"])
+def test_parameters_that_are_gathered_in_bf16(ranks: RankPool, name: str, setting: str) -> None:
+    case = ("sharding", name), setting, "llama", "parameters in bf16"
+    assert ranks.run(2, differing, *case) == [[], []]
