@@ -17,6 +17,7 @@ SETTINGS = {
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
     "compress": str,
     "precision": str,
+    "activation_checkpointing": str,
     "param_dtype": str,
     "reduce_dtype": str,
     "offload": str,

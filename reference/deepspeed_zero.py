@@ -28,6 +28,7 @@ from training.communication.traffic import Collective
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes
+from training.recompute.setting import NONE
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import MakeOptimizer, Strategy
 
@@ -82,6 +83,8 @@ class DeepSpeedZero(Strategy):
 
     def require_supported(self) -> None:
         """Refuse what DeepSpeed would fail at later, or silently do in another way."""
+        if self.options.activation_checkpointing != NONE:
+            raise UnsupportedError("--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3")
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
         for name, parameter in self.module.named_parameters():

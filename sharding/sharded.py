@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.blocks import find_blocks
 from sharding.collectives import all_gather
 from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.offload import HostUpdate
 from sharding.placement import Placement, cast_inputs
+from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective

@@ -1,5 +1,6 @@
 """Small modules that hold the traps, and the batches to train them on. All are called as `module(x=..., y=...)`."""
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -192,6 +193,44 @@ class Lookup(nn.Module):
         return answer(self.last(hidden), y)
 
 
+@dataclass
+class Awkward:
+    """What an `AwkwardBlock` answers with."""
+
+    hidden: Tensor
+    rest: tuple[Tensor, str]
+
+
+class AwkwardBlock(nn.Module):
+    """Draws random numbers, counts in buffers, turns autocast off for a part, takes keyword arguments and answers with
+    a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 12), nn.Linear(12, FEATURES)
+        self.norm, self.dropout = nn.BatchNorm1d(12), nn.Dropout(0.3)
+
+    def forward(self, hidden: Tensor, *, scale: float, beside: dict[str, Tensor | None]) -> Awkward:
+        inner = self.dropout(self.norm(self.first(hidden * beside["weight"]).float()))
+        with torch.autocast("cpu", enabled=False):
+            out = hidden.float() + scale * torch.tanh(self.last(inner.float()))
+        return Awkward(out, (inner.detach().mean(), "not a tensor"))
+
+
+class AwkwardBlocks(nn.Module):
+    """Four such blocks. The first one's inputs have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AwkwardBlock() for _ in range(4))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = block(x, scale=0.5, beside={"weight": y[:, None], "none": None}).hidden
+        return answer(self.head(x), y)
+
+
 def llama_classifier() -> nn.Module:
     """A Llama classifier of two thin layers, the real architecture of the sample workload."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -263,6 +302,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
         **dict.fromkeys(BRANCHES, Branching),
         "normed": Normed,
         "deep": Deep,
+        "awkward": AwkwardBlocks,
         LORA: llama_with_adapters,
     }[name]()  # type: ignore[operator]
 

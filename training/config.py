@@ -16,6 +16,7 @@ from typing import Any
 from training.errors import UserError
 from training.link.speed import NONE, canonical
 from training.profiling.chosen_ranks import ranks_in
+from training.recompute import setting as recomputation
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -47,6 +48,8 @@ class StrategyOptions:
             others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
+        activation_checkpointing: Which blocks free their activations in forward and compute them again in backward
+            (`training.recompute.setting`).
         param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
             keep the parameters' own. Default: compute with the parameters as they are.
         reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
@@ -62,6 +65,7 @@ class StrategyOptions:
 
     bucket_cap_mb: float | str = AUTO
     precision: str = "fp32"
+    activation_checkpointing: str = recomputation.NONE
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: str | None = None
@@ -99,6 +103,7 @@ class StrategyOptions:
             f"{self.compress} with --reduce-dtype {self.reduce_dtype}",
             "one or the other",
         )
+        recomputation.Recomputation.parse(self.activation_checkpointing)
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
@@ -256,6 +261,12 @@ class RunConfig:
     )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
+    activation_checkpointing: str = _memory(
+        recomputation.NONE,
+        "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
+        "N-th, selective all but matrix products and attention; torch:block and torch:every:N by torch's own code",
+        parse=recomputation.text,
+    )
     offload: str | None = _memory(
         None,
         "keep optimizer states, or also parameters, in host memory and update them there, or in files with :FOLDER "
@@ -387,6 +398,7 @@ class RunConfig:
         return StrategyOptions(
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
+            activation_checkpointing=self.activation_checkpointing,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             offload=self.offload,

@@ -23,6 +23,7 @@ from training.errors import UserError
 from training.process.environment import prepare_process
 from training.process.launcher import adopt_launcher, without_local_rank
 from training.process.under_nsys import continue_under_nsys
+from training.recompute import setting as recomputation
 from training.registry import Registry
 
 METAVARS = {
@@ -32,6 +33,7 @@ METAVARS = {
     bucket_cap: f"{{MIB,{AUTO}}}",
     link_text: "RATE[,LATENCY]",
     log_targets: "TARGETS",
+    recomputation.text: "BLOCKS",
     offload_text: "WHAT[:FOLDER]",
 }
 

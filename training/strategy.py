@@ -23,6 +23,7 @@ from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.process.at_exit import settle_at_exit
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
+from training.recompute.apply import checkpoint_activations
 from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
 from training.watch.phases import phase
@@ -99,6 +100,7 @@ class Strategy(ABC):
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
+        checkpoint_activations(module, self.options.activation_checkpointing)
         self.device = next(module.parameters()).device
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self._modules = list(module.modules())

@@ -46,6 +46,8 @@ MISTAKES = [
     (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
     (["--ddp-choice", "flat_ddp", "--bucket-cap-mb", "big"], "'big' is neither a size in MiB nor auto"),
     (["--ddp-choice", "flat_ddp", "--config"], "--config: expected one argument"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "blocks"], "'blocks' is none of none, block, every:N"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "every:0"], "'every:0' is none of none, block"),
     (["--ddp-choice", "flat_ddp", "--offload", "gradients"], "'gradients' is none of optimizer, parameters"),
     ([], "--ddp-choice"),
 ]

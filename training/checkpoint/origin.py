@@ -51,6 +51,7 @@ MAY_DIFFER = (
     "epochs",
     "max_steps",
     "bucket_cap_mb",
+    "activation_checkpointing",
     "overlap_optimizer",
     "offload",
     "find_unused_parameters",
@@ -61,7 +62,8 @@ MAY_DIFFER = (
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
 DECIDE_BUCKETS = {
-    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer")
+    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
+    "activation_checkpointing",
 }
 """If one of these settings has changed, buckets are fitted again."""
 

@@ -82,6 +82,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("frozen", 3, {}),
     ("tied", 1, {"precision": "bf16"}),
     ("branching", 2, {"find_unused_parameters": True}),
+    ("deep", 2, {"activation_checkpointing": "block"}),
 ]
 
 
@@ -180,9 +181,10 @@ def test_cuda_rounds_every_allocation() -> None:
     assert held["optimizer_state"] == 3 * tensors * CUDA_BLOCK, "a fused optimizer keeps step counters there, too"
 
 
-def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
+def peak_of_real_ranks(choice: tuple[str, str], activation_checkpointing: str) -> tuple[int, int]:
     """Most bytes allocated in a step, and those of the batch, which were there before."""
-    strategy = load(choice)(llama_classifier(), adamw, StrategyOptions())
+    options = StrategyOptions(activation_checkpointing=activation_checkpointing)
+    strategy = load(choice)(llama_classifier(), adamw, options)
     batches = [make_batch("llama", 3, 0), make_batch("llama", 3, 1)]
     for _ in range(2):  # in the first, DDP has not settled
         recorded = record_step_memory(strategy, StepData(3 * len(batches), batches), None)
@@ -190,19 +192,33 @@ def peak_of_real_ranks(choice: tuple[str, str]) -> tuple[int, int]:
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
 
+PEAKS = [(choice, recomputed) for choice in CHOICES for recomputed in ("none", "block", "torch:block", "selective")]
+TRIED_PEAKS = (("zero1", "none"), ("zero2", "none"), ("pytorch_zero3", "none"), ("zero3", "block"))
+
+
 @pytest.mark.parametrize(
-    "choice",
-    [
-        pytest.param(one, marks=[pytest.mark.exhaustive] * (one[1] not in ("zero1", "zero2", "pytorch_zero3")))
-        for one in CHOICES
-    ],
-    ids="-".join,
+    ("choice", "recomputed"),
+    [pytest.param(*one, marks=[pytest.mark.exhaustive] * ((one[0][1], one[1]) not in TRIED_PEAKS)) for one in PEAKS],
 )
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str, str]) -> None:
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str, str], recomputed: str) -> None:
     """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends."""
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice)
-    predicted = simulated(setting(choice[1], "llama", micro_batches=2)).memory.peak_bytes
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, recomputed)
+    one = setting(choice[1], "llama", micro_batches=2, activation_checkpointing=recomputed)
+    predicted = simulated(one).memory.peak_bytes
     assert predicted - batch == pytest.approx(reached, rel=0.005)
+
+
+@pytest.mark.parametrize("choice", ["zero3", "bucket_ddp_async", "pytorch_zero3"])
+def test_activation_checkpointing_takes_memory_for_time(choice: str) -> None:
+    """Blocks keep their inputs alone, and compute once more: forward, forward, backward, for forward, backward."""
+
+    def one(recomputed: str) -> Simulated:
+        of_llama = setting(choice, "llama", activation_checkpointing=recomputed)
+        return simulated(replace(of_llama, make_micro_batches=lambda: [make_batch("llama", 64, 0)]))
+
+    plain, block, every_second = (one(recomputed) for recomputed in ("none", "block", "every:2"))
+    assert block.memory.peak_bytes < 0.8 * plain.memory.peak_bytes
+    assert block.compute_s > every_second.compute_s > plain.compute_s
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
