@@ -77,6 +77,10 @@ class DeepSpeedZero(Strategy):
         """Refuse what DeepSpeed would fail at later, or silently do in another way."""
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
+        if self.compiled:
+            raise UnsupportedError(
+                "--compile: DeepSpeed has hooks in every module of a block; take zero1, zero2 or zero3"
+            )
         for name, parameter in self.module.named_parameters():
             if parameter.dtype is not torch.float32:
                 raise UnsupportedError(f"DeepSpeed wants one dtype; parameter {name} is {parameter.dtype}, not fp32")

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.unit_order import UnitOrder
-from sharding.blocks import find_blocks
 from sharding.elementwise import require_elementwise
 from sharding.sharded import clip_shards, clipping_traffic
+from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective

@@ -1,11 +1,11 @@
-"""Which modules form a unit, found without naming any model: the blocks that repeat, and what is around them."""
+"""Which modules form a unit: the blocks that repeat, and what is around them."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
+from training.blocks import find_blocks, uses_of_parameters
 from training.replicated import bytes_of
 
 
@@ -15,32 +15,6 @@ class UnitPlan:
 
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
-
-
-def uses_of_parameters(module: nn.Module) -> Counter[int]:
-    """By id of a parameter: how many modules hold it. A tied weight has more than one."""
-    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence.
-
-    A module that shares a parameter with a module outside it is not a block: the parameter is needed elsewhere, too.
-    """
-    blocks = list(_repeated_children(module))
-    uses = uses_of_parameters(module)
-    inside = [uses_of_parameters(block) for block in blocks]
-    return [block for block, own in zip(blocks, inside, strict=True) if all(uses[key] == n for key, n in own.items())]
-
-
-def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
-    holders = [child for child in parent.children() if next(child.parameters(), None) is not None]
-    classes = Counter(map(type, holders)) if isinstance(parent, nn.ModuleList | nn.Sequential) else Counter()
-    for child in holders:
-        if classes[type(child)] >= 2:
-            yield child
-        else:
-            yield from _repeated_children(child)
 
 
 def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:

@@ -46,6 +46,7 @@ class StrategyOptions:
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
         precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
+        compile_backend: Compile the module's blocks with this backend of torch.compile (`training.compilation`).
         compress: `bf16` or `powersgd`: round gradients before the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
@@ -57,6 +58,7 @@ class StrategyOptions:
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
+    compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -210,6 +212,10 @@ class RunConfig:
     precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
+    compile: bool = _precision(
+        False, "compile each block of the model with torch.compile; needs a C++ compiler (docs/compile.md)"
+    )
+
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
     )
@@ -337,6 +343,7 @@ class RunConfig:
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,
+            compile_backend="inductor" if self.compile else None,
         )
 
     def profiles(self, rank: int) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from sharding.blocks import UnitPlan, uses_of_parameters
+from sharding.blocks import UnitPlan
 from sharding.collectives import references
 from sharding.units.unit import Unit
+from training.blocks import uses_of_parameters
 from training.errors import OneRankError
 
 RELEASE_S = 0.1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sharding.arrivals import Arrivals
-from sharding.blocks import find_blocks
+from training.blocks import find_blocks
 
 
 class Model(nn.Module):

@@ -51,6 +51,7 @@ MAY_DIFFER = (
     "bucket_cap_mb",
     "overlap_optimizer",
     "find_unused_parameters",
+    "compile",
     "device",
     "backend",
     "link",
@@ -58,7 +59,8 @@ MAY_DIFFER = (
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
 DECIDE_BUCKETS = {
-    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer")
+    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
+    "compile",
 }
 """If one of these settings has changed, buckets are fitted again."""
 

@@ -1,0 +1,32 @@
+"""The blocks of a model, such as the layers of a transformer, found without naming any model."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def uses_of_parameters(module: nn.Module) -> Counter[int]:
+    """By id of a parameter: how many modules hold it. A tied weight has more than one."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence.
+
+    A module that shares a parameter with a module outside it is not a block: the parameter is needed elsewhere, too.
+    """
+    blocks = list(_repeated_children(module))
+    uses = uses_of_parameters(module)
+    inside = [uses_of_parameters(block) for block in blocks]
+    return [block for block, own in zip(blocks, inside, strict=True) if all(uses[key] == n for key, n in own.items())]
+
+
+def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
+    holders = [child for child in parent.children() if next(child.parameters(), None) is not None]
+    classes = Counter(map(type, holders)) if isinstance(parent, nn.ModuleList | nn.Sequential) else Counter()
+    for child in holders:
+        if classes[type(child)] >= 2:
+            yield child
+        else:
+            yield from _repeated_children(child)
