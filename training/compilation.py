@@ -13,6 +13,7 @@ This module imports torch's compiler when it is used, not before (`training.proc
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
@@ -79,8 +80,8 @@ class CompiledBlocks:
         return {
             "blocks": len(self.blocks),
             "graphs": sum(1 for one in forward if one.graph_op_count),
-            "recompilations": sum(1 for one in forward if one.recompile_reason),
-            "graph_breaks": {first_line(reason): count for reason, count in breaks.items()},
+            "recompilations": by_reason(one.recompile_reason for one in forward if one.recompile_reason),
+            "graph_breaks": by_reason(breaks.elements()),
             "seconds": round(sum(one.duration_us or 0 for one in made) / 1e6, 3),
         }
 
@@ -103,5 +104,6 @@ def compile_forward(block: nn.Module, backend: str, recompile_limit: int) -> Non
     block.forward = forward
 
 
-def first_line(reason: str) -> str:
-    return reason.strip().partition("\n")[0]
+def by_reason(reasons: Iterable[str]) -> dict[str, int]:
+    """How often each occurs; of those that torch explains at length, the first line."""
+    return dict(Counter(reason.strip().partition("\n")[0] for reason in reasons))

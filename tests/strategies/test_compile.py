@@ -71,9 +71,10 @@ def test_nothing_is_compiled_after_the_steps_that_settle(ranks: RankPool, choice
     """Both blocks of the model share a graph, which serves all later steps; a smaller last batch makes one more."""
     for settled, later, smaller in ranks.run(2, records_of_compilation, choice):
         assert settled["blocks"] == 2 and settled["graphs"] == 1 and settled["seconds"] > 0
-        assert settled["recompilations"] == 0 and settled["graph_breaks"] == {}
+        assert settled["recompilations"] == settled["graph_breaks"] == {}
         assert later == settled
-        assert smaller["graphs"] == 2 and smaller["recompilations"] == 1 and smaller["graph_breaks"] == {}
+        assert smaller["graphs"] == 2 and smaller["graph_breaks"] == {}
+        assert ["size mismatch" in reason for reason in smaller["recompilations"]] == [True]
 
 
 def records_of_compilation(choice: tuple[str, str]) -> list[dict[str, Any]]:
