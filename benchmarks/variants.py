@@ -18,6 +18,8 @@ SETTINGS = {
     "compress": str,
     "compile": lambda text: {"on": True, "off": False}[text],
     "precision": str,
+    "param_dtype": str,
+    "reduce_dtype": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

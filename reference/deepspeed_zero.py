@@ -25,6 +25,7 @@ from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
+from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -52,7 +53,14 @@ class DeepSpeedZero(Strategy):
     """What the three stages share."""
 
     always_averages = True
+    compiles = False
     stage: ClassVar[int]
+
+    @classmethod
+    def require_options(cls, options: StrategyOptions) -> None:
+        super().require_options(options)
+        if options.reduce_dtype:
+            raise UnsupportedError("--reduce-dtype: DeepSpeed reduces gradients in their own dtype here")
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
@@ -77,10 +85,6 @@ class DeepSpeedZero(Strategy):
         """Refuse what DeepSpeed would fail at later, or silently do in another way."""
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
-        if self.compiled:
-            raise UnsupportedError(
-                "--compile: DeepSpeed has hooks in every module of a block; take zero1, zero2 or zero3"
-            )
         for name, parameter in self.module.named_parameters():
             if parameter.dtype is not torch.float32:
                 raise UnsupportedError(f"DeepSpeed wants one dtype; parameter {name} is {parameter.dtype}, not fp32")

@@ -74,6 +74,8 @@ SETTINGS = {
     "training samples": Setting(lambda record: record.get("train_samples"), (LOSS,)),
     "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
     "precision": Setting(of_config("precision"), EVERYTHING),
+    "parameter dtype": Setting(of_config("param_dtype", "the model's"), EVERYTHING),
+    "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),
     "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
     "compiled blocks": Setting(lambda record: "yes" if record["config"].get("compile") else "no", (TIME, MEMORY, LOSS)),
     "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),

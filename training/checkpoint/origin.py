@@ -38,6 +38,8 @@ MUST_EQUAL = (
     "clip_grad_norm",
     "seed",
     "precision",
+    "param_dtype",
+    "reduce_dtype",
     "compress",
     "depth",
     "width",
