@@ -106,4 +106,4 @@ def compile_forward(block: nn.Module, backend: str, recompile_limit: int) -> Non
 
 def by_reason(reasons: Iterable[str]) -> dict[str, int]:
     """How often each occurs; of those that torch explains at length, the first line."""
-    return dict(Counter(reason.strip().partition("\n")[0] for reason in reasons))
+    return dict(Counter(" ".join(reason.strip().partition("\n")[0].split()) for reason in reasons))

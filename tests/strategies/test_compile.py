@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from reference.deepspeed_zero import DeepSpeedZero3
 from tests.models import build
 from tests.parity import (
     OPTIMIZERS,
     all_choices,
+    build_and_step,
     check_parity,
-    for_each_choice,
     global_batch,
     load,
     message_of,
@@ -25,6 +26,8 @@ from tests.parity import (
     train_on_rank,
 )
 from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.config import StrategyOptions
 from training.errors import UnsupportedError
 
 QUICK = {"compile_backend": "aot_eager"}
@@ -33,16 +36,28 @@ REPLICATED, ZERO3, FSDP2 = ("ddp", "bucket_ddp_async"), ("sharding", "zero3"), (
 sampled = pytest.mark.parametrize("choice", [REPLICATED, ZERO3, FSDP2], ids="-".join)
 
 
-@for_each_choice
-def test_blocks(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """A transformer, and blocks in which a frozen layer's weight is read after the trainable one has its gradient."""
-    for model in ("llama", "adapted"):
-        check_parity(ranks, choice, model, STEPS, "adam", QUICK)
+for_each_that_compiles = pytest.mark.parametrize(
+    "choice", [choice for choice in all_choices() if not choice[1].startswith("deepspeed")], ids="-".join
+)
 
 
-@pytest.mark.parametrize("choice", [c for c in all_choices() if c[1] not in ("zero3", "deepspeed")], ids="-".join)
+@for_each_that_compiles
+def test_a_transformer(ranks: RankPool, choice: tuple[str, str]) -> None:
+    check_parity(ranks, choice, "llama", STEPS, "adam", QUICK)
+
+
+@pytest.mark.exhaustive
+@for_each_that_compiles
+def test_frozen_layers_in_blocks(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """Backward reads a frozen layer's weight after the trainable one in its block has got its gradient."""
+    check_parity(ranks, choice, "adapted", STEPS, "adam", QUICK)
+
+
+@pytest.mark.exhaustive
+@for_each_that_compiles
 def test_without_blocks_the_module_is_compiled(ranks: RankPool, choice: tuple[str, str]) -> None:
-    check_parity(ranks, choice, "tied", STEPS, options=QUICK)
+    if choice != ZERO3:  # which refuses it
+        check_parity(ranks, choice, "tied", STEPS, options=QUICK)
 
 
 @sampled
@@ -52,14 +67,16 @@ def test_three_ranks_clipped(ranks: RankPool, choice: tuple[str, str]) -> None:
 
 @sampled
 def test_bf16(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """As without --compile (`test_parity.py`): to bf16's own resolution."""
-    options = {**QUICK, "precision": "bf16"}
+    """To bf16's own resolution, as without --compile: autocast, and parameters in bf16 where these are gathered."""
     steps = [[[4], [4]]] * 3
-    results = ranks.run(2, partial(train_on_rank, options=options), choice, "llama", steps)
-    for actual, wanted in zip(results[0]["loss"], oracle("llama", steps, precision="bf16")["loss"], strict=True):
-        assert abs(actual - wanted) < 2**-8 * abs(wanted)
+    wanted = oracle("llama", steps, precision="bf16")["loss"]
+    for precision in ({"precision": "bf16"}, {"param_dtype": "bf16"}):
+        if choice != REPLICATED or "precision" in precision:
+            results = ranks.run(2, partial(train_on_rank, options=QUICK | precision), choice, "llama", steps)
+            assert results[0]["loss"] == pytest.approx(wanted, rel=2**-8)
 
 
+@pytest.mark.exhaustive
 @sampled
 @pytest.mark.parametrize("model", ["llama, checkpointed", "llama, checkpointed, re-entrant"])
 def test_activation_checkpoints(ranks: RankPool, choice: tuple[str, str], model: str) -> None:
@@ -89,11 +106,25 @@ def records_of_compilation(choice: tuple[str, str]) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
+def test_traffic_and_memory_are_as_without(ranks: RankPool, choice: tuple[str, str]) -> None:
+    for announced, seen, _ in ranks.run(2, profiled_step, choice, "llama", 2, QUICK):
+        assert announced == seen
+    compiled, plain = (ranks.run(2, held_at_rest, choice, options) for options in (QUICK, {}))
+    assert compiled == plain
+
+
+def held_at_rest(choice: tuple[str, str], options: dict[str, Any]) -> dict[str, int]:
+    return build_and_step(choice, "llama", options_of(choice, **options)).memory_breakdown()
+
+
 def test_zero3_refuses_a_module_without_blocks(ranks: RankPool) -> None:
-    options = options_of(ZERO3, **QUICK)
-    for message in ranks.run(2, message_of, UnsupportedError, build_without_blocks, options):
+    for message in ranks.run(
+        2, message_of, UnsupportedError, build_and_step, ZERO3, "tied", options_of(ZERO3, **QUICK)
+    ):
         assert "--compile: zero3" in message
 
 
-def build_without_blocks(options: Any) -> None:
-    load(ZERO3)(build("tied"), OPTIMIZERS["sgd"], options)
+def test_deepspeed_refuses() -> None:
+    with pytest.raises(UnsupportedError, match="--compile: this strategy has hooks within blocks"):
+        DeepSpeedZero3.require_options(StrategyOptions(**QUICK))
