@@ -95,7 +95,7 @@ def compile_forward(block: nn.Module, backend: str, recompile_limit: int) -> Non
         recompile_limit: Graphs that all blocks of one class may have together; the next one runs uncompiled.
     """
     as_written = block.forward
-    compiled = torch.compile(as_written, backend=backend, recompile_limit=recompile_limit)
+    compiled = torch.compile(as_written, backend=backend, recompile_limit=recompile_limit)  # type: ignore[call-overload]
 
     @wraps(as_written)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,9 @@ from training.errors import UnsupportedError
 QUICK = {"compile_backend": "aot_eager"}
 STEPS = [[[2, 2]] * 2] * 3
 REPLICATED, ZERO3, FSDP2 = ("ddp", "bucket_ddp_async"), ("sharding", "zero3"), ("sharding", "pytorch_zero3")
-sampled = pytest.mark.parametrize("choice", [REPLICATED, ZERO3, FSDP2], ids="-".join)
+sampled = pytest.mark.parametrize(
+    "choice", [ZERO3, *(pytest.param(choice, marks=pytest.mark.exhaustive) for choice in (REPLICATED, FSDP2))]
+)
 
 
 for_each_that_compiles = pytest.mark.parametrize(
