@@ -16,6 +16,7 @@ SETTINGS = {
     "bucket_cap_mb": bucket_cap,
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
     "compress": str,
+    "compile": lambda text: {"on": True, "off": False}[text],
     "precision": str,
     "activation_checkpointing": str,
     "param_dtype": str,

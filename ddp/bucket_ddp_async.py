@@ -37,7 +37,7 @@ class BucketDDP(ReplicatedStrategy):
     def prepare(self) -> None:
         super().prepare()
         self.fitted = FittedBuckets(self.trainable, self.process_group, self.options)
-        self.settling_steps = self.fitted.settling_steps
+        self.deciding_steps = self.fitted.settling_steps
         self.early = EarlyUpdates(self)
         cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
         self._fill(fill_buckets(self.trainable.values(), cap_bytes))
@@ -100,7 +100,7 @@ class BucketDDP(ReplicatedStrategy):
     def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         if assignment := self.fitted.from_names(learned):
             self._fill(assignment)
-            self.settling_steps = 0
+            self.deciding_steps = 0
             self.notes.append(self.fitted.note)
 
     def gradient_tensors(self) -> Iterable[Tensor]:

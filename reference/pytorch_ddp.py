@@ -25,7 +25,7 @@ class PyTorchDDP(ReplicatedStrategy):
     """DistributedDataParallel with the interface of all strategies."""
 
     always_averages = reduces_in_backward = True
-    settling_steps = 2  # after the first, DDP rebuilds its buckets
+    deciding_steps = 2  # after the first, DDP rebuilds its buckets
 
     def prepare(self) -> None:  # DistributedDataParallel broadcasts rank 0's parameters and buffers itself
         self.make_compression()
@@ -43,7 +43,7 @@ class PyTorchDDP(ReplicatedStrategy):
         """Repeat the first step, so that DDP builds its buckets from the same order of gradients."""
         self.forward_backward(first_step())
         self.zero_grad()
-        self.settling_steps = 0
+        self.deciding_steps = 0
 
     def before_step(self) -> None:
         """Does nothing: DDP broadcasts the buffers in the first forward pass of a step."""

@@ -1,4 +1,4 @@
-"""Which modules form a unit, found without naming any model: the blocks that repeat, and what is around them."""
+"""Which modules form a unit: the blocks that repeat, and what is around them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -45,8 +45,9 @@ from sharding.units.embeddings import Embeddings, find_embeddings
 from sharding.units.execution_order import ExecutionOrder
 from sharding.units.schedule import Schedule
 from sharding.units.unit import ShardedParameters, Unit, storage_of
+from training.blocks import find_blocks
 from training.communication.traffic import Collective
-from training.errors import OneRankError
+from training.errors import OneRankError, UnsupportedError
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.tensors import tensors_in
 from training.watch.gradient_watch import refuse_graph_of_backward
@@ -67,9 +68,13 @@ class Zero3(ShardedStrategy):
     def prepare(self) -> None:
         super().prepare()
         plans = plan_units(self.module, self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20)
+        if self.compiled and not find_blocks(self.module):
+            raise UnsupportedError(
+                "--compile: zero3 must gather layer by layer in a module that has no repeated blocks; take zero2"
+            )
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
-        casts = self.options.precision != "fp32"
+        casts = self.options.precision != "fp32" and not self.compiled
         group, placement = self.process_group, self.placement
         units = [Unit(plan.modules, [plan.parameters], group, placement, casts) for plan in plans]
         self.root = Unit([self.module], [before, after], group, placement)

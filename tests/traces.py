@@ -143,6 +143,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "model_flops_per_second": 8e6 / step,
         "settling_steps": 0,
         "fitted_buckets": None,
+        "compile": None,
         "resumed_from": None,
         "expected_traffic": [{"kind": "all_reduce", "count": 1, "payload_bytes": 4000}],
         "train_samples": 12,

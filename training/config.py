@@ -57,6 +57,7 @@ class StrategyOptions:
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
         offload: `optimizer` or `parameters`, perhaps with `:FOLDER`: keep optimizer states, and with `parameters` also
             parameters, in host memory or in files (`sharding.offload`).
+        compile_backend: Compile the module's blocks with this backend of torch.compile (`training.compilation`).
         compress: `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
@@ -72,6 +73,7 @@ class StrategyOptions:
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
+    compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -96,6 +98,12 @@ class StrategyOptions:
             "--param-dtype",
             f"{self.param_dtype} with --precision {self.precision}",
             "one or the other: autocast is over fp32 parameters",
+        )
+        _require(
+            not (self.compile_backend and self.activation_checkpointing == recomputation.SELECTIVE),
+            "--activation-checkpointing",
+            f"{recomputation.SELECTIVE} with --compile",
+            "one or the other: a policy does not see the operators of a compiled block",
         )
         _require(
             not (self.compress and self.reduce_dtype),
@@ -261,6 +269,9 @@ class RunConfig:
     )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
+    compile: bool = _precision(
+        False, "compile each block of the model with torch.compile; needs a C++ compiler (docs/compile.md)"
+    )
     activation_checkpointing: str = _memory(
         recomputation.NONE,
         "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
@@ -405,6 +416,7 @@ class RunConfig:
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,
+            compile_backend="inductor" if self.compile else None,
         )
 
     def profiles(self, rank: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.session import Checkpoints
+from training.compilation import require_compiler
 from training.config import RunConfig, choice_folder
 from training.data.copies import copied_ahead, token_count
 from training.data.lora import save_adapter
@@ -102,6 +103,8 @@ def train_and_record(
     if config.tf32 and ranks.device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
+    if config.compile:
+        on_every_rank(lambda: require_compiler(ranks.device))
     workload = build_workload(config)
     require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.world_size)

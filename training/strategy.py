@@ -19,6 +19,7 @@ from training.communication.agreement import (
 from training.communication.consistency import require_same_parameters, require_supported_parameters
 from training.communication.traffic import Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
+from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.process.at_exit import settle_at_exit
@@ -59,6 +60,8 @@ class Strategy(ABC):
     """Whether `options.overlap_optimizer` is supported."""
     offloads: frozenset[str] = frozenset()
     """Values of `options.offload` that are supported."""
+    compiles = True
+    """Whether `options.compile_backend` is supported."""
     casts_parameters = False
     """Whether `options.param_dtype` is supported."""
     reduces_in_backward = False
@@ -69,9 +72,8 @@ class Strategy(ABC):
     nonfinite_advice = "a lower --lr or --clip-grad-norm may help"
     """What an error says about a loss or a gradient that is not finite."""
 
-    settling_steps = 0
-    """How many of the first optimizer steps decide how later steps are computed. They are not profiled, and not counted
-    in throughput."""
+    deciding_steps = 0
+    """How many of the first optimizer steps decide how the strategy computes later ones."""
 
     shards: frozenset[str] = frozenset()
     """Those of `parameters`, `gradients` and `optimizer_state` of which a rank holds only its shard at rest."""
@@ -100,6 +102,8 @@ class Strategy(ABC):
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
+        backend = self.options.compile_backend
+        self.compiled = CompiledBlocks(module, backend) if backend else None
         checkpoint_activations(module, self.options.activation_checkpointing)
         self.device = next(module.parameters()).device
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
@@ -127,6 +131,8 @@ class Strategy(ABC):
         if options.offload and (what := options.offload.partition(":")[0]) not in cls.offloads:
             ways = " or ".join(sorted(cls.offloads)) or "nothing"
             raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device")
+        if options.compile_backend and not cls.compiles:
+            raise UnsupportedError("--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3")
         if options.param_dtype and not cls.casts_parameters:
             raise UnsupportedError(
                 "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
@@ -454,6 +460,12 @@ class Strategy(ABC):
     def data_parallel_size(self) -> int:
         """How many ranks see different data."""
         return dist.get_world_size(self.process_group)
+
+    @property
+    def settling_steps(self) -> int:
+        """How many of the first optimizer steps differ from later ones. They are not profiled, and not counted in
+        throughput."""
+        return max(self.deciding_steps, SETTLING_STEPS if self.compiled else 0)
 
     def memory_breakdown(self) -> dict[str, int]:
         """Bytes of tensor storage that this rank holds now, by component."""

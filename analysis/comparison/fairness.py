@@ -79,6 +79,7 @@ SETTINGS = {
     "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),
     "offload": Setting(lambda record: (record["config"].get("offload") or "none").partition(":")[0], (TIME, MEMORY)),
     "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
+    "compiled blocks": Setting(lambda record: "yes" if record["config"].get("compile") else "no", (TIME, MEMORY, LOSS)),
     "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),
     "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),
     "optimizer": Setting(lambda record: record.get("optimizer", "not recorded"), EVERYTHING),

@@ -25,8 +25,11 @@ PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 MOST_RANKS = 10**6
 """A world size above this is an error in the trace, and is ignored."""
 GLOO_PREFIX = "gloo:"
-COMPUTE_OPERATOR = re.compile(r"^(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd)")
-"""Operators with a namespace (`aten::mm`), without those that only wrap others or issue communication."""
+COMPUTE_OPERATOR = re.compile(
+    r"^(CompiledFunction(Backward)?$|(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd))"
+)
+"""Operators with a namespace (`aten::mm`), without those that only wrap others or issue communication; and a compiled
+graph, whose own kernels a trace does not show."""
 KERNEL_COLUMNS = ["lane", "stream", "name", "start", "end", "launch"]
 
 

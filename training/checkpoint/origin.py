@@ -55,6 +55,7 @@ MAY_DIFFER = (
     "overlap_optimizer",
     "offload",
     "find_unused_parameters",
+    "compile",
     "device",
     "backend",
     "link",
@@ -64,6 +65,7 @@ MAY_DIFFER = (
 DECIDE_BUCKETS = {
     *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
     "activation_checkpointing",
+    "compile",
 }
 """If one of these settings has changed, buckets are fitted again."""
 

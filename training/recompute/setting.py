@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from training.errors import UserError
 
-NONE = "none"
+NONE, SELECTIVE = "none", "selective"
 FORMS = "none, block, every:N, selective, torch:block or torch:every:N"
 
 
@@ -33,7 +33,7 @@ class Recomputation:
         """
         if text == NONE:
             return None
-        if text == "selective":
+        if text == SELECTIVE:
             return cls(selective=True, by_torch=True)
         parts = re.fullmatch(r"(torch:)?(?:block|every:([1-9]\d*))", text)
         if parts is None:

@@ -55,6 +55,8 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     parts = [f"{label}: done"]
     if record["config"]["link"] != NONE:
         parts[0] += f" over links of {record['config']['link']}"
+    if record["compile"]:
+        parts.append(compiled(record["compile"]))
     if median is not None:
         parts.append(f"median step {median * 1000:.0f} ms")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")
@@ -66,3 +68,10 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     if evaluation["accuracy"] is not None:
         parts.append(f"accuracy {evaluation['accuracy']:.1%} of {evaluation['samples']} samples")
     return ", ".join(parts) + f"; record: {path}"
+
+
+def compiled(made: dict[str, Any]) -> str:
+    """What was compiled, e.g. `2 graphs compiled in 31 s, 1 of them again, no graph breaks`."""
+    graphs, again, breaks = made["graphs"], sum(made["recompilations"].values()), sum(made["graph_breaks"].values())
+    said = f"{graphs} graph{'s' * (graphs != 1)} compiled in {made['seconds']:.0f} s, {again} of them again"
+    return f"{said}, {breaks or 'no'} graph break{'s' * (breaks != 1)}"

@@ -33,6 +33,8 @@ def labels(record: dict[str, Any] | None) -> list[str]:
         lines.append("Gradients are rounded to bf16 before they are added up over ranks.")
     if config.get("overlap_optimizer"):
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
+    if config.get("compile"):
+        lines.append("Blocks of the model were compiled with torch.compile.")
     if config.get("profile_ranks"):
         lines.append(
             f"Profiled ranks: {config['profile_ranks']}, of {record['world_size']} in all. Figures of traces are "

@@ -1,0 +1,143 @@
+"""`--compile`: compiled blocks compute what the model as written does, under every choice, without being compiled anew.
+
+`aot_eager` makes the same graphs as the default backend, and the same forward and backward functions, but runs them
+operator by operator. So it shows what a strategy could break, in a fraction of the time.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from reference.deepspeed_zero import DeepSpeedZero3
+from tests.models import build
+from tests.parity import (
+    OPTIMIZERS,
+    all_choices,
+    build_and_step,
+    check_parity,
+    global_batch,
+    load,
+    message_of,
+    one_step,
+    options_of,
+    oracle,
+    train_on_rank,
+)
+from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.config import StrategyOptions
+from training.errors import UnsupportedError, UserError
+
+QUICK = {"compile_backend": "aot_eager"}
+STEPS = [[[2, 2]] * 2] * 3
+REPLICATED, ZERO3, FSDP2 = ("ddp", "bucket_ddp_async"), ("sharding", "zero3"), ("sharding", "pytorch_zero3")
+sampled = pytest.mark.parametrize(
+    "choice", [ZERO3, *(pytest.param(choice, marks=pytest.mark.exhaustive) for choice in (REPLICATED, FSDP2))]
+)
+
+
+for_each_that_compiles = pytest.mark.parametrize(
+    "choice", [choice for choice in all_choices() if not choice[1].startswith("deepspeed")], ids="-".join
+)
+
+
+@for_each_that_compiles
+def test_a_transformer(ranks: RankPool, choice: tuple[str, str]) -> None:
+    check_parity(ranks, choice, "llama", STEPS, "adam", QUICK)
+
+
+@pytest.mark.exhaustive
+@for_each_that_compiles
+def test_frozen_layers_in_blocks(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """Backward reads a frozen layer's weight after the trainable one in its block has got its gradient."""
+    check_parity(ranks, choice, "adapted", STEPS, "adam", QUICK)
+
+
+@pytest.mark.exhaustive
+@for_each_that_compiles
+def test_without_blocks_the_module_is_compiled(ranks: RankPool, choice: tuple[str, str]) -> None:
+    if choice != ZERO3:  # which refuses it
+        check_parity(ranks, choice, "tied", STEPS, options=QUICK)
+
+
+@sampled
+def test_three_ranks_clipped(ranks: RankPool, choice: tuple[str, str]) -> None:
+    check_parity(ranks, choice, "llama", [[[2, 1], [3], [1, 1]]] * 3, options=QUICK, clip=0.1)
+
+
+@sampled
+def test_bf16(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """To bf16's own resolution, as without --compile: autocast, and parameters in bf16 where these are gathered."""
+    steps = [[[4], [4]]] * 3
+    wanted = oracle("llama", steps, precision="bf16")["loss"]
+    for precision in ({"precision": "bf16"}, {"param_dtype": "bf16"}):
+        if choice != REPLICATED or "precision" in precision:
+            results = ranks.run(2, partial(train_on_rank, options=QUICK | precision), choice, "llama", steps)
+            assert results[0]["loss"] == pytest.approx(wanted, rel=2**-8)
+
+
+@sampled
+@pytest.mark.parametrize("setting", ["block", pytest.param("torch:block", marks=pytest.mark.exhaustive)])
+def test_with_activation_checkpointing(ranks: RankPool, choice: tuple[str, str], setting: str) -> None:
+    check_parity(ranks, choice, "llama", STEPS, "adam", QUICK | {"activation_checkpointing": setting})
+
+
+def test_a_policy_of_operators_is_refused() -> None:
+    with pytest.raises(UserError, match="selective with --compile: must be one or the other"):
+        StrategyOptions(compile_backend="inductor", activation_checkpointing="selective")
+
+
+@pytest.mark.exhaustive
+@sampled
+@pytest.mark.parametrize("model", ["llama, checkpointed", "llama, checkpointed, re-entrant"])
+def test_activation_checkpoints(ranks: RankPool, choice: tuple[str, str], model: str) -> None:
+    check_parity(ranks, choice, model, STEPS, options=QUICK)
+
+
+@sampled
+def test_nothing_is_compiled_after_the_steps_that_settle(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """Both blocks of the model share a graph, which serves all later steps; a smaller last batch makes one more."""
+    for settled, later, smaller in ranks.run(2, records_of_compilation, choice):
+        assert settled["blocks"] == 2 and settled["graphs"] == 1 and settled["seconds"] > 0
+        assert settled["recompilations"] == settled["graph_breaks"] == {}
+        assert later == settled
+        assert smaller["graphs"] == 2 and smaller["graph_breaks"] == {}
+        assert ["size mismatch" in reason for reason in smaller["recompilations"]] == [True]
+
+
+def records_of_compilation(choice: tuple[str, str]) -> list[dict[str, Any]]:
+    torch._dynamo.reset()
+    strategy = load(choice)(build("llama"), OPTIMIZERS["sgd"], options_of(choice, **QUICK))
+    assert strategy.compiled and strategy.settling_steps == 2
+    rank, records = strategy.data_parallel_rank, []
+    for steps, size in ((2, 4), (4, 4), (1, 3)):
+        for step in range(steps):
+            one_step(strategy, global_batch("llama", [[size, size]] * 2, step)[rank])
+        records.append(strategy.compiled.as_record())
+    return records
+
+
+@pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
+def test_traffic_and_memory_are_as_without(ranks: RankPool, choice: tuple[str, str]) -> None:
+    for announced, seen, _ in ranks.run(2, profiled_step, choice, "llama", 2, QUICK):
+        assert announced == seen
+    compiled, plain = (ranks.run(2, held_at_rest, choice, options) for options in (QUICK, {}))
+    assert compiled == plain
+
+
+def held_at_rest(choice: tuple[str, str], options: dict[str, Any]) -> dict[str, int]:
+    return build_and_step(choice, "llama", options_of(choice, **options)).memory_breakdown()
+
+
+def test_zero3_refuses_a_module_without_blocks(ranks: RankPool) -> None:
+    for message in ranks.run(
+        2, message_of, UnsupportedError, build_and_step, ZERO3, "tied", options_of(ZERO3, **QUICK)
+    ):
+        assert "--compile: zero3" in message
+
+
+def test_deepspeed_refuses() -> None:
+    with pytest.raises(UnsupportedError, match="--compile: this strategy has hooks within blocks"):
+        DeepSpeedZero3.require_options(StrategyOptions(**QUICK))
