@@ -17,7 +17,8 @@ from training.errors import UserError
 from training.link.speed import NONE, canonical
 from training.profiling.chosen_ranks import ranks_in
 
-PRECISIONS = ("fp32", "bf16")
+FP16 = "fp16"
+PRECISIONS = ("fp32", "bf16", FP16)
 DEVICES = ("auto", "cpu", "cuda")
 NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
 """Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
@@ -44,7 +45,9 @@ class StrategyOptions:
             default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
             others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
-        precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
+        precision: `fp32`, or `bf16` or `fp16` for autocast over fp32 parameters, gradients and optimizer states.
+        loss_scale: With fp16, what the loss is multiplied by in the first step (`communication.loss_scale`).
+        growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
         compress: `bf16` or `powersgd`: round gradients before the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
@@ -54,6 +57,8 @@ class StrategyOptions:
 
     bucket_cap_mb: float | str = AUTO
     precision: str = "fp32"
+    loss_scale: float = 2.0**16
+    growth_interval: int = 2000
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
@@ -75,6 +80,19 @@ class StrategyOptions:
             f"one of {', '.join(COMPRESSIONS)}",
         )
         _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        if self.precision == FP16:
+            _require(
+                not self.overlap_optimizer,
+                "--overlap-optimizer",
+                f"with --precision {FP16}",
+                "one or the other, since a step is skipped if any gradient of it overflows",
+            )
+            _require(
+                self.compress != "powersgd",
+                "--compress powersgd",
+                f"with --precision {FP16}",
+                "bf16 or left out, since an overflow would stay in PowerSGD's error feedback",
+            )
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
@@ -207,7 +225,15 @@ class RunConfig:
     epochs: int = _batch(1, "passes over the training samples", at_least=1)
     max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
 
-    precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+    precision: str = _precision(
+        "fp32",
+        "bf16 and fp16 are autocast over fp32 master states, fp16 with a dynamic loss scale "
+        "(docs/how-it-works/loss_scaling.md)",
+        choices=PRECISIONS,
+    )
+    loss_scale: float | None = _precision(
+        None, "fp16: the loss scale of the first step (default: 65536)", above_zero=True
+    )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
     backend: str = _communication(
@@ -310,6 +336,9 @@ class RunConfig:
             "with --clip-grad-norm",
             "one or the other, since the norm is known only when all gradients are reduced",
         )
+        _require(
+            self.precision == FP16 or not self.loss_scale, "--loss-scale", self.loss_scale, f"with --precision {FP16}"
+        )
         _require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
         _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
@@ -334,6 +363,7 @@ class RunConfig:
         return StrategyOptions(
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
+            loss_scale=self.loss_scale or StrategyOptions.loss_scale,
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,
