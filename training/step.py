@@ -106,8 +106,8 @@ class StepRunner:
         strategy = self._strategy
         if strategy.scaler and not self._is_scaled and any(strategy.watch.received_in_last_round()):
             raise RuntimeError(
-                "micro_batch() in fp16 without scale_loss(): gradients will be divided by the loss scale, so it must be "
-                "in the loss; write strategy.scale_loss(loss).backward()"
+                "micro_batch() in fp16 without scale_loss(): gradients will be divided by the loss scale, so a loss "
+                "must have it; write strategy.scale_loss(loss).backward()"
             )
 
     def take(self) -> Verdict:

@@ -197,7 +197,10 @@ def test_three_ranks(ranks: RankPool, name: str) -> None:
 )
 def test_models(ranks: RankPool, name: str, model: str) -> None:
     """Parameters that no rank or one rank uses, tied, frozen and of several dtypes."""
-    check(ranks, named(name), Training(model, overflows=[(1, 1)] if model != "llama" else ()))
+    if model == "llama":  # its targets are classes, and Adam magnifies the rounding of its smallest gradients
+        check(ranks, named(name), Training(model))
+    else:
+        check(ranks, named(name), Training(model, overflows=[(1, 1)], optimizer="fused"))
 
 
 def named(name: str) -> Choice:
