@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import parity
-from tests.models import build, make_batch
+from tests.models import Plain, answer, build, make_batch
 from tests.parity import Split, global_batch, in_own_loops, joined, load, message_of, options_of
 from tests.ranks import RankPool
 from tests.strategies.test_traps import Choice
@@ -25,6 +25,27 @@ OPTIMIZERS = parity.OPTIMIZERS | {"fused": lambda params: torch.optim.AdamW(para
 SCALE = 2.0**12
 HUGE = 1e6
 """A target that makes a gradient of about 1e6 x SCALE, far above what fp16 holds (65504), of a finite loss."""
+
+
+class Spiked(Plain):
+    """A huge target makes the gradient of one element infinite, and no other: so one shard has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spike = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        is_huge = y >= HUGE
+        found = answer(self.net(x), torch.where(is_huge, 2.0, y))
+        found.loss = found.loss + (self.spike * torch.where(is_huge, 1e38, 0.0)).mean()
+        return found
+
+
+def make(model: str, seed: int = 0) -> nn.Module:
+    if model != "spiked":
+        return build(model, seed)
+    torch.manual_seed(seed)
+    return Spiked()
 
 
 @dataclass
@@ -65,18 +86,19 @@ class Training:
 
 @dataclass
 class Trace:
-    """By step: the scale, whether the step was skipped, loss and norm; and the parameters after each."""
+    """By step: the scale, whether the step was skipped, loss, norm, and what clipping said; parameters after each."""
 
     scales: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def by_grad_scaler(training: Training) -> Trace:
     """The oracle: plain training in one process on the whole global batch."""
-    module, trace = build(training.model), Trace()
+    module, trace = make(training.model), Trace()
     params = [p for p in module.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[training.optimizer](params)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=training.growth_interval)
@@ -89,7 +111,7 @@ def by_grad_scaler(training: Training) -> Trace:
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         if training.clip is not None:
-            torch.nn.utils.clip_grad_norm_(params, training.clip)
+            trace.clipped.append(torch.nn.utils.clip_grad_norm_(params, training.clip).item())
         scaler.step(optimizer)
         scaler.update()
         trace.scales.append(before)
@@ -102,7 +124,7 @@ def by_grad_scaler(training: Training) -> Trace:
 
 def on_rank(choice: Choice, training: Training) -> Trace:
     strategy = load(choice)(
-        build(training.model, dist.get_rank()),
+        make(training.model, dist.get_rank()),
         OPTIMIZERS[training.optimizer],
         options_of(choice, **training.fp16_options),
     )
@@ -114,7 +136,7 @@ def on_rank(choice: Choice, training: Training) -> Trace:
         else:
             losses = strategy.forward_backward(mine).item()
         if training.clip is not None:
-            strategy.clip_grad_norm_(training.clip)
+            trace.clipped.append(strategy.clip_grad_norm_(training.clip).item())
         strategy.step()
         strategy.zero_grad()
         scale = strategy.verdict.loss_scale
@@ -156,22 +178,24 @@ def check(ranks: RankPool, choice: Choice, training: Training) -> Trace:
             assert all(torch.equal(before[name], tensor) for name, tensor in actual.states[step].items())
         else:
             assert actual.norms[step] == pytest.approx(expected.norms[step], rel=TOLERANCE)
+            assert actual.clipped[step : step + 1] == pytest.approx(expected.clipped[step : step + 1], rel=TOLERANCE)
         parity.assert_close(actual.states[step], expected.states[step], TOLERANCE, f"step {step}")
     return actual
 
 
 @in_own_loops
 def test_each_step_is_grad_scalers(ranks: RankPool, choice: Choice) -> None:
-    """An overflow on rank 1 alone, then growth; micro-batches of unequal size, clipping, Adam."""
-    training = Training(steps=[[[3, 2], [1, 4]]] * 8, overflows=[(2, 1)], optimizer="fused", clip=0.5)
+    """An overflow of one element on rank 1 alone, then growth; micro-batches of unequal size, clipping, Adam."""
+    steps = [[[3, 2], [1, 4]]] * 8
+    training = Training("spiked", steps, overflows=[(2, 1)], optimizer="fused", clip=0.5)
     trace = check(ranks, choice, training)
     assert trace.scales == [SCALE, SCALE, SCALE, *[SCALE / 2] * 3, SCALE, SCALE]
 
 
 @in_own_loops
 def test_own_loops(ranks: RankPool, choice: Choice) -> None:
-    """With an optimizer that cannot skip on the device."""
-    check(ranks, choice, Training(steps=[[[2, 3], [4, 1]]] * 4, overflows=[(1, 0)], own_loop=True, clip=0.5))
+    """With an optimizer that cannot skip on the device, and whose steps are as long as gradients are."""
+    check(ranks, choice, Training("spiked", [[[2, 3], [4, 1]]] * 4, overflows=[(1, 0)], own_loop=True))
 
 
 @pytest.mark.parametrize("name", ["bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"])
