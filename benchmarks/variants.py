@@ -17,6 +17,8 @@ SETTINGS = {
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
     "compress": str,
     "precision": str,
+    "param_dtype": str,
+    "reduce_dtype": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

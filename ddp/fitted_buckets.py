@@ -38,7 +38,9 @@ class FittedBuckets:
     ) -> None:
         self._trainable, self._updates_early = trainable, options.overlap_optimizer
         # Compressed gradients keep the default size: what is timed here are all-reduces of whole gradients.
-        self._is_wanted = self.is_watching = options.fixed_bucket_bytes is None and options.compress is None
+        self._is_wanted = self.is_watching = options.fixed_bucket_bytes is None and not (
+            options.compress or options.reduce_dtype == "bf16"
+        )
         self._watch = LinkFit(list(trainable.values()), group, options.clock)
         self.note = ""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, PRECISIONS, bucket_cap
+from training.config import AUTO, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
+    add("--param-dtype", choices=PARAM_DTYPES, help="of ZeRO and FSDP2, as the runner's (default: no cast)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, help="of gradients on the link, as the runner's")
     add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")
     add("--price", type=amount, help="of one device for an hour, in any currency")

@@ -19,6 +19,17 @@ from planner.report.wording import certainty, headline, notes
 from training.config import RunConfig
 from training.errors import UserError
 
+AS_THE_RUNNERS = (
+    "global_batch_size",
+    "grad_accum_steps",
+    "precision",
+    "param_dtype",
+    "reduce_dtype",
+    "clip_grad_norm",
+    "bucket_cap_mb",
+)
+"""Flags that mean what they mean for the runner."""
+
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Simulate every choice, print the table and a recommendation.
@@ -58,14 +69,15 @@ def case_of(options: argparse.Namespace) -> Case:
     Raises:
         UserError: it makes no sense.
     """
-    names = ("global_batch_size", "grad_accum_steps", "precision", "clip_grad_norm", "bucket_cap_mb")
-    config = RunConfig(**{name: getattr(options, name) for name in names})
+    config = RunConfig(**{name: getattr(options, name) for name in AS_THE_RUNNERS})
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
     if options.record and options.efficiency is not None:
         raise UserError("--efficiency is for rates of a table; it does not go with --record")
+    if options.record and options.param_dtype:
+        raise UserError("--record: a record has the times of fp32 parameters; it does not go with --param-dtype")
     costs = costs_of(cluster, options.precision, options.record, options.contention)
     return Case(model, cluster, config, options.sequence_length, costs, options.price)
 

@@ -25,6 +25,7 @@ from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
+from training.config import StrategyOptions
 from training.errors import UnsupportedError
 from training.profiling.memory import ModelSize, expected_state_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -53,6 +54,12 @@ class DeepSpeedZero(Strategy):
 
     always_averages = True
     stage: ClassVar[int]
+
+    @classmethod
+    def require_options(cls, options: StrategyOptions) -> None:
+        super().require_options(options)
+        if options.reduce_dtype:
+            raise UnsupportedError("--reduce-dtype: DeepSpeed reduces gradients in their own dtype here")
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)

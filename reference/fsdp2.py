@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reference.unit_order import UnitOrder
 from sharding.blocks import find_blocks
+from sharding.dtypes import Dtypes
 from sharding.elementwise import require_elementwise
 from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
@@ -37,7 +38,7 @@ class FSDP2(Strategy):
 
     always_averages = True
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    communicates_in_forward = True
+    communicates_in_forward = casts_parameters = True
     frees_blocks_after_forward: ClassVar[bool]
 
     def replace_parameters(self) -> None:
@@ -46,12 +47,16 @@ class FSDP2(Strategy):
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
-        mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+        dtypes = Dtypes.of(self.options)
+        settings: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(self.process_group, self.device.type),
+            "mp_policy": MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
+        }
         self.root = TensorsBeside(self.module)
         try:
             for block in find_blocks(self.module):
-                fully_shard(block, mesh=mesh, reshard_after_forward=self.frees_blocks_after_forward)
-            self.fsdp = fully_shard(self.root, mesh=mesh, reshard_after_forward=False)  # backward begins with it
+                fully_shard(block, reshard_after_forward=self.frees_blocks_after_forward, **settings)
+            self.fsdp = fully_shard(self.root, reshard_after_forward=False, **settings)  # backward begins with it
             self.fsdp.set_reduce_scatter_unused_params(True)  # ranks may use different ones, but must send the same
             self.units = {unit: self._leaves_of(unit) for unit in self.root.modules() if isinstance(unit, FSDPModule)}
         except (ValueError, NotImplementedError, AssertionError) as error:
@@ -173,7 +178,7 @@ class FSDP2(Strategy):
             if leaves:
                 gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)
             if trained := [leaf for leaf in leaves.values() if leaf.requires_grad]:
-                reduced.append(padded_bytes(trained, size))
+                reduced.append(padded_bytes(trained, size, Dtypes.of(self.options).reduce))
         gathered, reduced = gathered * micro_batches, reduced * micro_batches
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
@@ -194,9 +199,11 @@ class PyTorchZero3(FSDP2):
     frees_blocks_after_forward = True
 
 
-def padded_bytes(tensors: Iterable[Tensor], size: int) -> int:
-    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`."""
-    return sum(-(-len(t) // size) * size * (t.nbytes // len(t)) for t in tensors if t.numel())
+def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`, in their own dtype or in `dtype`."""
+    return sum(
+        -(-len(t) // size) * size * (t.numel() // len(t)) * (dtype or t.dtype).itemsize for t in tensors if t.numel()
+    )
 
 
 def first_element(parameter: Tensor) -> int:

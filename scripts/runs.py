@@ -9,6 +9,7 @@ from pathlib import Path
 import ddp
 import sharding
 from training.config import LEGACY_NCCL, RunConfig, labelled, split_label
+from training.errors import UnsupportedError
 from training.flags import parse_config
 from training.registry import Registry
 
@@ -74,6 +75,15 @@ class Runs:
     def config(self, label: str) -> RunConfig:
         """Exits with one line where the flags make no sense."""
         return parse_config("", self.family.registry, arguments=self.arguments(label))
+
+    def refusal(self, label: str) -> str:
+        """Why this run's choice cannot do what the flags ask for; empty if it can."""
+        config = self.config(label)
+        try:
+            self.family.registry.load(config.choice).require_options(config.strategy_options())
+        except UnsupportedError as error:
+            return str(error)
+        return ""
 
     def has_begun(self, label: str) -> bool:
         """Whether an interrupted run has left checkpoints from which this run would continue.

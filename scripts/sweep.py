@@ -169,8 +169,15 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
 
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []
-    labels = runs.labels()
     print(link_sentence(runs), flush=True)
+    labels = []
+    for label in runs.labels():
+        if refusal := runs.refusal(label):
+            print(f"{label}: left out: {refusal}", flush=True)
+        else:
+            labels.append(label)
+    if not labels:
+        raise UserError("no choice can do what these flags ask for")
     for label in labels:
         if label in state.finished:
             print(f"{label}: finished before", flush=True)

@@ -6,8 +6,7 @@ than 16 bytes larger than an even share. This suits optimizers that treat every 
 (`sharding.elementwise`).
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sharding.collectives import all_gather
 from training.errors import UnsupportedError
 
 ALIGNMENT = 16
@@ -112,37 +112,57 @@ def group_by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
 class FlatParameters:
     """Parameters of one dtype and device, laid end to end in one flat tensor into which they are views.
 
+    The module may compute in a lower precision than the optimizer (`param_dtype`). Then `full` has the lower one, and
+    `shard` is apart from it: the master values, which small updates do not round away (Micikevicius et al., 2018,
+    "Mixed precision training").
+
     Rank 0's values win. Building one is collective.
+
+    Args:
+        param_dtype: In which the module computes. Default: the parameters' own.
 
     Attributes:
         layout: Where each parameter lies (`Layout`).
-        full: The flat tensor, (padded_numel,).
+        full: The flat tensor with which the module computes, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
-        shard: The part of `full` that this rank updates, (shard_numel,).
+        shard: What this rank updates, in the parameters' own dtype, (shard_numel,).
         pieces: What this rank's optimizer sees: for each parameter with elements in the shard, a flat parameter that is
             a view of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, param_dtype: torch.dtype | None = None
+    ) -> None:
         self.parameters, self.group, self.rank = list(parameters), group, dist.get_rank(group)
         first = parameters[0]
-        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), first.element_size())
-        self.full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        self.own_dtype, dtype = first.dtype, param_dtype or first.dtype
+        item_bytes = min(dtype.itemsize, first.element_size())
+        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), item_bytes)
+        own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        for slot, parameter in enumerate(self.parameters):
+            self.layout.view(own, slot).copy_(parameter.detach())
+        dist.broadcast(own, group=group, group_src=0)
+        self.full = own.to(dtype)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            view.copy_(parameter.detach())
             parameter.data = view
-        dist.broadcast(self.full, group=group, group_src=0)
-        self.shard = self.place_shard()
+        part = self.layout.shard_of(own, self.rank)
+        self.shard = part.clone() if self.keeps_shard_apart else part
         self._places = self.layout.pieces(self.rank)
         self.pieces = {
             self.parameters[place.slot]: nn.Parameter(self.shard[place.start : place.end]) for place in self._places
         }
 
-    def place_shard(self) -> Tensor:
-        """Where this rank's shard is kept: in `full`, which stays."""
-        return self.layout.shard_of(self.full, self.rank)
+    @property
+    def keeps_shard_apart(self) -> bool:
+        """Whether `shard` is not simply a part of `full`."""
+        return self.full.dtype != self.own_dtype
+
+    def fill_own_part(self) -> None:
+        """Put this rank's values into `full`, before it is gathered."""
+        if self.keeps_shard_apart:
+            self.layout.shard_of(self.full, self.rank).copy_(self.shard)
 
     def require_in_place(self) -> None:
         """Check that the module still computes with `full`.
@@ -157,13 +177,28 @@ class FlatParameters:
                     "built, and would not be updated; change it in place, or through load_full_state_dict"
                 )
 
-    def whole(self, gather: bool = True) -> AbstractContextManager[None]:
-        """Within this context, `full` is whole.
+    def whole(self) -> Tensor:
+        """All ranks' values in the parameters' own dtype, (padded_numel,). Not to be changed. Collective."""
+        if not self.keeps_shard_apart:
+            return self.full
+        own = torch.empty(self.layout.padded_numel, dtype=self.shard.dtype, device=self.shard.device)
+        self.layout.shard_of(own, self.rank).copy_(self.shard)
+        all_gather(own, self.group).wait()
+        return own
 
-        Args:
-            gather: Fill it with all ranks' values; otherwise it is there to be filled.
-        """
-        return nullcontext()
+    def set_values(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take rank 0's `values`; what others give is not read. Collective."""
+        own = torch.zeros(self.layout.padded_numel, dtype=self.shard.dtype, device=self.shard.device)
+        if self.rank == 0:
+            for slot, parameter in enumerate(self.parameters):
+                self.layout.view(own, slot).copy_(values[parameter])
+        dist.broadcast(own, group=self.group, group_src=0)
+        self.shard.copy_(self.layout.shard_of(own, self.rank))
+        self.fill_full(own)
+
+    def fill_full(self, values: Tensor) -> None:
+        """Let the module compute with `values`."""
+        self.full.copy_(values)
 
     @property
     def trainable(self) -> bool:

@@ -14,9 +14,12 @@ from sharding.flat import FlatParameters
 class GradientBucket:
     """The gradients of some flat parameters, in a flat tensor that stays. The sum's shard replaces this rank's part.
 
+    Args:
+        dtype: In which gradients of several micro-batches are added up, and reduced. Default: that of the gradients.
+
     Attributes:
         full: This rank's own gradients, (padded_numel,).
-        shard: The sum over ranks, (shard_numel,), once reduced.
+        shard: The sum over ranks, (shard_numel,), in the dtype of the parameters' shard, once reduced.
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
@@ -24,15 +27,17 @@ class GradientBucket:
 
     averages = False
 
-    def __init__(self, flat: FlatParameters) -> None:
-        self.flat = flat
+    def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
+        self.flat, self.dtype = flat, dtype or flat.full.dtype
+        self.casts = self.dtype != flat.full.dtype
+        self._placed: set[int] = set()
         self.allocate()
         self.in_flight: Pending | None = None
         self._abandoned: list[object] = []
         self.reset()
 
     def allocate(self) -> None:
-        self.full = torch.zeros_like(self.flat.full)
+        self.full = torch.zeros_like(self.flat.full, dtype=self.dtype)
         self.views = [self.flat.layout.view(self.full, slot) for slot in range(len(self.flat.parameters))]
 
     def reset(self) -> None:
@@ -42,20 +47,28 @@ class GradientBucket:
             self.allocate()
         self.shard: Tensor | None = None
         self.in_flight = None
+        self._placed.clear()
         self.missing = len(self.flat.parameters)
 
     def place(self, slot: int) -> None:
-        """Move the gradient of the parameter in `slot` here. Later micro-batches then add to it in place."""
+        """Move the gradient of the parameter in `slot` here. Autograd adds those of later micro-batches in place, if
+        they have the bucket's dtype."""
         parameter, view = self.flat.parameters[slot], self.views[slot]
         if parameter.grad is None:
             view.zero_()
+        elif slot in self._placed and self.casts:
+            view.add_(parameter.grad)
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-        parameter.grad = view
+        self._placed.add(slot)
+        parameter.grad = None if self.casts else view
+
+    def is_placed(self, slot: int) -> bool:
+        return slot in self._placed if self.casts else self.flat.parameters[slot].grad is self.views[slot]
 
     def start_reduction(self) -> None:
-        for slot, parameter in enumerate(self.flat.parameters):
-            if parameter.grad is not self.views[slot]:  # not used on this rank in this step
+        for slot in range(len(self.flat.parameters)):
+            if not self.is_placed(slot):  # not used on this rank in this step
                 self.place(slot)
         self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
         self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group, self.averages)
@@ -71,11 +84,19 @@ class GradientBucket:
         if self.in_flight:
             self.wait()
             self.in_flight = None
+            self._placed.clear()
             for parameter in self.flat.parameters:
                 parameter.grad = None  # what is left there is this rank's own part
+            assert self.shard is not None
+            self.shard = self.shard.to(self.flat.shard.dtype)
 
     def tensors(self) -> list[Tensor]:
-        return [self.full]
+        return [self.full] if self.shard is None else [self.full, self.shard]
+
+    @property
+    def full_bytes(self) -> int:
+        """What a reduction sends."""
+        return self.flat.layout.padded_numel * self.dtype.itemsize
 
 
 class ShardedGradientBucket(GradientBucket):
@@ -89,7 +110,7 @@ class ShardedGradientBucket(GradientBucket):
     def allocate(self) -> None:
         self.full = None
         self._sum: Tensor | None = None
-        self._placed: set[int] = set()
+        self._placed.clear()
 
     def reset(self) -> None:
         super().reset()
@@ -99,33 +120,36 @@ class ShardedGradientBucket(GradientBucket):
         parameter = self.flat.parameters[slot]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if gradient.numel() == self.flat.layout.padded_numel and gradient.is_contiguous():
+        if gradient.numel() == self.flat.layout.padded_numel and gradient.is_contiguous() and not self.casts:
             self.full, self._may_free = gradient.view(-1), False  # the whole bucket: no copy is needed
         else:
             if self.full is None:
-                self.full, self._may_free = torch.empty_like(self.flat.full), True
+                self.full, self._may_free = self._empty_full(), True
                 self._places = self.flat.layout.cut(self.full)
             self._places[slot].copy_(gradient.reshape(-1))
         self._placed.add(slot)
 
     def start_reduction(self) -> None:
         if self.full is None:
-            self.full, self._may_free = torch.zeros_like(self.flat.full), True
+            self.full, self._may_free = self._empty_full().zero_(), True
         for slot in range(len(self.flat.parameters)):
             if slot not in self._placed:  # not used on this rank by this micro-batch
                 self.flat.layout.view(self.full, slot).zero_()
         self.full[self.flat.layout.numel :] = 0
-        self._sum = torch.empty_like(self.flat.shard)
+        self._sum = torch.empty_like(self.flat.shard, dtype=self.dtype, device=self.full.device)
         self.in_flight = reduce_scatter(self._sum, self.full, self.flat.group, self.averages)
 
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:
             self.wait()
-            self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
+            self.shard = self._sum.to(self.flat.shard.dtype) if self.shard is None else self.shard.add_(self._sum)
             if self._may_free:  # a gradient that autograd made may share its memory with another
                 free(self.full)
             self.in_flight = self.full = self._sum = None
-            self._placed = set()
+            self._placed.clear()
+
+    def _empty_full(self) -> Tensor:
+        return torch.empty_like(self.flat.full, dtype=self.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.full, self.shard, self._sum) if tensor is not None]

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sharding.blocks import find_blocks
 from sharding.collectives import all_gather
+from sharding.dtypes import Dtypes, cast_inputs
 from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
@@ -15,6 +17,7 @@ from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import OneRankError, UnsupportedError
+from training.profiling.memory import ModelSize
 from training.replicated import broadcast_from_rank0
 from training.strategy import MakeOptimizer, Strategy
 
@@ -27,10 +30,14 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
+    casts_parameters = True
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
     def prepare(self) -> None:
+        self.dtypes = Dtypes.of(self.options)
+        if self.dtypes.param:
+            cast_inputs([self.module, *find_blocks(self.module)], self.dtypes.param)
         elements = sum(p.numel() for p in self.trainable.values())
         if elements < self.data_parallel_size:
             raise UnsupportedError(
@@ -134,12 +141,33 @@ class ShardedStrategy(Strategy):
 
     # State -------------------------------------------------------------------------------------------------------
 
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        """With low precision, what is whole is in it, and the shards that the optimizer updates are apart."""
+        expected, ranks = super().expected_memory(size), self.data_parallel_size
+        if self.dtypes.param and "parameters" not in self.shards:
+            expected["parameters"] = self.dtypes.param.itemsize * size.elements - (-size.parameter_bytes // ranks)
+        if self.dtypes.reduce and "gradients" not in self.shards:
+            whole = self.dtypes.reduce.itemsize * sum(p.numel() for p in self.trainable.values())
+            sums_are_apart = whole != size.trainable_bytes
+            expected["gradients"] = whole + (-(-size.trainable_bytes // ranks) if sums_are_apart else 0)
+        return expected
+
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in (flat.full, flat.shard))]
 
     def parameter_pieces(self) -> list[Piece]:
-        # What lies in no flat tensor of ZeRO-3 has no elements.
-        return self._pieces_of(self.flats) if "parameters" in self.shards else super().parameter_pieces()
+        if "parameters" not in self.saves_shards_of:
+            return super().parameter_pieces()
+        return self._pieces_of(self.flats)  # what lies in none of them has no elements
+
+    @property
+    def saves_shards_of(self) -> frozenset[str]:
+        return self.shards | {"parameters"} if self.dtypes.param else self.shards
+
+    def parameters_are_loaded(self) -> None:
+        if "parameters" not in self.shards:
+            for flat in self.flats:
+                flat.fill_full(flat.whole())
 
     def updated_pieces(self) -> list[Piece]:
         return self._pieces_of(flat for flat in self.flats if flat.trainable)
@@ -157,9 +185,9 @@ class ShardedStrategy(Strategy):
         self.finish_parameter_synchronization()
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
-            with flat.whole():
-                if self.data_parallel_rank == 0:
-                    whole |= {p: view.cpu().clone() for p, view in zip(flat.parameters, flat.views, strict=True)}
+            values = flat.whole()
+            if self.data_parallel_rank == 0:
+                whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
         if self.data_parallel_rank != 0:
             return {}
         state = self.module.state_dict(keep_vars=True)
@@ -174,12 +202,7 @@ class ShardedStrategy(Strategy):
         given = {own[name]: tensor for name, tensor in state.items()} if self.data_parallel_rank == 0 else {}
         with torch.no_grad():
             for flat in self.flats:
-                with flat.whole(gather=False):
-                    for parameter, view in zip(flat.parameters, flat.views, strict=True):
-                        if parameter in given:
-                            view.copy_(given[parameter])
-                    dist.broadcast(flat.full, group=self.process_group, group_src=0)
-                    flat.shard.copy_(flat.layout.shard_of(flat.full, flat.rank))
+                flat.set_values(given)
             for tensor in self.plain_tensors():
                 if tensor in given:
                     tensor.copy_(given[tensor])

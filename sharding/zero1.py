@@ -43,14 +43,14 @@ class Zero1(ShardedStrategy):
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or self._default_cap_mb() * 2**20
         self.flats = [
-            FlatParameters(parameters, self.process_group)
+            FlatParameters(parameters, self.process_group, self.dtypes.param)
             for segment in self._segments()
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         if self.buffers():  # or forward would not begin before all parameters are gathered
             self.group_of_buffers = side_group(self.process_group, self.device)
-        self.buckets = [self.make_bucket(flat) for flat in self.flats]
+        self.buckets = [self.make_bucket(flat, self.dtypes.reduce) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
@@ -68,6 +68,8 @@ class Zero1(ShardedStrategy):
         before, after = around_units(self.module, plans)
         for segment in (after, [p for plan in plans for p in plan.parameters], before):
             yield [p for p in segment if p.requires_grad and p.numel()]
+        if self.dtypes.param:  # frozen ones are cast too; their own values are saved
+            yield [p for p in self.module.parameters() if not p.requires_grad and p.numel()]
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -104,17 +106,19 @@ class Zero1(ShardedStrategy):
 
     def update(self) -> None:
         super().update()
-        for flat in reversed(self.flats):  # the order in which forward needs them
-            self.arrivals.start(flat, all_gather(flat.full, self.process_group))
+        for bucket in reversed(self.buckets):  # the order in which forward needs them
+            bucket.flat.fill_own_part()
+            self.arrivals.start(bucket.flat, all_gather(bucket.flat.full, self.process_group))
 
     def finish_parameter_synchronization(self) -> None:
         self.arrivals.wait()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        payloads, device = [flat.full_bytes for flat in self.flats], self.flats[0].full.device
-        reductions = payloads * (micro_batches if self.reduces_every_micro_batch else 1)
+        device, times = self.flats[0].full.device, micro_batches if self.reduces_every_micro_batch else 1
+        reductions = [bucket.full_bytes for bucket in self.buckets] * times
+        gathers = [bucket.flat.full_bytes for bucket in self.buckets]
         return [
             expected_reduce_scatters(reductions, self.process_group, device),
-            expected_all_gathers(payloads, self.process_group, device),
+            expected_all_gathers(gathers, self.process_group, device),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]

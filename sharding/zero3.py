@@ -69,9 +69,10 @@ class Zero3(ShardedStrategy):
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
         casts = self.options.precision != "fp32"
-        units = [Unit(plan.modules, [plan.parameters], self.process_group, casts) for plan in plans]
-        self.root = Unit([self.module], [before, after], self.process_group)
-        self.embeddings = Embeddings(embeddings, self.process_group)
+        group, dtypes = self.process_group, self.dtypes
+        units = [Unit(plan.modules, [plan.parameters], group, dtypes, casts) for plan in plans]
+        self.root = Unit([self.module], [before, after], group, dtypes)
+        self.embeddings = Embeddings(embeddings, group, dtypes)
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
@@ -237,7 +238,7 @@ class Zero3(ShardedStrategy):
         for unit in self.all_units[1:]:
             times = 1 if unit in (self.embeddings, last) else 2  # forward, and backward if it was resharded
             gathers += micro_batches * times * [flat.full_bytes for flat in unit.flats]
-        reductions = micro_batches * [flat.full_bytes for flat in self.flats if flat.trainable]
+        reductions = micro_batches * [bucket.full_bytes for bucket in self.buckets]
         device = self.flats[0].full.device
         return [
             expected_reduce_scatters(reductions, self.process_group, device),

@@ -26,7 +26,8 @@ BACKENDS = ("auto", "gloo", NCCL, LEGACY_NCCL)
 AUTO = "auto"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
-COMPRESSIONS = ("bf16", "powersgd")
+PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
+COMPRESSIONS = ("powersgd",)
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`training.schedule`)."""
@@ -48,8 +49,12 @@ class StrategyOptions:
         precision: `fp32`, or `bf16` or `fp16` for autocast over fp32 parameters, gradients and optimizer states.
         loss_scale: With fp16, what the loss is multiplied by in the first step (`communication.loss_scale`).
         growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
+        param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
+            keep the parameters' own. Default: compute with the parameters as they are.
+        reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
+            of the gradients.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
-        compress: `bf16` or `powersgd`: round gradients before the all-reduce (`communication.compression`).
+        compress: `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
@@ -59,6 +64,8 @@ class StrategyOptions:
     precision: str = "fp32"
     loss_scale: float = 2.0**16
     growth_interval: int = 2000
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
     compress: str | None = None
@@ -73,13 +80,25 @@ class StrategyOptions:
             cap,
             f"a size above 0 MiB, or {AUTO}",
         )
+        for flag, value, known in (
+            ("--precision", self.precision, PRECISIONS),
+            ("--param-dtype", self.param_dtype, (None, *PARAM_DTYPES)),
+            ("--reduce-dtype", self.reduce_dtype, (None, *REDUCE_DTYPES)),
+            ("--compress", self.compress, (None, *COMPRESSIONS)),
+        ):
+            _require(value in known, flag, value, f"one of {', '.join(name for name in known if name)}")
         _require(
-            self.compress is None or self.compress in COMPRESSIONS,
-            "--compress",
-            self.compress,
-            f"one of {', '.join(COMPRESSIONS)}",
+            not (self.param_dtype and self.precision != "fp32"),
+            "--param-dtype",
+            f"{self.param_dtype} with --precision {self.precision}",
+            "one or the other: autocast is over fp32 parameters",
         )
-        _require(self.precision in PRECISIONS, "--precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        _require(
+            not (self.compress and self.reduce_dtype),
+            "--compress",
+            f"{self.compress} with --reduce-dtype {self.reduce_dtype}",
+            "one or the other",
+        )
         if self.precision == FP16:
             _require(
                 not self.overlap_optimizer,
@@ -88,10 +107,10 @@ class StrategyOptions:
                 "one or the other, since a step is skipped if any gradient of it overflows",
             )
             _require(
-                self.compress != "powersgd",
-                "--compress powersgd",
-                f"with --precision {FP16}",
-                "bf16 or left out, since an overflow would stay in PowerSGD's error feedback",
+                not self.compress,
+                "--compress",
+                f"{self.compress} with --precision {FP16}",
+                "one or the other, since an overflow would stay in PowerSGD's error feedback",
             )
 
     @property
@@ -234,6 +253,16 @@ class RunConfig:
     loss_scale: float | None = _precision(
         None, "fp16: the loss scale of the first step (default: 65536)", above_zero=True
     )
+    param_dtype: str | None = _precision(
+        None,
+        "ZeRO and FSDP2 gather parameters and compute in this dtype, over shards in the model's own (default: no cast)",
+        choices=PARAM_DTYPES,
+    )
+    reduce_dtype: str | None = _precision(
+        None,
+        "reduce gradients in this dtype (default: fp32 with --param-dtype, else that of the gradients)",
+        choices=REDUCE_DTYPES,
+    )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
     backend: str = _communication(
@@ -258,7 +287,7 @@ class RunConfig:
         False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
     )
     compress: str | None = _communication(
-        None, "round gradients before the all-reduce (default: do not)", choices=COMPRESSIONS
+        None, "compress gradients for the all-reduce, with loss (default: do not)", choices=COMPRESSIONS
     )
     find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
 
@@ -364,6 +393,8 @@ class RunConfig:
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
             loss_scale=self.loss_scale or StrategyOptions.loss_scale,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,
             compress=self.compress,

@@ -1,8 +1,9 @@
-"""What `--precision` means: the dtype of autocast, over parameters that stay in fp32."""
+"""Dtypes by the names that the command line has for them, and autocast, over parameters that stay in fp32."""
 
 import torch
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = ("bf16", "fp16")
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast:
@@ -11,4 +12,4 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     Args:
         precision: One of `training.config.PRECISIONS`.
     """
-    return torch.autocast(device_type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+    return torch.autocast(device_type, DTYPES[precision], enabled=precision in AUTOCAST)

@@ -32,14 +32,16 @@ class ReplicatedStrategy(Strategy):
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def make_compression(self) -> None:
-        """With `options.compress`, gradients are compressed (`training.communication.compression`) and averaged."""
+        """With `options.compress`, or in bf16, gradients are compressed (`training.communication.compression`) and
+        averaged."""
         self.compression: Compression | None = None
-        if self.options.compress:
-            self.compression = Compression(self.options.compress, self.process_group)
+        kind = "bf16" if self.options.reduce_dtype == "bf16" else self.options.compress
+        if kind:
+            self.compression = Compression(kind, self.process_group)
             self.always_averages = True
 
     def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
-        """`torch.distributed.all_reduce` of a gradient in place, compressed with `options.compress`.
+        """`torch.distributed.all_reduce` of a gradient in place, compressed if that is wanted (`make_compression`).
 
         Args:
             parts: If `gradient` holds those of several parameters: views into it, one for each parameter.

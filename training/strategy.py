@@ -44,6 +44,7 @@ class Strategy(ABC):
         process_group: The ranks that share the work. Default: all.
 
     Attributes:
+        parameter_dtypes: The parameters' own, by name; `options.param_dtype` may be in their place.
         wants_to_stop: Answers whether this rank has been asked to stop, in each step. Set it to your own function.
         stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
         optimizer_steps: Calls of `step`, those among them in which fp16 overflowed and nothing was changed.
@@ -59,6 +60,8 @@ class Strategy(ABC):
     losses are weighted before."""
     overlaps_optimizer = False
     """Whether `options.overlap_optimizer` is supported."""
+    casts_parameters = False
+    """Whether `options.param_dtype` is supported."""
     reduces_in_backward = False
     """Whether a gradient is reduced while backward goes on. Then a parameter must get only one in a micro-batch."""
     communicates_in_forward = False
@@ -94,15 +97,13 @@ class Strategy(ABC):
         self.stops_after: int | None = None
         self.in_micro_batch = self.synchronizes_gradients = False
         self.averages_over_ranks = True  # whether reductions of this step do
-        if self.options.compress and self.shards:
-            raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
-        if self.options.overlap_optimizer and not self.overlaps_optimizer:
-            raise UnsupportedError("--overlap-optimizer: this strategy updates no parameter before all are reduced")
+        self.require_options(self.options)
         require_supported_parameters(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         self.device = next(module.parameters()).device
         self.scaler = LossScaler.of(module, self.options)
+        self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self._modules = list(module.modules())
         self._steps = StepRunner(self, self._agreement)
         self.replace_parameters()
@@ -112,6 +113,23 @@ class Strategy(ABC):
         follow_gradients(self.watch)
         self.prepare()
         self.optimizer = self.build_optimizer(make_optimizer)
+
+    @classmethod
+    def require_options(cls, options: StrategyOptions) -> None:
+        """Check that this strategy can do what `options` ask for.
+
+        Raises:
+            UnsupportedError: names the flag that it cannot.
+        """
+        if options.compress and cls.shards:
+            raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
+        if options.overlap_optimizer and not cls.overlaps_optimizer:
+            raise UnsupportedError("--overlap-optimizer: this strategy updates no parameter before all are reduced")
+        if options.param_dtype and not cls.casts_parameters:
+            raise UnsupportedError(
+                "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
+                "pytorch_zero2 or pytorch_zero3, or --precision bf16"
+            )
 
     # What a strategy defines -------------------------------------------------------------------------------------
 
@@ -266,9 +284,18 @@ class Strategy(ABC):
     def parameter_pieces(self) -> list[Piece]:
         """What this rank holds of all parameters, frozen ones included.
 
-        That is its shard if `shards` names parameters, otherwise everything.
+        That is its shard if `saves_shards_of` names parameters, otherwise everything.
         """
         return [Piece(name, 0, parameter) for name, parameter in self.module.named_parameters()]
+
+    def parameters_are_loaded(self) -> None:
+        """Runs when a checkpoint has filled the tensors of `parameter_pieces` on all ranks. Collective. Default: these
+        are what the module computes with."""
+
+    @property
+    def saves_shards_of(self) -> frozenset[str]:
+        """Those of `parameters` and `optimizer_state` whose pieces are this rank's alone."""
+        return self.shards
 
     def updated_pieces(self) -> list[Piece]:
         """The parameters, or ranges of them, for which this rank's `updating_optimizer` keeps states.

@@ -75,6 +75,8 @@ SETTINGS = {
     "held-out samples": Setting(lambda record: record.get("eval_samples"), (LOSS,)),
     "precision": Setting(of_config("precision"), EVERYTHING),
     "first loss scale": Setting(of_config("loss_scale", "65536 in fp16"), (LOSS,)),
+    "parameter dtype": Setting(of_config("param_dtype", "the model's"), EVERYTHING),
+    "reduction dtype": Setting(of_config("reduce_dtype", "by default"), EVERYTHING),
     "matrix products": Setting(lambda record: "TF32" if record["config"].get("tf32") else "as stored", (TIME, LOSS)),
     "global batch size": Setting(of_config("global_batch_size"), (TIME, MEMORY, LOSS)),
     "accumulated micro-batches": Setting(of_config("grad_accum_steps"), (TIME, MEMORY, TRAFFIC)),

@@ -13,6 +13,7 @@ from torch import nn
 
 from sharding.blocks import UnitPlan, uses_of_parameters
 from sharding.collectives import references
+from sharding.dtypes import Dtypes
 from sharding.units.unit import Unit
 from training.errors import OneRankError
 
@@ -25,8 +26,8 @@ class Embeddings(Unit):
     read_in_backward: Whether backward reads a weight on any rank. All ranks agree on it in the first step.
     """
 
-    def __init__(self, plan: UnitPlan, group: dist.ProcessGroup) -> None:
-        super().__init__(plan.modules, [plan.parameters], group)
+    def __init__(self, plan: UnitPlan, group: dist.ProcessGroup, dtypes: Dtypes) -> None:
+        super().__init__(plan.modules, [plan.parameters], group, dtypes)
         self.read_in_backward = False
 
     def unshard(self) -> None:

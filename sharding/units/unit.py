@@ -4,14 +4,14 @@ At rest a unit holds this rank's shard of its parameters. `unshard` starts the a
 `wait_for_unshard` waits for it, and `reshard` frees the whole parameters again.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import Pending, all_gather
+from sharding.dtypes import Dtypes
 from sharding.flat import FlatParameters, group_by_kind
 from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.units.low_precision import LowPrecisionWeights
@@ -26,19 +26,20 @@ class ShardedParameters(FlatParameters):
     write is refused.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        super().__init__(parameters, group)
+    keeps_shard_apart = True
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, param_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(parameters, group, param_dtype)
         nan = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device)
         self._placeholders = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.reshard()
 
-    def place_shard(self) -> Tensor:
-        return super().place_shard().clone()
-
     def unshard(self) -> Pending:
         """Start to gather the full tensor. `use_full` must follow when it has arrived."""
         self.allocate()
-        self.layout.shard_of(self.full, self.rank).copy_(self.shard)
+        self.fill_own_part()
         return all_gather(self.full, self.group)
 
     def use_full(self) -> None:
@@ -56,19 +57,16 @@ class ShardedParameters(FlatParameters):
         """Of the parameters, whole or not. They stay the same."""
         return [storage_of(self.full), storage_of(self._placeholders[0])]
 
-    @contextmanager
-    def whole(self, gather: bool = True) -> Iterator[None]:
-        if gather:
-            self.unshard().wait()
-        else:
-            self.allocate()
-        try:
-            yield
-        finally:
-            self.reshard()
+    def fill_full(self, values: Tensor) -> None:
+        """Does nothing: the full tensor is gathered when it is needed."""
 
     def allocate(self) -> None:
-        """Make room for the full tensor.
+        """Make room for the full tensor."""
+        self.require_in_place()
+        self.full.untyped_storage().resize_(self.full_bytes)
+
+    def require_in_place(self) -> None:
+        """Check that nobody has given the parameters other values between steps.
 
         Raises:
             UnsupportedError: a parameter's `.data` has been replaced since it was resharded, or a parameter of one
@@ -81,7 +79,6 @@ class ShardedParameters(FlatParameters):
                     f"the data of a parameter of shape {tuple(parameter.shape)} was replaced between steps, but zero3 "
                     "keeps parameters in shards; change them through full_state_dict and load_full_state_dict"
                 )
-        self.full.untyped_storage().resize_(self.full_bytes)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -94,6 +91,7 @@ class Unit:
 
     Args:
         parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
+        dtypes: In which the modules compute, and in which gradients are reduced.
         casts: The modules run under autocast.
 
     Attributes:
@@ -110,12 +108,13 @@ class Unit:
         modules: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
         group: dist.ProcessGroup,
+        dtypes: Dtypes,
         casts: bool = False,
     ) -> None:
         self.modules = list(modules)
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
-        self.flats = [ShardedParameters(kind, group) for kind in kinds]
-        self.buckets = [ShardedGradientBucket(flat) for flat in self.flats if flat.trainable]
+        self.flats = [ShardedParameters(kind, group, dtypes.param) for kind in kinds]
+        self.buckets = [ShardedGradientBucket(flat, dtypes.reduce) for flat in self.flats if flat.trainable]
         layers = [layer for module in modules for layer in module.modules()] if casts else []
         self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})
         self.has_frozen = not all(flat.trainable for flat in self.flats)

@@ -21,17 +21,17 @@ STEPS = [[[2, 2], [2, 2]]] * 6
 
 
 @pytest.mark.parametrize("name", ddp.CHOICES)
-@pytest.mark.parametrize("kind", ["bf16", "powersgd"])
-def test_training_and_traffic(ranks: RankPool, name: str, kind: str) -> None:
+@pytest.mark.parametrize("options", [{"reduce_dtype": "bf16"}, {"compress": "powersgd"}], ids=["bf16", "powersgd"])
+def test_training_and_traffic(ranks: RankPool, name: str, options: dict[str, str]) -> None:
     """Losses stay near the oracle's but are not its own; ranks stay equal; fewer bytes travel, as announced."""
     choice = ("ddp", name)
-    first, second = ranks.run(2, partial(train_on_rank, options={"compress": kind}), choice, "llama", STEPS)
+    first, second = ranks.run(2, partial(train_on_rank, options=options), choice, "llama", STEPS)
     assert first["loss"] == second["loss"]
     wanted = oracle("llama", STEPS)
-    assert first["loss"] == pytest.approx(wanted["loss"], rel=0.05 if kind == "powersgd" else 1e-3)
+    assert first["loss"] == pytest.approx(wanted["loss"], rel=0.05 if "compress" in options else 1e-3)
     assert any(not torch.equal(first["state"][key], value) for key, value in wanted["state"].items())
     gradient_bytes = storage_bytes(build("plain").parameters()) * (2 if name == "simple_ddp" else 1)
-    for announced, seen, _ in ranks.run(2, profiled_step, choice, "plain", 2, {"compress": kind}):
+    for announced, seen, _ in ranks.run(2, profiled_step, choice, "plain", 2, options):
         assert announced == seen
         assert seen["all_reduce"][1] - VERDICT_BYTES <= gradient_bytes / 2
 
@@ -97,7 +97,7 @@ def futures_asked_for(choice: tuple[str, str], options: dict[str, str]) -> int:
     return len(asked) - 1
 
 
-@pytest.mark.parametrize("options", [{}, {"compress": "bf16"}], ids=["whole", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}], ids=["whole", "bf16"])
 @pytest.mark.parametrize("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])
 def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name: str, options: dict[str, str]) -> None:
     """With torch's `nccl` the compute stream waits for a collective when its future is asked for (docs/cuda.md)."""

@@ -56,8 +56,13 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
     Raises:
         UserError: there is nothing, or it is of another model or optimizer.
     """
-    files = TensorFiles(sorted(Path(folder).glob("rank_*.safetensors")))
-    _, texts = files.of_file("rank_0.safetensors")
-    if GROUPS not in texts:
-        raise UserError(f"{folder}: no checkpoint of a strategy")
-    fill(strategy, files, json.loads(texts[GROUPS]))
+
+    def load() -> None:
+        files = TensorFiles(sorted(Path(folder).glob("rank_*.safetensors")))
+        _, texts = files.of_file("rank_0.safetensors")
+        if GROUPS not in texts:
+            raise UserError(f"{folder}: no checkpoint of a strategy")
+        fill(strategy, files, json.loads(texts[GROUPS]))
+
+    on_every_rank(load, strategy.process_group)
+    strategy.parameters_are_loaded()

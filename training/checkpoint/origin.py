@@ -39,6 +39,8 @@ MUST_EQUAL = (
     "seed",
     "precision",
     "loss_scale",
+    "param_dtype",
+    "reduce_dtype",
     "compress",
     "depth",
     "width",

@@ -103,6 +103,7 @@ class Checkpoints:
         changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
         strategy.relearn(None if changed else manifest.learned, first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
+        strategy.parameters_are_loaded()
         if self._ranks.is_main:
             print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
@@ -179,7 +180,8 @@ class Checkpoints:
     def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
         """Parameters, buffers, and the class of the optimizer."""
         module = self._strategy.module
-        parameters, buffers = describe(module.named_parameters()), describe(persistent_buffers(module).items())
+        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes)
+        buffers = describe(persistent_buffers(module).items())
         return parameters, buffers, type(self._strategy.updating_optimizer).__name__
 
     def _manifest(self, result: TrainingResult) -> Manifest:

@@ -30,9 +30,20 @@ COUNT = "step"
 """The state that torch's optimizers keep as one number for a parameter, even if the parameter is one number too."""
 
 
-def describe(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorInfo]:
-    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole."""
-    return {n: TensorInfo(list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for n, t in tensors}
+def describe(
+    tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype] | None = None
+) -> dict[str, TensorInfo]:
+    """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole.
+
+    Args:
+        dtypes: By name, where it is not that of the tensor.
+    """
+    return {
+        name: TensorInfo(
+            list(tensor.shape), str((dtypes or {}).get(name, tensor.dtype)).removeprefix("torch."), tensor.requires_grad
+        )
+        for name, tensor in tensors
+    }
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +95,7 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
 def own_share(strategy: Strategy, pieces: Sequence[Piece], component: str) -> list[tuple[Piece, int, int]]:
     """Which elements of which pieces this rank saves: all that only it holds, and its part of what all ranks hold."""
     lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
-    if component in strategy.shards:
+    if component in strategy.saves_shards_of:
         return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
     parts = share(lengths, strategy.data_parallel_rank, strategy.data_parallel_size)
     return [(pieces[index], start, end) for index, start, end in parts]

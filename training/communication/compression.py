@@ -1,11 +1,13 @@
 """All-reduces of compressed gradients. The result is rounded, so it does not compare with uncompressed training.
 
-- `bf16`: half of the bytes of fp32 gradients, with 8 bits of mantissa: each rank rounds its share, 1/N of its gradient,
-  and sums are rounded too. DDP does this by PyTorch's own communication hook, and the result is bitwise the same.
-- `powersgd`: each n by m matrix of gradients is sent as two vectors of n and m elements (Vogels et al., 2019,
-  "PowerSGD", arXiv 1905.13727, at rank 1). What this loses is added to the gradient of the next step. Vectors are sent
-  whole, and so are matrices for which this would save less than half. PyTorch's own hook is not used: it starts its
-  second and third collective when the one before is done, so the order of collectives can differ between ranks.
+- `bf16` (`--reduce-dtype bf16`): half of the bytes of fp32 gradients, with 8 bits of mantissa: each rank rounds its
+  share, 1/N of its gradient, and sums are rounded too. DDP does this by PyTorch's own communication hook, and the
+  result is bitwise the same.
+- `powersgd` (`--compress powersgd`): each n by m matrix of gradients is sent as two vectors of n and m elements (Vogels
+  et al., 2019, "PowerSGD", arXiv 1905.13727, at rank 1). What this loses is added to the gradient of the next step.
+  Vectors are sent whole, and so are matrices for which this would save less than half. PyTorch's own hook is not used:
+  it starts its second and third collective when the one before is done, so the order of collectives can differ between
+  ranks.
 """
 
 import math

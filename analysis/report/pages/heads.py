@@ -24,6 +24,13 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
             "training as without compression, and its times and bytes cannot be compared with it."
         )
+    if config.get("param_dtype"):
+        lines.append(
+            f"Parameters are gathered and computed with in {config['param_dtype']}, and updated in their own dtype: "
+            "activations and gradients are rounded, and losses differ from those of fp32."
+        )
+    if config.get("reduce_dtype") == "bf16":
+        lines.append("Gradients are rounded to bf16 before they are added up over ranks.")
     if config.get("overlap_optimizer"):
         lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
     if config.get("profile_ranks"):

@@ -280,7 +280,7 @@ DIFFERENT = {
     "accumulation": ({"config": {"grad_accum_steps": 1}}, "accumulated micro-batches (2: a; 1: b)"),
     "model": ({"parameters": 2000}, "parameters (1000: a; 2000: b)"),
     "optimizer": ({"optimizer": "SGD"}, "optimizer (AdamW: a; SGD: b)"),
-    "compression": ({"config": {"compress": "bf16"}}, "gradient compression (none: a; bf16: b)"),
+    "compression": ({"config": {"compress": "powersgd"}}, "gradient compression (none: a; powersgd: b)"),
     "early updates": (
         {"config": {"overlap_optimizer": True}},
         "optimizer overlapped with communication (no: a; yes: b)",
@@ -387,7 +387,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
 def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     """Compressed gradients, above all; and no run without them stands beside."""
     assert labels(None) == labels(record("a", 1.0)) == []
-    settings = record("a", 1.0)["config"] | {"compress": "bf16", "overlap_optimizer": True}
+    settings = record("a", 1.0)["config"] | {"compress": "powersgd", "overlap_optimizer": True}
     said = {"config": settings, "notes": ["2 buckets fit this <link>"]}
     with pytest.raises(TraceError, match="differ in gradient compression"):
         compared(tmp_path, **said)
@@ -401,7 +401,7 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     page = comparison_page(compared(tmp_path, tuple(FIELDS), **said))
     summary = summary_page(analysed(tmp_path, "other", marked), "other")
     for text in (page, summary):
-        assert "Gradients are compressed (bf16)" in text
+        assert "Gradients are compressed (powersgd)" in text
         assert "updated while other buckets" in text and "other: 2 buckets fit this &lt;link&gt;." in text
 
 

@@ -277,8 +277,8 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     ("choice", "options"),
     [
         ("bucket_ddp_async", {"overlap_optimizer": True}),
-        ("bucket_ddp_async", {"compress": "bf16"}),
-        ("pytorch_ddp", {"compress": "bf16"}),
+        ("bucket_ddp_async", {"reduce_dtype": "bf16"}),
+        ("pytorch_ddp", {"reduce_dtype": "bf16"}),
         ("simple_ddp", {"compress": "powersgd"}),
         ("zero3", {"precision": "bf16"}),
     ],

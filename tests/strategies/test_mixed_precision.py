@@ -1,0 +1,179 @@
+"""--param-dtype and --reduce-dtype: shards in fp32, everything else in low precision, bitwise as FSDP2 has it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ddp_lab
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, all_choices, global_batch, load
+from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.config import StrategyOptions
+from training.errors import UnsupportedError, UserError
+from training.profiling.memory import ModelSize
+
+CASTING = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]
+for_each_casting = pytest.mark.parametrize("choice", CASTING, ids="-".join)
+BF16 = {"param_dtype": "bf16"}
+ALL_IN_BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+LARGE, SMALL = 256.0, 2.0**-9
+"""In bf16 the sum is `LARGE` again."""
+
+
+def train(
+    choice: tuple[str, str], model: str, options: dict[str, Any], micro_batches: int, optimizer: str, clip: float | None
+) -> dict[str, Any]:
+    """Losses, norms and state of three steps, and the gradients of the last."""
+    strategy = load(choice)(build(model, seed=dist.get_rank()), OPTIMIZERS[optimizer], StrategyOptions(**options))
+    losses, norms = [], []
+    for step in range(3):
+        strategy.zero_grad()
+        split = [[2] * micro_batches] * dist.get_world_size()
+        losses.append(strategy.forward_backward(global_batch(model, split, step)[dist.get_rank()]).item())
+        if clip is not None:
+            norms.append(strategy.clip_grad_norm_(clip).item())
+        gradients = strategy.full_gradients()
+        strategy.step()
+    return {"losses": losses, "norms": norms, "gradients": gradients, "state": strategy.full_state_dict()}
+
+
+@pytest.mark.parametrize("choice", CASTING[:3], ids="-".join)
+@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}], ids=str)
+def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
+    """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
+    micro_batches = 1 if choice[1] == "zero1" else 2
+    for model in ("llama", "tied", "frozen") if options == BF16 else ("llama",):
+        case = model, options, micro_batches, "adam", None
+        ours, theirs = (ranks.run(2, train, of, *case) for of in (choice, ("sharding", "pytorch_zero3")))
+        assert ours[0]["losses"] == theirs[0]["losses"] == ours[1]["losses"]
+        for kind in ("gradients", "state"):
+            assert ours[0][kind].keys() == theirs[0][kind].keys()
+            for name, tensor in theirs[0][kind].items():
+                assert torch.equal(ours[0][kind][name], tensor), f"{model}: {kind} of {name}"
+                assert tensor.dtype == torch.float32 or not tensor.is_floating_point()
+
+
+@for_each_casting
+def test_it_stays_near_fp32(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """Uneven micro-batches that are accumulated, on three ranks, with clipping; also where reduced in bf16."""
+    exact = ranks.run(3, train, choice, "llama", {}, 3, "sgd", 0.5)[0]
+    for options in (BF16, ALL_IN_BF16):
+        rounded = ranks.run(3, train, choice, "llama", options, 3, "sgd", 0.5)[0]
+        assert rounded["losses"] != exact["losses"]
+        assert rounded["losses"] == pytest.approx(exact["losses"], rel=2e-2)
+        assert rounded["norms"] == pytest.approx(exact["norms"], rel=5e-2)
+        for name, wanted in exact["state"].items():
+            torch.testing.assert_close(rounded["state"][name], wanted, rtol=0, atol=2e-2)
+
+
+def add_small_values(choice: tuple[str, str]) -> Tensor:
+    module = torch.nn.Linear(16, 16, bias=False)
+    torch.nn.init.constant_(module.weight, LARGE)
+    strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=1.0), StrategyOptions(**BF16))
+    for _ in range(4):
+        with strategy.micro_batch():
+            (-SMALL * strategy(torch.ones(1, 16))).sum().backward()
+        strategy.step()
+        strategy.zero_grad()
+    return strategy.full_state_dict().get("weight", torch.empty(0))
+
+
+@for_each_casting
+def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: tuple[str, str]) -> None:
+    weight, _ = ranks.run(2, add_small_values, choice)
+    assert torch.equal(weight, torch.full((16, 16), LARGE + 4 * SMALL))
+
+
+@for_each_casting
+def test_traffic_is_what_is_announced(ranks: RankPool, choice: tuple[str, str]) -> None:
+    for model, micro_batches, options in (("llama", 2, BF16), ("frozen", 1, ALL_IN_BF16), ("plain", 1, BF16)):
+        for announced, seen, _ in ranks.run(2, profiled_step, choice, model, micro_batches, options):
+            assert announced == seen, f"{model}, {options}"
+
+
+def resting_memory(choice: tuple[str, str], options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    module = build("llama")
+    size = ModelSize.of(module)
+    strategy = load(choice)(module, OPTIMIZERS["adam"], StrategyOptions(**options))
+    strategy.forward_backward([make_batch("llama", 2, 0)])
+    strategy.step()
+    return strategy.memory_breakdown(), strategy.expected_memory(size)
+
+
+@for_each_casting
+@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}], ids=str)
+def test_memory_is_what_the_formula_says(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
+    """Padding and Adam's counters aside."""
+    for held, expected in ranks.run(2, resting_memory, choice, options):
+        for component, size in expected.items():
+            assert size <= held[component] <= 1.05 * size, component
+
+
+def save_and_train(choice: tuple[str, str], folder: Path) -> dict[str, Tensor]:
+    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], StrategyOptions(**BF16))
+    for step in range(4):
+        if step == 2:
+            ddp_lab.save_checkpoint(strategy, folder)
+        one_step(strategy, step)
+    return strategy.full_state_dict()
+
+
+def load_and_train(choice: tuple[str, str], folder: Path) -> dict[str, Tensor]:
+    strategy = load(choice)(build("llama", seed=3), OPTIMIZERS["adam"], StrategyOptions(**BF16))
+    ddp_lab.load_checkpoint(strategy, folder)
+    for step in range(2, 4):
+        one_step(strategy, step)
+    return strategy.full_state_dict()
+
+
+def one_step(strategy: Any, step: int) -> None:
+    strategy.zero_grad()
+    strategy.forward_backward([make_batch("llama", 2, 10 * step + dist.get_rank())])
+    strategy.step()
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")]
+)
+def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
+    wanted = ranks.run(2, save_and_train, ("sharding", saves), tmp_path / "saved")[0]
+    state = ranks.run(2, load_and_train, ("sharding", loads), tmp_path / "saved")[0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+def loaded_whole(choice: tuple[str, str]) -> tuple[list[float], list[float]]:
+    """Losses of evaluation and of a step, before and after the whole state went out and in again."""
+    strategy = load(choice)(build("frozen"), OPTIMIZERS["adam"], StrategyOptions(**BF16))
+    losses: list[list[float]] = [[], []]
+    for seen in losses:
+        strategy.load_full_state_dict(strategy.full_state_dict())
+        with torch.no_grad():
+            seen.append(strategy(**make_batch("frozen", 4, 1)).loss.item())
+    return losses[0], losses[1]
+
+
+@for_each_casting
+def test_the_whole_state_goes_out_and_in(ranks: RankPool, choice: tuple[str, str]) -> None:
+    for before, after in ranks.run(2, loaded_whole, choice):
+        assert before == after
+
+
+@pytest.mark.parametrize("choice", [choice for choice in all_choices() if choice not in CASTING], ids="-".join)
+def test_other_choices_refuse_to_cast_parameters(choice: tuple[str, str]) -> None:
+    with pytest.raises(UnsupportedError, match="--param-dtype: this strategy computes with"):
+        load(choice).require_options(StrategyOptions(**BF16))
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    for wanted, options in {
+        "--param-dtype bf16 with --precision bf16: must be one or the other": {**BF16, "precision": "bf16"},
+        "--reduce-dtype int8: must be one of fp32, bf16": {"reduce_dtype": "int8"},
+        "--compress powersgd with --reduce-dtype bf16": {"compress": "powersgd", "reduce_dtype": "bf16"},
+    }.items():
+        with pytest.raises(UserError, match=wanted):
+            StrategyOptions(**options)
