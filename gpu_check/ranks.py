@@ -128,7 +128,7 @@ def waits(names: list[str], ranks: Ranks) -> dict[str, Any]:
 def steps(names: list[str], ranks: Ranks) -> dict[str, Any]:
     """By choice: the loss after a few steps, for tools that watch from outside."""
 
-    def loss(name: str) -> float:
+    def loss(name: str) -> float | None:
         strategy = make(name, build(MODEL).to(ranks.device))
         return train(strategy, steps_of(ranks, STEPS), Unwatched(), 1.0, lambda result: None).loss[-1]
 

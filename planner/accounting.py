@@ -14,6 +14,7 @@ from typing import Any
 
 from planner.contracts import MODEL_STATES
 from training.data.reviews import STARS
+from training.precision import AUTOCAST
 
 STAGES = {
     "replicated": (),
@@ -27,13 +28,14 @@ STAGES = {
 PRECISIONS = {
     "fp32": ((4, 4, 8), "Everything in fp32; Adam keeps two values a parameter."),
     "bf16": ((4, 4, 8), "Autocast, as the runner's --precision bf16: states stay in fp32, linear layers run in bf16."),
+    "fp16": ((4, 4, 8), "Autocast, as the runner's --precision fp16: states stay in fp32, linear layers run in fp16."),
     "mixed": (
         (2, 2, 12),
         "ZeRO's mixed precision: 16-bit parameters and gradients; fp32 master copy and both of Adam's values.",
     ),
 }
 """Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
-FP32, BF16 = 4, 2
+FP32, HALF = 4, 2
 CASTS = "weights of blocks, cast"
 """A term of activations: what autocast makes. zero3 has those of a block or two (`sharding.units.low_precision`)."""
 
@@ -116,13 +118,13 @@ class Decoder:
         Args:
             samples: In the micro-batch (b).
             tokens: Of each sample (s).
-            precision: `fp32`, or `bf16` for autocast: linear layers and attention then keep 16-bit copies.
+            precision: `fp32`, or `bf16` or `fp16` for autocast: linear layers and attention then keep 16-bit copies.
         """
         if precision == "mixed":
             return []
-        bs, layers, low = samples * tokens, self.layers, BF16 if precision == "bf16" else FP32
+        bs, layers, low = samples * tokens, self.layers, HALF if precision in AUTOCAST else FP32
         d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv
-        inputs = {"attention": 3, "feed-forward": 2} if low == BF16 else {"attention": 1, "feed-forward": 1}
+        inputs = {"attention": 3, "feed-forward": 2} if low == HALF else {"attention": 1, "feed-forward": 1}
         terms = [
             Term("residual stream", "2 layers b s d_model 4", 2 * layers * bs * d * FP32),
             Term("normalized", "2 layers b s (d_model + 1) 4", 2 * layers * bs * (d + 1) * FP32),
@@ -144,10 +146,10 @@ class Decoder:
             Term("input of the head", f"b s d_model {low}", bs * d * low),
             Term("cosines and sines", "2 s d_head 4", 2 * tokens * self.head_dim * FP32),
         ]
-        if low == BF16:
+        if low == HALF:
             linear = layers * (2 * d * (q + kv) + 3 * d * f)
-            terms.append(Term(CASTS, "2 for each of a linear layer", BF16 * linear))
-            terms.append(Term("head, cast", "2 labels d_model", BF16 * self.labels * d))
+            terms.append(Term(CASTS, "2 for each of a linear layer", HALF * linear))
+            terms.append(Term("head, cast", "2 labels d_model", HALF * self.labels * d))
         return terms
 
 

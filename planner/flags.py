@@ -40,7 +40,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="bf16: autocast (default: fp32)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
     add(
         "--activation-checkpointing",
         type=recomputation.text,
@@ -75,7 +75,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     numbers = "instead of a model: a number of parameters, such as 7.5e9"
     add("--parameters", type=at_least(1, float), help=numbers)
     add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
-    precisions = "bf16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
+    precisions = "bf16, fp16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
     add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")
     add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
@@ -86,7 +86,7 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
     add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="bf16: autocast (default: fp32)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
 
 

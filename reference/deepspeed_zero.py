@@ -86,6 +86,8 @@ class DeepSpeedZero(Strategy):
         """Refuse what DeepSpeed would fail at later, or silently do in another way."""
         if self.options.activation_checkpointing != NONE:
             raise UnsupportedError("--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3")
+        if self.scaler is not None:
+            raise UnsupportedError("--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3")
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
         for name, parameter in self.module.named_parameters():

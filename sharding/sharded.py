@@ -132,6 +132,9 @@ class ShardedStrategy(Strategy):
     def gradient_share(self) -> Iterator[Tensor]:
         return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
 
+    def reduced_gradients(self) -> Iterator[Tensor]:
+        return self.gradient_share()
+
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
 

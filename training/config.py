@@ -18,7 +18,8 @@ from training.link.speed import NONE, canonical
 from training.profiling.chosen_ranks import ranks_in
 from training.recompute import setting as recomputation
 
-PRECISIONS = ("fp32", "bf16")
+FP16 = "fp16"
+PRECISIONS = ("fp32", "bf16", FP16)
 DEVICES = ("auto", "cpu", "cuda")
 NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
 """Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
@@ -47,7 +48,9 @@ class StrategyOptions:
             default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
             others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
         overlap_optimizer: Update a bucket's parameters while others are still being reduced.
-        precision: `fp32`, or `bf16` for autocast over fp32 parameters, gradients and optimizer states.
+        precision: `fp32`, or `bf16` or `fp16` for autocast over fp32 parameters, gradients and optimizer states.
+        loss_scale: With fp16, what the loss is multiplied by in the first step (`communication.loss_scale`).
+        growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
         activation_checkpointing: Which blocks free their activations in forward and compute them again in backward
             (`training.recompute.setting`).
         param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
@@ -66,6 +69,8 @@ class StrategyOptions:
 
     bucket_cap_mb: float | str = AUTO
     precision: str = "fp32"
+    loss_scale: float = 2.0**16
+    growth_interval: int = 2000
     activation_checkpointing: str = recomputation.NONE
     param_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -112,6 +117,19 @@ class StrategyOptions:
             "one or the other",
         )
         recomputation.Recomputation.parse(self.activation_checkpointing)
+        if self.precision == FP16:
+            _require(
+                not self.overlap_optimizer,
+                "--overlap-optimizer",
+                f"with --precision {FP16}",
+                "one or the other, since a step is skipped if any gradient of it overflows",
+            )
+            _require(
+                not self.compress,
+                "--compress",
+                f"{self.compress} with --precision {FP16}",
+                "one or the other, since an overflow would stay in PowerSGD's error feedback",
+            )
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
@@ -256,7 +274,15 @@ class RunConfig:
     epochs: int = _batch(1, "passes over the training samples", at_least=1)
     max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
 
-    precision: str = _precision("fp32", "bf16 is autocast over fp32 master states", choices=PRECISIONS)
+    precision: str = _precision(
+        "fp32",
+        "bf16 and fp16 are autocast over fp32 master states, fp16 with a dynamic loss scale "
+        "(docs/how-it-works/loss_scaling.md)",
+        choices=PRECISIONS,
+    )
+    loss_scale: float | None = _precision(
+        None, "fp16: the loss scale of the first step (default: 65536)", above_zero=True
+    )
     param_dtype: str | None = _precision(
         None,
         "ZeRO and FSDP2 gather parameters and compute in this dtype, over shards in the model's own (default: no cast)",
@@ -385,6 +411,9 @@ class RunConfig:
             "with --clip-grad-norm",
             "one or the other, since the norm is known only when all gradients are reduced",
         )
+        _require(
+            self.precision == FP16 or not self.loss_scale, "--loss-scale", self.loss_scale, f"with --precision {FP16}"
+        )
         _require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
         _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
@@ -409,6 +438,7 @@ class RunConfig:
         return StrategyOptions(
             bucket_cap_mb=self.bucket_cap_mb,
             precision=self.precision,
+            loss_scale=self.loss_scale or StrategyOptions.loss_scale,
             activation_checkpointing=self.activation_checkpointing,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,

@@ -51,25 +51,29 @@ class TrainingResult:
     """What a run measured: lists with one value for each optimizer step.
 
     Attributes:
-        loss: Mean over the global batch.
+        loss: Mean over the global batch; None if it was not finite in a step that was skipped.
         step_time_s: Wall time in seconds, with the loading of the batch; None for a step that a follower slowed down.
         samples: Samples in the global batch.
         tokens: Tokens in the global batch; 0 if it holds none. This and what follows is None before the run resumed.
         own: Samples and tokens of this rank.
         lr: Learning rate of the first parameter group.
-        grad_norm: 2-norm of the gradient over the whole model, before clipping.
+        grad_norm: 2-norm of the gradient over the whole model, before clipping; None if the step was skipped.
+        loss_scale: Of fp16, else None.
+        skipped: Whether the step changed nothing, because it overflowed in fp16.
     """
 
-    loss: list[float] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
     step_time_s: list[float | None] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
     own: list[tuple[int, int] | None] = field(default_factory=list)
     lr: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
+    loss_scale: list[float | None] = field(default_factory=list)
+    skipped: list[bool | None] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
     @classmethod
-    def resumed(cls, loss: list[float], samples: list[int]) -> "TrainingResult":
+    def resumed(cls, loss: list[float | None], samples: list[int]) -> "TrainingResult":
         """What a checkpoint knows of the steps before it."""
         lists: dict[str, Any] = {one.name: [None] * len(loss) for one in fields(cls)}
         return cls(**lists | {"loss": loss, "samples": samples})
@@ -124,7 +128,8 @@ def train(
         """Read verdicts until those of so many steps are left."""
         while len(unread) > unread_steps:
             verdict, known = unread.popleft()
-            loss, norm = verdict.loss_and_norm
+            loss, norm = (value if math.isfinite(value) else None for value in verdict.loss_and_norm)
+            known |= {"loss_scale": verdict.loss_scale, "skipped": verdict.skipped}
             result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
             on_step(result)
 

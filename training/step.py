@@ -77,6 +77,7 @@ class StepRunner:
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
         self._unread: tuple[Verdict, Sequence[Weighted] | None] | None = None
+        self._is_scaled = False  # scale_loss was called in this micro-batch
 
     # A step of the caller's own ------------------------------------------------------------------------------------
 
@@ -88,11 +89,26 @@ class StepRunner:
         with self._abandoning():
             if not self._is_open:
                 self._begin(averages=True)
+            self._is_scaled = False
             with self._round(last):
                 yield
+                self._require_scaled()
             if last:
                 verdict, _ = self._finish()
                 self._keep(verdict, None)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `Strategy.scale_loss`."""
+        scaler, self._is_scaled = self._strategy.scaler, True
+        return loss if scaler is None else loss * scaler.scale
+
+    def _require_scaled(self) -> None:
+        strategy = self._strategy
+        if strategy.scaler and not self._is_scaled and any(strategy.watch.received_in_last_round()):
+            raise RuntimeError(
+                "micro_batch() in fp16 without scale_loss(): gradients will be divided by the loss scale, so a loss "
+                "must have it; write strategy.scale_loss(loss).backward()"
+            )
 
     def take(self) -> Verdict:
         """How the step went that the optimizer is about to do, once.
@@ -141,8 +157,8 @@ class StepRunner:
         if self._unread is None:
             return
         (verdict, micro_batches), self._unread = self._unread, None
-        what = verdict.nonfinite
-        if what is None:
+        what, scale = verdict.nonfinite, verdict.loss_scale
+        if what is None or (scale is not None and scale >= 1):
             return
         culprits: list[int] | None
         if what == "the loss":
@@ -150,8 +166,10 @@ class StepRunner:
         else:
             culprits = None if micro_batches is None else self._find_culprits(micro_batches)
         strategy.zero_grad()
-        updates_early = strategy.options.overlap_optimizer
-        raise nonfinite_error(what, verdict.step, culprits, updates_early, strategy.nonfinite_advice)
+        updates_early, advice = strategy.options.overlap_optimizer, strategy.nonfinite_advice
+        if scale is not None:
+            advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"
+        raise nonfinite_error(what, verdict.step, culprits, updates_early, advice)
 
     def _find_culprits(self, micro_batches: Sequence[Weighted]) -> list[int]:
         """The ranks that make a gradient that is not finite from these micro-batches. The sum over ranks does not say.
@@ -181,7 +199,9 @@ class StepRunner:
         counts, self._announced = self._announced or self._begin_counts(micro_batches, tokens), None
         self._latest = micro_batches[-1].batch if micro_batches else self._latest
         self._begin(averages=strategy.always_averages)
-        scale = strategy.data_parallel_size if strategy.averages_over_ranks else 1
+        scale: float | Tensor = strategy.data_parallel_size if strategy.averages_over_ranks else 1
+        if strategy.scaler is not None:
+            strategy.scaler.times, scale = int(scale), strategy.scaler.scale
         global_batch: GlobalBatch | None = None
         for index in itertools.count():
             if index + 1 >= len(micro_batches) or strategy.communicates_in_forward:
@@ -213,6 +233,8 @@ class StepRunner:
         strategy = self._strategy
         strategy.require_none_unfrozen()
         strategy.averages_over_ranks = averages
+        if strategy.scaler is not None:
+            strategy.scaler.times = 1
         strategy.watch.begin_step()
         self._held = strategy.held_gradients()
         strategy.before_step()
@@ -243,12 +265,17 @@ class StepRunner:
         else:
             loss = torch.zeros((), dtype=torch.float64, device=strategy.device)
         results = self._agreement.begin_results(strategy.watch.first_nonfinite_round, strategy.watch.received())
-        norm = strategy.norm_of_share()
-        self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group)
+        norm, scaler = strategy.norm_of_share(), strategy.scaler
+        if scaler is not None:
+            norm = norm * scaler.inverse()
+        scale = scaler.scale if scaler is not None else None
+        self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group, scale)
         result = self._agreement.results(results)
         parameters = strategy.trainable.values()
         unused = [p for p, used in zip(parameters, result.used, strict=True) if not (used or p in self._held)]
         strategy.drop_gradients(unused)
+        if scaler is not None:
+            scaler.unscale_(strategy.reduced_gradients())
         self._is_open, self._is_done = False, True
         return self.verdict, result
 

@@ -17,11 +17,13 @@ from training.communication.agreement import (
     StepAgreement,
 )
 from training.communication.consistency import require_same_parameters, require_supported_parameters
+from training.communication.loss_scale import LossScaler
 from training.communication.traffic import Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.precision import autocast
 from training.process.at_exit import settle_at_exit
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.recompute.apply import checkpoint_activations
@@ -47,6 +49,8 @@ class Strategy(ABC):
         parameter_dtypes: The parameters' own, by name; `options.param_dtype` may be in their place.
         wants_to_stop: Answers whether this rank has been asked to stop, in each step. Set it to your own function.
         stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
+        optimizer_steps: Calls of `step`, those among them in which fp16 overflowed and nothing was changed.
+        scaler: The loss scale; None unless in fp16.
 
     Raises:
         UnsupportedError: The module has no trainable parameter, has one with sparse or complex gradients, or is not the
@@ -106,6 +110,7 @@ class Strategy(ABC):
         self.compiled = CompiledBlocks(module, backend) if backend else None
         checkpoint_activations(module, self.options.activation_checkpointing)
         self.device = next(module.parameters()).device
+        self.scaler = LossScaler.of(module, self.options)
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}
         self._modules = list(module.modules())
         self._steps = StepRunner(self, self._agreement)
@@ -221,6 +226,10 @@ class Strategy(ABC):
         What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
         """
 
+    def reduced_gradients(self) -> Iterable[Tensor]:
+        """What `clip_grad_norm_` and `step` read of the reduced gradients on this rank, each element once."""
+        return self.gradient_tensors()
+
     def norm_of_share(self) -> Tensor:
         """Of `gradient_share`: an fp64 scalar on the device, which is not finite where a gradient is not."""
         return norm_of(self.gradient_share(), self.device)
@@ -328,7 +337,7 @@ class Strategy(ABC):
             for batch in batches:
                 with strategy.micro_batch(last=batch is batches[-1]):
                     loss = loss_of(strategy(batch)) / len(batches)
-                    loss.backward()
+                    strategy.scale_loss(loss).backward()
             strategy.step()
             strategy.zero_grad()
 
@@ -342,9 +351,19 @@ class Strategy(ABC):
 
         Raises:
             NonFiniteError: On every rank, when any rank's gradient is NaN or infinite, in this step or, on CUDA, in the
-                one before. `step` has not updated any parameter with it.
+                one before. `step` has not updated any parameter with it. In fp16, only at a loss scale below 1; else
+                `step` skips the step.
+            RuntimeError: In fp16, when backward ran without `scale_loss`.
         """
         return self._steps.micro_batch(last)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from in a loop of your own, within `micro_batch`.
+
+        In fp16 it is multiplied by the loss scale, and after the last micro-batch gradients are divided by it. In other
+        precisions it is the loss itself.
+        """
+        return self._steps.scale_loss(loss)
 
     def loss_weights(self, counts: Sequence[float]) -> list[float]:
         """For losses that are means over different numbers of samples or tokens. Collective.
@@ -373,7 +392,7 @@ class Strategy(ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision in which forward runs, for training and evaluation alike."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
+        return autocast(self.device.type, self.options.precision)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None, tokens: int = 0
@@ -395,7 +414,8 @@ class Strategy(ABC):
 
         Raises:
             NonFiniteError: On every rank, when any rank's loss or gradient is NaN or infinite, in this step or, on
-                CUDA, in the one before. `step` has not updated any parameter with it.
+                CUDA, in the one before. `step` has not updated any parameter with it. In fp16, only at a loss scale
+                below 1; else `step` skips the step.
             UnsupportedError: On every rank, when the global batch is empty, or a rank never had a sample.
         """
         return self._steps.run(micro_batches, weights, tokens)
@@ -411,7 +431,7 @@ class Strategy(ABC):
 
         Raises:
             NonFiniteError: on every rank, if its loss or a gradient is NaN or infinite on any. There are no gradients
-                then.
+                then. In fp16, only at a loss scale below 1.
         """
         self._steps.require_finite()
 
@@ -428,7 +448,7 @@ class Strategy(ABC):
         self._steps.announce(micro_batches, weights, tokens)
 
     def step(self, wait: bool = True) -> None:
-        """Update the parameters, unless the loss or a gradient is not finite.
+        """Update the parameters, unless the loss or a gradient is not finite. In fp16, then update the loss scale.
 
         Args:
             wait: Return when this rank has all updated parameters. Otherwise they may still arrive while the next
@@ -437,7 +457,10 @@ class Strategy(ABC):
         Raises:
             RuntimeError: There are no gradients of all ranks: the last micro-batch of the step is still to come.
         """
-        update_unless(self._steps.take().found_inf, self.updating_optimizer, self.update)
+        found_inf = self._steps.take().found_inf
+        update_unless(found_inf, self.updating_optimizer, self.update)
+        if self.scaler is not None:
+            self.scaler.update(found_inf)
         self.optimizer_steps += 1
         if wait:
             self.finish_parameter_synchronization()

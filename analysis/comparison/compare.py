@@ -219,5 +219,5 @@ def traced_row(traced: Traced | None) -> dict[str, float]:
 
 def largest_difference(record: dict[str, Any], reference: dict[str, Any]) -> float:
     """The largest difference of two runs' training losses at one optimizer step, in nats."""
-    apart = pd.Series(record["train_loss"]) - pd.Series(reference["train_loss"])
+    apart = pd.Series(record["train_loss"], dtype=float) - pd.Series(reference["train_loss"], dtype=float)
     return float(apart.abs().max())

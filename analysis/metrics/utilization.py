@@ -24,7 +24,8 @@ class Peak(NamedTuple):
 def peak_of(record: dict[str, Any]) -> Peak | None:
     """The peak of each device of a run, at the precision of its matrix products. None for a CPU and an unknown GPU."""
     config = record["config"]
-    dtype = "bfloat16" if config["precision"] == "bf16" else "tfloat32" if config.get("tf32") else "float32"
+    half = {"bf16": "bfloat16", "fp16": "float16"}
+    dtype = half.get(config["precision"], "tfloat32" if config.get("tf32") else "float32")
     device = gpus().get(spelled(record["device_name"]))
     if device is None or dtype not in device["flops"]:
         return None

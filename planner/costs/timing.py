@@ -26,6 +26,7 @@ from planner.costs import hardware
 from planner.costs.calls import is_compute, operator_call
 from planner.costs.record import SCHEMA_VERSION, key_of
 from training.errors import UserError
+from training.precision import autocast
 from training.profiling.stopwatch import Stopwatch
 from training.records.record import device_name, package_versions
 from training.strategy import MicroBatch
@@ -53,7 +54,7 @@ class TrainingStep:
         self.optimizer.zero_grad()
         device_type = next(self.module.parameters()).device.type
         for batch in self.micro_batches:
-            with torch.autocast(device_type, torch.bfloat16, enabled=self.precision == "bf16"):
+            with autocast(device_type, self.precision):
                 loss = self.module(**batch).loss
             (loss / len(self.micro_batches)).backward()
         self.optimizer.step()

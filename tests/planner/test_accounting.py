@@ -11,7 +11,9 @@ from transformers import (
 
 from planner import models
 from planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
+from training.config import PRECISIONS
 from training.data.masks import without_useless_mask
+from training.precision import autocast
 from training.profiling.memory import ModelSize, expected_state_bytes
 
 GIB = 2**30
@@ -87,14 +89,14 @@ def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -
     ids = torch.randint(1, config.vocab_size, (samples, tokens)) * mask
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+        autocast("cpu", precision),
     ):
         batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(samples, dtype=torch.long)}
         module(**without_useless_mask(batch))
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
 def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
     """But for a few numbers a sample, at the head."""

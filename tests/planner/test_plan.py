@@ -197,7 +197,7 @@ SMOL = ["--model", "SmolLM2-360M"]
         ),
         ([*SMOL, "--gpus", "2xL40", "--link", "pcie4"], "unknown device 'L40'; did you mean L4"),
         ([*SMOL, *WHERE, "--global-batch-size", "6"], "--global-batch-size 6 does not divide"),
-        ([*SMOL, *WHERE, "--precision", "fp16"], "--precision: invalid choice: 'fp16'"),
+        ([*SMOL, *WHERE, "--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
         ([*SMOL, *WHERE, "--choices", "zero4"], "--choices: unknown strategy 'zero4'; did you mean zero"),
         (["--model", "gpt2", *WHERE, "--sequence-length", "2048"], "openai-community/gpt2 has 1024 positions"),
         ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),

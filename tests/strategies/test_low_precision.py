@@ -51,12 +51,13 @@ BUILD = {"llama": partial(build, "llama"), "llama, checkpointed": partial(build,
 }
 
 
-def copies_in_use(model: str, by_autocast: bool) -> tuple[dict[str, Tensor], list[int]]:
-    """Parameters after steps in bf16; bytes of low-precision copies when forward ends, and when all is done."""
+def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Parameters after steps in `precision`; bytes of low-precision copies when forward ends, and when all is done."""
     torch.manual_seed(0)
     module = BUILD[model]()
     with mock.patch.object(LowPrecisionWeights, "_use", lambda *_: None) if by_autocast else nullcontext():
-        strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], StrategyOptions(precision="bf16"))
+        options = StrategyOptions(precision=precision, loss_scale=2.0**8)
+        strategy = load(("sharding", "zero3"))(module, OPTIMIZERS["adam"], options)
         units, held = strategy.schedule.units, []
 
         def count() -> int:
@@ -71,12 +72,14 @@ def copies_in_use(model: str, by_autocast: bool) -> tuple[dict[str, Tensor], lis
         return strategy.full_state_dict(), [held[-1], count()]
 
 
-@pytest.mark.parametrize("model", BUILD)
-def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "precision"), [*((model, "bf16") for model in BUILD), ("llama", "fp16"), ("used twice", "fp16")]
+)
+def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str, precision: str) -> None:
     """After forward those of the last block are there. The results are bitwise those of autocast's own copies."""
     linear = sum(layer.weight.numel() for layer in BUILD[model]().modules() if isinstance(layer, nn.Linear))
-    by_autocast, _ = ranks.run(2, copies_in_use, model, True)[0]
-    state, (after_forward, left) = ranks.run(2, copies_in_use, model, False)[0]
+    by_autocast, _ = ranks.run(2, copies_in_use, model, True, precision)[0]
+    state, (after_forward, left) = ranks.run(2, copies_in_use, model, False, precision)[0]
     assert 0 < after_forward <= 2 * linear / 2 and left == 0
     assert all(torch.equal(state[name], by_autocast[name]) for name in by_autocast)
 

@@ -20,6 +20,7 @@ from training.profiling.memory import ModelSize
 CASTING = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]
 for_each_casting = pytest.mark.parametrize("choice", CASTING, ids="-".join)
 BF16 = {"param_dtype": "bf16"}
+FP16 = {"param_dtype": "fp16", "growth_interval": 2}
 ALL_IN_BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
 LARGE, SMALL = 256.0, 2.0**-9
 """In bf16 the sum is `LARGE` again."""
@@ -30,7 +31,7 @@ def train(
 ) -> dict[str, Any]:
     """Losses, norms and state of three steps, and the gradients of the last."""
     strategy = load(choice)(build(model, seed=dist.get_rank()), OPTIMIZERS[optimizer], StrategyOptions(**options))
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for step in range(3):
         strategy.zero_grad()
         split = [[2] * micro_batches] * dist.get_world_size()
@@ -39,11 +40,18 @@ def train(
             norms.append(strategy.clip_grad_norm_(clip).item())
         gradients = strategy.full_gradients()
         strategy.step()
-    return {"losses": losses, "norms": norms, "gradients": gradients, "state": strategy.full_state_dict()}
+        scales.append(strategy.verdict.loss_scale)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "scales": scales,
+        "gradients": gradients,
+        "state": strategy.full_state_dict(),
+    }
 
 
 @pytest.mark.parametrize("choice", CASTING[:3], ids="-".join)
-@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}, FP16], ids=str)
 def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
     """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
     micro_batches = 1 if choice[1] == "zero1" else 2
@@ -51,10 +59,14 @@ def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: 
         case = model, options, micro_batches, "adam", None
         ours, theirs = (ranks.run(2, train, of, *case) for of in (choice, ("sharding", "pytorch_zero3")))
         assert ours[0]["losses"] == theirs[0]["losses"] == ours[1]["losses"]
+        assert ours[0]["scales"] == theirs[0]["scales"]
+        if options == FP16:
+            assert ours[0]["scales"] == [2.0**16, 2.0**16, 2.0**17]
+            assert ours[0]["gradients"]["score.weight"].isnan().any(), "the last step overflows"
         for kind in ("gradients", "state"):
             assert ours[0][kind].keys() == theirs[0][kind].keys()
             for name, tensor in theirs[0][kind].items():
-                assert torch.equal(ours[0][kind][name], tensor), f"{model}: {kind} of {name}"
+                torch.testing.assert_close(ours[0][kind][name], tensor, rtol=0, atol=0, equal_nan=True)
                 assert tensor.dtype == torch.float32 or not tensor.is_floating_point()
 
 
@@ -62,7 +74,7 @@ def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: 
 def test_it_stays_near_fp32(ranks: RankPool, choice: tuple[str, str]) -> None:
     """Uneven micro-batches that are accumulated, on three ranks, with clipping; also where reduced in bf16."""
     exact = ranks.run(3, train, choice, "llama", {}, 3, "sgd", 0.5)[0]
-    for options in (BF16, ALL_IN_BF16):
+    for options in (BF16, ALL_IN_BF16, {**FP16, "loss_scale": 64.0}):
         rounded = ranks.run(3, train, choice, "llama", options, 3, "sgd", 0.5)[0]
         assert rounded["losses"] != exact["losses"]
         assert rounded["losses"] == pytest.approx(exact["losses"], rel=2e-2)

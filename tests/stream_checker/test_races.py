@@ -65,6 +65,16 @@ def test_bf16(choice: str) -> None:
     assert not seen.races and not seen.host_waits
 
 
+@pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
+def test_fp16(choice: str) -> None:
+    """The loss scale stays on the device."""
+    options = {"precision": "fp16", "loss_scale": 2.0**10}
+    seen = checked(choice, micro_batches=2, options=options, clip_grad_norm=0.1)
+    assert not seen.races and all(torch.tensor(seen.losses).isfinite())
+    if choice in HAND_WRITTEN:
+        assert not seen.host_waits and not seen.stalls
+
+
 def test_early_updates() -> None:
     seen = checked("bucket_ddp_async", options={"overlap_optimizer": True})
     assert not seen.races and not seen.host_waits

@@ -35,7 +35,7 @@ def test_help_and_docs_have_every_flag_in_its_group() -> None:
     assert "\n".join(expected) in DOCS.read_text(), "docs/command-line.md needs:\n" + "\n".join(expected)
     fields = {field.name for field in dataclasses.fields(RunConfig)}
     assert {action.dest for action in parser._actions} == fields | {"config", "help", "version"}
-    assert "--precision {fp32,bf16}" in parser.format_help()
+    assert "--precision {fp32,bf16,fp16}" in parser.format_help()
 
 
 MISTAKES = [

@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learned: list[list[str]] | None
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
-    train_loss: list[float]
+    train_loss: list[float | None]
     step_samples: list[int]
     step_time_s: list[float | None]
     files: dict[str, FileInfo]

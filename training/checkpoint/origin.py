@@ -38,6 +38,7 @@ MUST_EQUAL = (
     "clip_grad_norm",
     "seed",
     "precision",
+    "loss_scale",
     "param_dtype",
     "reduce_dtype",
     "compress",

@@ -5,6 +5,7 @@ A rank stores flat tensors under these keys. `<start>` is the number of the firs
     optimizer/<state>/<name>/<start>              an optimizer state with a value for each element
     optimizer_count/<state>/<name>/0              an optimizer state with one value for the parameter, such as `step`
     buffer/<name>/0                               rank 0's persistent buffers
+    loss_scale/<state>/0                          of fp16: scale and growth_tracker, the same on every rank
     random/torch, random/cuda                     states of this rank's generators
 """
 
@@ -83,6 +84,8 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
     if strategy.data_parallel_rank == 0:
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
+        if strategy.scaler is not None:
+            tensors |= {f"loss_scale/{name}/0": value.view(1) for name, value in strategy.scaler.state().items()}
     unknown = [key for key, tensor in tensors.items() if tensor.dtype not in DTYPES]
     if unknown:
         raise UnsupportedError(f"cannot save {unknown[0]}: its dtype is {tensors[unknown[0]].dtype}")
@@ -135,6 +138,9 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
             put(here, files.read(f"parameter/{piece.name}", piece.start, piece.start + here.numel()))
     for name, buffer in persistent_buffers(strategy.module).items():
         put(buffer, files.read(f"buffer/{name}", 0, buffer.numel()))
+    for name, value in strategy.scaler.state().items() if strategy.scaler is not None else ():
+        if (key := f"loss_scale/{name}") in files.keys:  # not if it was saved in another precision
+            put(value, files.read(key, 0, 1))
     states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
     optimizer = strategy.updating_optimizer
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

@@ -67,6 +67,7 @@ class Verdict:
         loss: This rank's share of the global mean loss, an fp64 scalar.
         norm: Of this rank's share of the reduced gradients (`norm_of`).
         step: Number of the step, from 0.
+        loss_scale: With fp16, that of the step, a scalar on the device.
 
     Attributes:
         loss: The mean over the global batch, an fp32 scalar on the device.
@@ -76,13 +77,16 @@ class Verdict:
 
     tokens = 0
 
-    def __init__(self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, loss: Tensor, norm: Tensor, step: int, group: dist.ProcessGroup, loss_scale: Tensor | None = None
+    ) -> None:
         self.step = step
         both = torch.stack([loss, norm.square()])
         dist.all_reduce(both, group=group)
         self.loss = both[0].float()
         self.found_inf = not_finite(both)
-        self._read = ReadLater(torch.cat([both, loss.view(1)]))
+        scales = [] if loss_scale is None else [loss_scale.double().view(1)]
+        self._read = ReadLater(torch.cat([both, loss.view(1), *scales]))
 
     @property
     def is_here(self) -> bool:
@@ -92,15 +96,26 @@ class Verdict:
     @property
     def nonfinite(self) -> str | None:
         """`the loss` or `a gradient`, if it is not finite on some rank. The host reads."""
-        loss_is_finite, norm_is_finite, _ = self._read.tensor().isfinite().tolist()
+        loss_is_finite, norm_is_finite, *_ = self._read.tensor().isfinite().tolist()
         return None if loss_is_finite and norm_is_finite else "a gradient" if loss_is_finite else "the loss"
 
     @property
     def loss_and_norm(self) -> tuple[float, float]:
         """The mean loss over the global batch, and the 2-norm of its gradient over the whole model, not clipped. The
         host reads."""
-        loss, square, _ = self._read.tensor()
+        loss, square, *_ = self._read.tensor()
         return loss.float().item(), square.sqrt().item()
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses of the step were multiplied by; None unless in fp16. The host reads."""
+        scales = self._read.tensor()[3:].tolist()
+        return scales[0] if scales else None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changes nothing, because in fp16 something of it overflowed on some rank. The host reads."""
+        return self.loss_scale is not None and self.nonfinite is not None
 
     @property
     def own_loss(self) -> float:

@@ -54,6 +54,8 @@ def latest_step(result: TrainingResult, time_s: float) -> dict[str, Any]:
         "loss": result.loss[-1],
         "lr": result.lr[-1],
         "grad_norm": result.grad_norm[-1],
+        "loss_scale": result.loss_scale[-1],
+        "skipped": result.skipped[-1],
         "step_time_s": step_time_s,
         "samples": result.samples[-1],
         "tokens": tokens,

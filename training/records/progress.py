@@ -18,7 +18,8 @@ def describe(result: TrainingResult) -> str:
     """The latest loss and step time, e.g. `loss 1.234  step time 270 ms`."""
     step_time = result.step_time_s[-1]
     shown = "profiled" if step_time is None else f"{step_time * 1000:.0f} ms"
-    return f"loss {result.loss[-1]:.3f}  step time {shown}"
+    loss = result.loss[-1]
+    return f"loss {'not finite' if loss is None else f'{loss:.3f}'}  step time {shown}"
 
 
 @contextmanager
@@ -62,6 +63,8 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
         parts.append(f"{record['samples_per_second']:.1f} samples/s")
         if record["tokens_per_second"] is not None:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if skipped := len(record["skipped_steps"]):
+        parts.append(f"{skipped} of {len(record['train_loss'])} steps skipped by the loss scale")
     parts.append(f"eval loss {evaluation['loss']:.3f}")
     if evaluation["perplexity"] is not None:
         parts.append(f"perplexity {evaluation['perplexity']:.1f} over {evaluation['tokens']:,} tokens")

@@ -150,6 +150,8 @@ class RunSoFar:
             "step_tokens": result.tokens if has_tokens else None,
             "step_lr": result.lr,
             "step_grad_norm": result.grad_norm,
+            "step_loss_scale": result.loss_scale if strategy.scaler else None,
+            "skipped_steps": [step for step, skipped in enumerate(result.skipped) if skipped],
             "samples_per_second": rate,
             "tokens_per_second": statistics["tokens_per_second"],
             "step_time_median_s": statistics["step_time_median_s"],

@@ -81,6 +81,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("normed", 2, {}),
     ("frozen", 3, {}),
     ("tied", 1, {"precision": "bf16"}),
+    ("plain", 2, {"precision": "fp16"}),
     ("branching", 2, {"find_unused_parameters": True}),
     ("deep", 2, {"activation_checkpointing": "block"}),
 ]

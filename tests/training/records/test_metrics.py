@@ -95,7 +95,8 @@ def log_three_steps(folder: str, target: str, diverges: bool) -> None:
     result = TrainingResult()
     with step_metrics(config, "a-run", dist.get_rank() == 0) as after_step:
         for step in range(3):
-            result.add(samples=8, loss=2.0 - step, grad_norm=0.5, tokens=64, lr=0.1, step_time_s=0.25, own=(4, 32))
+            of_step = {"loss": 2.0 - step, "grad_norm": 0.5, "lr": 0.1, "step_time_s": 0.25}
+            result.add(samples=8, tokens=64, own=(4, 32), loss_scale=None, skipped=False, **of_step)
             after_step(result)
         if diverges:
             raise NonFiniteError("step 3: the loss is not finite")
