@@ -21,14 +21,13 @@ from training.communication.traffic import Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.optimizers import MakeOptimizer, checked
 from training.process.at_exit import settle_at_exit
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
 from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Strategy(ABC):
@@ -106,7 +105,7 @@ class Strategy(ABC):
         self.watch = GradientWatch(dict(zip(self.trainable, self.gradient_leaves(), strict=True)))
         follow_gradients(self.watch)
         self.prepare()
-        self.optimizer = self.build_optimizer(make_optimizer)
+        self.optimizer = self.build_optimizer(checked(make_optimizer))
 
     # What a strategy defines -------------------------------------------------------------------------------------
 
