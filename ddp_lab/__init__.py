@@ -18,6 +18,7 @@ if Path(training.__file__).parents[1] != Path(__file__).parents[1]:
 import ddp
 import sharding
 from training.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+from training.cli import unknown_name
 from training.config import StrategyOptions
 from training.errors import NonFiniteError, UnsupportedError
 
@@ -45,4 +46,6 @@ def load(choice: str) -> "type[Strategy]":
         KeyError: there is none of this name.
         UserError: what it needs is not installed; says how to install it.
     """
+    if choice not in CHOICES and not choice.startswith("deepspeed"):
+        raise KeyError(unknown_name("strategy", choice, CHOICES))
     return (ddp if choice in ddp.CHOICES else sharding).load(choice)

@@ -27,10 +27,11 @@ from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize, expected_state_bytes
 from training.recompute.setting import NONE
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import MakeOptimizer, Strategy
+from training.strategy import Strategy
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 """DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""

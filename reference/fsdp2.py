@@ -27,8 +27,9 @@ from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
+from training.optimizers import MakeOptimizer
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import MakeOptimizer, Strategy
+from training.strategy import Strategy
 from training.tensors import TensorsBeside
 from training.watch.gradient_watch import refuse_graph_of_backward, second_gradient
 

@@ -15,8 +15,8 @@ from reference.pytorch_ddp import PyTorchDDP
 from training.checkpoint.ranges import Piece
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
+from training.optimizers import MakeOptimizer
 from training.replicated import bytes_of
-from training.strategy import MakeOptimizer
 
 
 class PyTorchZero1(PyTorchDDP):

@@ -31,6 +31,8 @@ def require_elementwise(make_optimizer: Callable[[Any], torch.optim.Optimizer]) 
                 for parameter, piece in zip(parameters, pieces, strict=True):
                     parameter.grad = piece.clone()
                 optimizer.step()
+    except UnsupportedError:
+        raise
     except (ValueError, RuntimeError, TypeError) as error:
         problem = f": {error}"
     if problem or not torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in cut]), rtol=1e-4):

@@ -18,9 +18,10 @@ from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import OneRankError, UnsupportedError
+from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize, storage_bytes
 from training.replicated import broadcast_from_rank0
-from training.strategy import MakeOptimizer, Strategy
+from training.strategy import Strategy
 
 
 class ShardedStrategy(Strategy):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +45,20 @@ class NonFiniteError(AgreedError, RuntimeError):
 
 class SequenceError(AgreedError, RuntimeError):
     """Ranks issued different collectives. Raised on every rank, before the optimizer step."""
+
+
+OWN_MODULE = "own_workload"
+"""The name under which the file of a user's own workload is imported."""
+
+
+def place_in_own_file(error: BaseException) -> str:
+    """` (line 3 of mine.py)`, the last line of the user's workload file that `error` went through; or nothing."""
+    if isinstance(error, SyntaxError):
+        file, lines = error.filename, [error.lineno]
+    else:
+        file = getattr(sys.modules.get(OWN_MODULE), "__file__", None)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -7,6 +7,7 @@ In a file a key is the name of a flag without its leading dashes: `ddp-choice = 
 
 import argparse
 import dataclasses
+import importlib
 import os
 import sys
 import tomllib
@@ -73,7 +74,7 @@ def parse_config(
             known_flags = [flag for action in parser._actions for flag in action.option_strings]
             parser.error(unknown_name("argument", unknown[0], known_flags))
         if values.choice not in registry.sentences:
-            parser.error(unknown_name("strategy", values.choice, registry.sentences))
+            parser.error(_unknown_strategy(values.choice, registry))
         if values.choice in registry.missing:
             exit_with_error(f"strategy '{values.choice}' is not installed; run: {registry.missing[values.choice]}")
         if not (values.workload in (AUTO, *WORKLOADS) or is_own(values.workload)):
@@ -81,6 +82,13 @@ def parse_config(
         return RunConfig(**{field.name: getattr(values, field.name) for field in dataclasses.fields(RunConfig)})
     except UserError as error:
         parser.error(str(error))
+
+
+def _unknown_strategy(name: str, registry: Registry) -> str:
+    for entrypoint, package in (("main_ddp.py", "ddp"), ("main_shard.py", "sharding")):
+        if name in importlib.import_module(package).REGISTRY.sentences:
+            return f"strategy '{name}' is one of {entrypoint}; run that instead"
+    return unknown_name("strategy", name, registry.sentences)
 
 
 def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence[str] = ()) -> argparse.ArgumentParser:

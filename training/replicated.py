@@ -13,7 +13,8 @@ from training.communication.compression import Compression
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
-from training.strategy import MakeOptimizer, Strategy
+from training.optimizers import MakeOptimizer
+from training.strategy import Strategy
 
 
 class ReplicatedStrategy(Strategy):

@@ -23,6 +23,7 @@ from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, upda
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.optimizers import MakeOptimizer, checked
 from training.precision import autocast
 from training.process.at_exit import settle_at_exit
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
@@ -31,8 +32,6 @@ from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
 from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Strategy(ABC):
@@ -120,7 +119,7 @@ class Strategy(ABC):
         self.watch = GradientWatch(dict(zip(self.trainable, self.gradient_leaves(), strict=True)))
         follow_gradients(self.watch)
         self.prepare()
-        self.optimizer = self.build_optimizer(make_optimizer)
+        self.optimizer = self.build_optimizer(checked(make_optimizer))
 
     @classmethod
     def require_options(cls, options: StrategyOptions) -> None:

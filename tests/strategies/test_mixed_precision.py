@@ -62,7 +62,9 @@ def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: 
         assert ours[0]["scales"] == theirs[0]["scales"]
         if options == FP16:
             assert ours[0]["scales"] == [2.0**16, 2.0**16, 2.0**17]
-            assert ours[0]["gradients"]["score.weight"].isnan().any(), "the last step overflows"
+            assert not all(gradient.isfinite().all() for gradient in ours[0]["gradients"].values()), (
+                "the last overflows"
+            )
         for kind in ("gradients", "state"):
             assert ours[0][kind].keys() == theirs[0][kind].keys()
             for name, tensor in theirs[0][kind].items():

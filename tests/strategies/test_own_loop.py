@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ddp_lab
 from tests.parity import check_messages, in_own_loops, load, options_of
 from tests.ranks import RankPool
 from training.errors import UnsupportedError
@@ -179,6 +180,30 @@ def misuse(choice: Choice) -> dict[str, str]:
         pass
     said["first.weight was frozen when the strategy was built"] = str(refused.value)
     return said
+
+
+def wrong_optimizers(choice: Choice) -> dict[str, str]:
+    module = make_net()
+    given: dict[str, Any] = {
+        "over other parameters than it was given": lambda _: torch.optim.SGD(module.parameters(), lr=0.1),
+        "make_optimizer is of type SGD; give a function": torch.optim.SGD(module.parameters(), lr=0.1),
+    }
+    said = {}
+    for expected, make_optimizer in given.items():
+        with pytest.raises(UnsupportedError) as refused:
+            load(choice)(make_net(), make_optimizer, options_of(choice))
+        said[expected] = str(refused.value)
+    return said
+
+
+@in_own_loops
+def test_an_optimizer_over_other_parameters_is_refused(ranks: RankPool, choice: Choice) -> None:
+    check_messages(ranks, 2, wrong_optimizers, choice)
+
+
+def test_an_unknown_choice_is_said() -> None:
+    with pytest.raises(KeyError, match="unknown strategy 'zero4'; did you mean zero"):
+        ddp_lab.load("zero4")
 
 
 @in_own_loops

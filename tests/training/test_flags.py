@@ -40,6 +40,7 @@ def test_help_and_docs_have_every_flag_in_its_group() -> None:
 
 MISTAKES = [
     (["--ddp-choice", "bucket_dpp"], "unknown strategy 'bucket_dpp'; did you mean bucket_ddp_async"),
+    (["--ddp-choice", "zero3"], "strategy 'zero3' is one of main_shard.py; run that instead"),
     (["--ddp-choice", "flat_ddp", "--workload", "sampel"], "unknown workload 'sampel'; did you mean sample"),
     (["--ddp-choice", "flat_ddp", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
     (["--ddp-choice", "flat_ddp", "--max-steps", "many"], "invalid int value: 'many'"),

@@ -21,6 +21,7 @@ from training.data.workload import Workload
 from training.distributed import Ranks
 from training.errors import UserError
 from training.run import train_and_record
+from training.watch.exit_reason import text_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'workload.py'}:build"
@@ -127,6 +128,29 @@ MISTAKES = {
     "no samples": (building("samples(5)", "[]"), "", "evaluation is empty"),
     "tuples": (building("samples(12)", "[(1, 2)]"), "", "collate makes a list; it must make a dict of tensors, by the"),
     "no loss": (building("loss=mean, ", ""), "", "a batch of x, labels: TypeError: Model.forward() got an unexpected"),
+    "no loss, and what to do": (
+        building("loss=mean, ", ""),
+        "",
+        "'labels'; without a loss in Workload, the model gets",
+    ),
+    "it returns nothing": ("def build():\n    Model()", "", "returns None; it must return a training.data.workload."),
+    "samples of several lengths": (
+        building("samples(5)", "[{'x': torch.ones(3 + i)} for i in range(2)]"),
+        "",
+        "at entry 1; give Workload a collate of your own",
+    ),
+    "a collate that is no function": (building("loss", "collate=3, loss"), "", "collate is an int; it must be a func"),
+    "a loss that is no function": (building("=mean", "='mean'"), "", "loss is a str; it must be a function"),
+    "a learning rate that is a word": (
+        building("loss", "learning_rate='fast', loss"),
+        "",
+        "learning_rate is 'fast'; it must be a number above 0",
+    ),
+    "a count below 0": (
+        building("loss", "count=lambda batch: -3, loss"),
+        "",
+        "count is -3 for a batch; it must be a number of at least 0",
+    ),
     "an answer without loss": (
         building(GOOD, "Workload(nn.Identity(), [{'input': torch.ones(2)}] * 2, [{'input': torch.ones(2)}])"),
         "",
@@ -221,6 +245,22 @@ def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path: Path) -> No
     )
     for said in ranks.run(2, refusal, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
         assert "between rank 0 and rank 1; build the same module on every rank" in said
+
+
+def test_a_failure_in_a_later_step_names_the_line(ranks: RankPool, tmp_path: Path) -> None:
+    name = written(
+        tmp_path,
+        "class Late(list):\n    def __getitem__(self, index):\n        return super().__getitem__(index) if index < 4 "
+        f"else missing\ndef build():\n    return {GOOD.replace('samples(12)', 'Late(samples(12))')}",
+    )
+    settings = {"choice": "zero1", "workload": name, "output_dir": str(tmp_path), "no_profile": True}
+    assert ranks.run(1, failure, settings) == ["NameError: name 'missing' is not defined (line 23 of mine.py)"]
+
+
+def failure(settings: dict[str, Any]) -> str:
+    with pytest.raises(NameError) as caught:
+        run_here(settings)
+    return text_of(caught.value)
 
 
 def refusal(settings: dict[str, Any]) -> str:

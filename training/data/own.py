@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from training.config import RunConfig
-from training.data.own_checks import MODULE, in_one_line, require_fields, require_same_lengths, require_trains
+from training.data.own_checks import in_one_line, require_fields, require_same_lengths, require_trains
 from training.data.workload import Workload
 from training.distributed import node_leader_first, on_every_rank
-from training.errors import UserError
+from training.errors import OWN_MODULE, UserError
 
 
 def build(config: RunConfig) -> Workload:
@@ -52,10 +52,10 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"--workload {name}: no file {path}")
     if str(file.parent.resolve()) not in sys.path:
         sys.path.insert(1, str(file.parent.resolve()))  # it may import its neighbours
-    spec = importlib.util.spec_from_file_location(MODULE, file.resolve())
+    spec = importlib.util.spec_from_file_location(OWN_MODULE, file.resolve())
     assert spec is not None and spec.loader is not None, "the file is Python's"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
+    sys.modules[OWN_MODULE] = module
     with in_one_line(f"--workload {name}"):
         spec.loader.exec_module(module)
     found = getattr(module, function, None)
@@ -65,7 +65,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _functions(module: ModuleType) -> str:
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == MODULE]
+    names = [
+        name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == OWN_MODULE
+    ]
     return ", ".join(names) or "no function"
 
 

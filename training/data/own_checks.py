@@ -1,40 +1,35 @@
 """What a workload of the user is checked for before it trains, each in one line that names the mistake."""
 
-import sys
-import traceback
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from training.data.workload import Workload
-from training.errors import UserError
+from training.errors import UserError, place_in_own_file
 
-MODULE = "own_workload"
-"""The name under which the user's file is imported."""
 TRIED_SAMPLES = 4
 SUM_TOLERANCE = 0.1
 
 
 @contextmanager
-def in_one_line(what: str) -> Iterator[None]:
-    """What the user's code raises within becomes one line that begins with `what` and names the line of the file."""
+def in_one_line(what: str, hint: str = "") -> Iterator[None]:
+    """What the user's code raises within becomes one line that begins with `what`, names the line of the file, and ends
+    with `hint`.
+    """
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever it is, it is the user's
-        said = next(iter(str(error).strip().splitlines()), "")
-        own = getattr(sys.modules.get(MODULE), "__file__", None)
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == own]
-        if isinstance(error, SyntaxError):
-            said, own, lines = error.msg, error.filename, [error.lineno]
-        where = f" (line {lines[-1]} of {Path(own).name})" if lines and own else ""
-        raise UserError(f"{what}: {type(error).__name__}: {said}{where}") from error
+        said = error.msg if isinstance(error, SyntaxError) else next(iter(str(error).strip().splitlines()), "")
+        advice = f"; {hint}" if hint else ""
+        raise UserError(f"{what}: {type(error).__name__}: {said}{place_in_own_file(error)}{advice}") from error
 
 
 def require_fields(name: str, workload: Any) -> None:
@@ -53,6 +48,13 @@ def require_fields(name: str, workload: Any) -> None:
             )
         if not len(data):
             raise UserError(f"--workload {name}: {field} is empty")
+    for field in ("collate", "count", "loss"):
+        function = getattr(workload, field)
+        if not callable(function) and not (field == "loss" and function is None):
+            raise UserError(f"--workload {name}: {field} is {_kind(function)}; it must be a function")
+    rate = workload.learning_rate
+    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise UserError(f"--workload {name}: learning_rate is {rate!r}; it must be a number above 0")
 
 
 def require_same_lengths(name: str, workload: Workload) -> None:
@@ -95,7 +97,8 @@ def require_trains(name: str, workload: Workload, device: torch.device) -> None:
 
 
 def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], device: torch.device) -> Tensor:
-    with in_one_line(f"--workload {name}: collate"):
+    is_default = workload.collate is default_collate
+    with in_one_line(f"--workload {name}: collate", "give Workload a collate of your own" if is_default else ""):
         batch = workload.collate(samples)
     if not isinstance(batch, Mapping) or not batch or not all(isinstance(value, Tensor) for value in batch.values()):
         raise UserError(
@@ -103,9 +106,12 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
             "model's arguments"
         )
     with in_one_line(f"--workload {name}: count"):
-        float(workload.count(dict(batch)))
+        count = float(workload.count(dict(batch)))
+    if not 0 <= count < math.inf:
+        raise UserError(f"--workload {name}: count is {count:g} for a batch; it must be a number of at least 0")
     batch = {key: value.to(device) for key, value in batch.items()}
-    with in_one_line(f"--workload {name}: model, on a batch of {', '.join(batch)}"):
+    hint = "" if workload.loss else "without a loss in Workload, the model gets the whole batch and answers with .loss"
+    with in_one_line(f"--workload {name}: model, on a batch of {', '.join(batch)}", hint):
         output = model(**batch)
     loss = getattr(output, "loss", None)
     if loss is None:
@@ -132,6 +138,8 @@ def _loss(name: str, workload: Workload, model: nn.Module, samples: list[Any], d
 
 
 def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -4,7 +4,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from training.errors import AgreedError
+from training.errors import AgreedError, place_in_own_file
 
 COMMUNICATION_WORDS = ("gloo", "nccl", "processgroup", "process group", "connection", "collective", "broken pipe")
 
@@ -62,7 +62,7 @@ def kind_of(error: BaseException, in_collective: bool) -> str:
 def text_of(error: BaseException) -> str:
     """The exception in one line. If memory ran out, the line also says what to do."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) + place_in_own_file(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
         text = f"out of memory ({text}); use a smaller --global-batch-size or model, or raise --grad-accum-steps"
     return text

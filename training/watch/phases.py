@@ -42,7 +42,10 @@ def _enter(step: int, name: str) -> None:
 
 
 class phase:
-    """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed."""
+    """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed.
+
+    Elsewhere, as in an evaluation, the recorder keeps what the run is at.
+    """
 
     def __init__(self, name: str, in_profile: bool = True) -> None:
         self._name, self._in_profile = name, in_profile
@@ -50,7 +53,8 @@ class phase:
 
     def __enter__(self) -> None:
         self._before = _phase
-        _enter(_step, self._name)
+        if _step >= 0:  # outside of steps, what the run is at says more
+            _enter(_step, self._name)
         self._mark.__enter__()
         if self._in_profile:
             ranges.push(self._name)
@@ -59,5 +63,5 @@ class phase:
         if self._in_profile:
             ranges.pop()
         self._mark.__exit__(kind, *rest)
-        if kind is None:
+        if kind is None and _step >= 0:
             _enter(_step, self._before)
