@@ -25,7 +25,7 @@ from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
-from training.config import StrategyOptions
+from training.config import FP16, StrategyOptions
 from training.errors import UnsupportedError
 from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize, expected_state_bytes
@@ -63,6 +63,10 @@ class DeepSpeedZero(Strategy):
         super().require_options(options)
         if options.reduce_dtype:
             raise UnsupportedError("--reduce-dtype: DeepSpeed reduces gradients in their own dtype here")
+        if options.activation_checkpointing != NONE:
+            raise UnsupportedError("--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3")
+        if options.precision == FP16:
+            raise UnsupportedError("--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3")
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
@@ -85,10 +89,6 @@ class DeepSpeedZero(Strategy):
 
     def require_supported(self) -> None:
         """Refuse what DeepSpeed would fail at later, or silently do in another way."""
-        if self.options.activation_checkpointing != NONE:
-            raise UnsupportedError("--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3")
-        if self.scaler is not None:
-            raise UnsupportedError("--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3")
         if self.process_group is not dist.group.WORLD:
             raise UnsupportedError("DeepSpeed shards over all ranks; it was given a smaller process group")
         for name, parameter in self.module.named_parameters():

@@ -16,7 +16,11 @@ from training.communication.agreement import (
     RESULTS_ROW_BYTES,
     StepAgreement,
 )
-from training.communication.consistency import require_same_parameters, require_supported_parameters
+from training.communication.consistency import (
+    require_castable,
+    require_same_parameters,
+    require_supported_parameters,
+)
 from training.communication.loss_scale import LossScaler
 from training.communication.traffic import Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
@@ -103,6 +107,8 @@ class Strategy(ABC):
         self.averages_over_ranks = True  # whether reductions of this step do
         self.require_options(self.options)
         require_supported_parameters(module)
+        if self.options.param_dtype:
+            require_castable(module)
         self._agreement = StepAgreement(group, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         backend = self.options.compile_backend

@@ -115,6 +115,15 @@ def test_a_report_alone_is_made_again(sweep: Sweep, problem: BaseException, code
     assert sweep.run("--resume").returncode == 0 and sweep.asked == {}
 
 
+def test_choices_that_refuse_a_flag_are_left_out(sweep: Sweep) -> None:
+    ended = sweep.run("--overlap-optimizer")
+    assert ended.returncode == 0 and list(sweep.asked) == ["bucket_ddp_async"]
+    assert "flat_ddp: left out: --overlap-optimizer: this strategy" in ended.stdout
+    ended = sweep.run("--param-dtype", "bf16")
+    assert ended.returncode == 1 and not sweep.asked
+    assert ended.stderr == "error: no choice can do what these flags ask for\n"
+
+
 def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
     sweep.run("--checkpoint-every", "2", train=stopped_in(CHOICES[1]))
     for choice in CHOICES[:2]:

@@ -183,6 +183,19 @@ def test_other_choices_refuse_to_cast_parameters(choice: tuple[str, str]) -> Non
         load(choice).require_options(StrategyOptions(**BF16))
 
 
+def build_with_statistics(choice: tuple[str, str]) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        load(choice)(build("normed"), OPTIMIZERS["sgd"], StrategyOptions(**BF16))
+    return str(caught.value)
+
+
+@for_each_casting
+def test_layers_with_statistics_are_refused(ranks: RankPool, choice: tuple[str, str]) -> None:
+    """FSDP2 would fail in the first forward pass."""
+    for said in ranks.run(2, build_with_statistics, choice):
+        assert "BatchNorm1d" in said and "keeps its statistics in torch.float32" in said
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
     for wanted, options in {
         "--param-dtype bf16 with --precision bf16: must be one or the other": {**BF16, "precision": "bf16"},

@@ -36,6 +36,20 @@ def require_supported_parameters(module: nn.Module) -> None:
             )
 
 
+def require_castable(module: nn.Module) -> None:
+    """Refuse modules that take no parameters of another dtype than their buffers.
+
+    Raises:
+        UnsupportedError: names one that keeps running statistics, such as BatchNorm.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None:
+            raise UnsupportedError(
+                f"--param-dtype: {type(layer).__name__} {name} keeps its statistics in {layer.running_mean.dtype}, and "
+                "takes no parameters in another dtype; use --precision bf16"
+            )
+
+
 def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Refuse modules that differ between ranks. Gloo mixes such tensors without a word.
 

@@ -126,9 +126,11 @@ class Verdict:
 def update_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
     """Run `update`, a step of `optimizer` that changes nothing where `found_inf` is 1.
 
-    Only fused optimizers decide that on the device. For others the host reads `found_inf`, and so waits.
+    Only fused optimizers decide that on the device, if their parameters are there. For others the host reads
+    `found_inf`, and so waits.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    updated = next((parameter for group in optimizer.param_groups for parameter in group["params"]), found_inf)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or updated.device != found_inf.device:
         if not found_inf.item():
             update()
         return

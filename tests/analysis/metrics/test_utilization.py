@@ -17,6 +17,8 @@ def test_utilization_worked_out_by_hand() -> None:
     """Two A100 reach 312 TFLOP/s each in bf16, 156 in TF32 and 19.5 in fp32."""
     name = "NVIDIA A100-SXM4-80GB"
     assert mfu(run_on(name, 312e12, precision="bf16")) == pytest.approx(0.5)
+    assert mfu(run_on(name, 312e12, param_dtype="bf16")) == pytest.approx(0.5)
+    assert mfu(run_on(name, 312e12, precision="fp16")) == pytest.approx(0.5)
     assert mfu(run_on(name, 31.2e12, tf32=True)) == pytest.approx(0.1)
     assert mfu(run_on(name, 3.9e12)) == pytest.approx(0.1)
     peak = peak_of(run_on(name, 1.0))
