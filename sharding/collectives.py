@@ -11,12 +11,15 @@ take turns. With one group a root, data goes one way on each connection, and bot
 A rank adds up the others' parts in rank order, so results are bitwise repeatable.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from training.communication.traffic import Collective
 
@@ -56,6 +59,28 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type in _device_types_of_gloo[group]
 
 
+_made_of: Counter[str] = Counter()
+
+
+def another_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new group of the same ranks, which these ranks alone make. Collective.
+
+    `new_group` names such a group after a count of the groups that this process has made. Counts differ where one rank
+    has joined a group that another has not, and ranks that look for each other under two names never meet. So the
+    count is lent a number that all members know: `group`'s name, and how many groups were made of it.
+    """
+    name, count = group.group_name, c10d._world.group_count
+    _made_of[name] += 1
+    c10d._world.group_count = int.from_bytes(f"{name} {_made_of[name]}".encode())
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    finally:
+        c10d._world.group_count = count
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+    return made
+
+
 _groups_of_roots: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -63,8 +88,7 @@ def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist
     """For each rank, a group of the same ranks that carries only what this rank sends. Collective when first called."""
     if group not in _groups_of_roots:
         ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
-        made = [dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True) for _ in ranks]
-        _groups_of_roots[group] = [root for root in made if isinstance(root, dist.ProcessGroup)]
+        _groups_of_roots[group] = [another_group(group, "gloo", timeout) for _ in ranks]
     return _groups_of_roots[group]
 
 
@@ -83,11 +107,7 @@ def side_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     if group not in _side_groups:
         options = group._get_backend(device).options
         timeout = None if options is None else options._timeout  # torch's `fake` group has none
-        made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout, dist.get_backend_config(group), use_local_synchronization=True
-        )
-        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-        _side_groups[group] = made
+        _side_groups[group] = another_group(group, dist.get_backend_config(group), timeout)
     return _side_groups[group]
 
 

@@ -65,6 +65,26 @@ def test_each_root_has_a_group_of_its_own(ranks: RankPool) -> None:
         assert members == 3 * [[0, 1, 2]] and are_kept and time_out
 
 
+def groups_after_others() -> list[int]:
+    """Before `parent`, groups are made that not all ranks know of."""
+    pair, cpu = dist.new_group([1, 2]), torch.device("cpu")
+    if isinstance(pair, dist.ProcessGroup):
+        groups_of_roots(pair, cpu)
+    parent = dist.new_group()  # named after a count that groups of roots must leave as it was
+    alone = dist.get_rank()
+    if alone == 2:
+        dist.new_group([alone], use_local_synchronization=True)
+    assert isinstance(parent, dist.ProcessGroup)
+    sizes = [group.size() for group in groups_of_roots(parent, cpu)]
+    if alone != 2:
+        dist.new_group([alone], use_local_synchronization=True)  # from here on all ranks count the same again
+    return sizes
+
+
+def test_groups_of_roots_find_each_other_after_groups_that_not_all_ranks_joined(ranks: RankPool) -> None:
+    assert ranks.run(3, groups_after_others) == 3 * [[3, 3, 3]]
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
