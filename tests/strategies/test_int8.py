@@ -91,6 +91,22 @@ def test_what_int8_holds_is_exact(ranks: RankPool, dtype: torch.dtype) -> None:
         assert average.dtype == dtype and torch.equal(average, wanted)
 
 
+def gathers_after_an_abandoned_round() -> int:
+    """A round of three gradients that nobody waits for, and one of two: how many all-gathers run."""
+    method = Int8(dist.group.WORLD)
+    for number in range(3):
+        method.average(number, torch.ones(10))
+    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+        handles = [method.average(number, torch.ones(10)) for number in range(2)]
+        for handle in handles:
+            handle.wait()
+    return gather.call_count
+
+
+def test_an_abandoned_round_is_not_gathered_later(ranks: RankPool) -> None:
+    assert ranks.run(2, gathers_after_an_abandoned_round) == [2, 2]
+
+
 # Error feedback ------------------------------------------------------------------------------------------------------
 
 ROUNDS = 64

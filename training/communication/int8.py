@@ -13,8 +13,8 @@ is rounded (error feedback: Seide et al., 2014, "1-bit stochastic gradient desce
 1901.09847). So it arrives a step later and does not add up: without this, an element that is always below half a scale
 would never arrive. It takes 4 (1 + 1/N) bytes of memory an element.
 
-The all-to-all begins at once, so that backward goes on meanwhile; the all-gather begins in `wait`, because only there
-do all ranks come by in the same order.
+An all-to-all begins at once, so that backward goes on meanwhile. All-gathers must begin in the same order on all ranks,
+which have their all-to-alls at different times. So the first `wait` of a step begins them all, one after the other.
 """
 
 import itertools
@@ -41,6 +41,7 @@ class Int8:
         self._group = group
         self._owed: dict[int, Owed] = {}
         self._rounds: dict[int, int] = {}
+        self._started: list[Int8AllReduce] = []
 
     def average(self, number: int, flat: Tensor, parts: Sequence[Tensor] = ()) -> "Int8AllReduce":
         """Start to average `flat` over ranks.
@@ -51,7 +52,9 @@ class Int8:
         self._rounds[number] = self._rounds.get(number, 0) + 1
         if self._rounds[number] <= FORGETTING_ROUNDS + 1:
             self._owed[number] = Owed(flat, self._group.size())
-        return Int8AllReduce(flat, self._owed[number], self._group)
+        if number == 0:
+            self._started.clear()  # a step may have been abandoned
+        return Int8AllReduce(flat, self._owed[number], self._group, self._started)
 
     def traffic(self, calls: int, gradients: Sequence[Tensor]) -> list[Collective]:
         """What replaces `calls` all-reduces; see `compression.Compression.traffic`. For N ranks, E elements need
@@ -85,24 +88,42 @@ class Owed:
 
 
 class Int8AllReduce:
-    """An average that has been started. Its only collective so far is the all-to-all."""
+    """An average that has been started: its all-to-all is under way.
 
-    def __init__(self, gradient: Tensor, owed: Owed, group: dist.ProcessGroup) -> None:
-        self._gradient, self._owed, self._group = gradient, owed, group
+    Args:
+        started: All that are, in their order. This one is appended.
+    """
+
+    def __init__(self, gradient: Tensor, owed: Owed, group: dist.ProcessGroup, started: "list[Int8AllReduce]") -> None:
+        self._gradient, self._owed, self._group, self._started = gradient, owed, group, started
         owed.whole.view(-1)[: gradient.numel()] += gradient.reshape(-1)
         self._sent = next_message(owed.whole)
         self._received = torch.empty_like(self._sent)
         self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        started.append(self)
+
+    def _begin_gather(self) -> None:
+        self._wait_for_work()
+        self._owed.shard += dequantize(self._received).mean(0)
+        self._sent = next_message(self._owed.shard)
+        self._received = torch.empty_like(self._received)
+        self._work = dist.all_gather_into_tensor(
+            self._received.view(-1), self._sent.view(-1), group=self._group, async_op=True
+        )
 
     def wait(self) -> None:
         """Put the average into the gradient. Once, and in the same order on all ranks."""
-        self._work.wait()
-        self._owed.shard += dequantize(self._received).mean(0)
-        averages, mine = torch.empty_like(self._received), next_message(self._owed.shard)
-        dist.all_gather_into_tensor(averages.view(-1), mine.view(-1), group=self._group)
-        flat = dequantize(averages).view(-1)[: self._gradient.numel()]
-        self._gradient.copy_(flat.view_as(self._gradient))
+        for one in self._started:
+            one._begin_gather()
+        self._started.clear()
+        self._wait_for_work()
+        averages = dequantize(self._received).view(-1)[: self._gradient.numel()]
+        self._gradient.copy_(averages.view_as(self._gradient))
         del self._work, self._sent, self._received  # whoever keeps this handle keeps no memory
+
+    def _wait_for_work(self) -> None:
+        assert self._work is not None, "an asynchronous collective gives a handle"
+        self._work.wait()
 
 
 def next_message(owed: Tensor) -> Tensor:
