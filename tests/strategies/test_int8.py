@@ -12,6 +12,7 @@ import ddp
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, load, message_of, options_of
 from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
 from training.communication import int8
 from training.communication.int8 import BLOCK, FORGETTING_ROUNDS, LARGEST, SCALE_BYTES, Int8
 from training.errors import NonFiniteError
@@ -184,6 +185,14 @@ def poisoned(choice: tuple[str, str], bad: float) -> tuple[str, bool, bool]:
     strategy.forward_backward(good)
     strategy.step()
     return message, is_kept, all(p.isfinite().all().item() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ddp.CHOICES)
+def test_traffic_of_unusual_parameters_on_three_ranks(ranks: RankPool, name: str) -> None:
+    """In many small buckets, some of them empty, or of fp64."""
+    options = {"compress": "int8", "bucket_cap_mb": 0.001}
+    for announced, seen, _ in ranks.run(3, profiled_step, ("ddp", name), "odd", 2, options):
+        assert announced == seen and seen["all_to_all"][0] >= 2
 
 
 @pytest.mark.parametrize("name", ddp.CHOICES)
