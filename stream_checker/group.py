@@ -174,5 +174,13 @@ class CheckedGroup(dist.ProcessGroup):
 
         return self._issue("reduce_scatter", [whole], [output], opts, results)
 
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Flight:
+        def results() -> list[Tensor]:
+            return [whole.reshape(self._size, -1)[self._rank].repeat(self._size)]
+
+        return self._issue("all_to_all", [whole], [output], opts, results)
+
     def barrier(self, opts: Any = None) -> Flight:
         return self._issue("barrier", [], [], opts, list)

@@ -28,7 +28,7 @@ AUTO = "auto"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
 PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
-COMPRESSIONS = ("powersgd",)
+COMPRESSIONS = ("int8", "powersgd")
 OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
@@ -61,7 +61,7 @@ class StrategyOptions:
         offload: `optimizer` or `parameters`, perhaps with `:FOLDER`: keep optimizer states, and with `parameters` also
             parameters, in host memory or in files (`sharding.offload`).
         compile_backend: Compile the module's blocks with this backend of torch.compile (`training.compilation`).
-        compress: `powersgd`: compress gradients for the all-reduce (`communication.compression`).
+        compress: `int8` or `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
@@ -128,7 +128,7 @@ class StrategyOptions:
                 not self.compress,
                 "--compress",
                 f"{self.compress} with --precision {FP16}",
-                "one or the other, since an overflow would stay in PowerSGD's error feedback",
+                "one or the other, since an overflow would stay in the error feedback",
             )
 
     @property

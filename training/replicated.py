@@ -96,10 +96,10 @@ class ReplicatedStrategy(Strategy):
     def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
         """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
         gradients = list(gradients)
-        payload = bytes_of(gradients)
         if self.compression is not None:
-            calls, payload = self.compression.traffic(calls, gradients)
-        return [Collective("all_reduce", calls, payload, self.data_parallel_size, "gradients"), *self.buffer_traffic()]
+            return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
+        whole = Collective("all_reduce", calls, bytes_of(gradients), self.data_parallel_size, "gradients")
+        return [whole, *self.buffer_traffic()]
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -140,7 +140,7 @@ def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
     ("settings", "wanted"),
     [
         ({"overlap_optimizer": True, "clip_grad_norm": 1.0}, "--overlap-optimizer"),
-        ({"compress": "zip"}, "--compress zip: must be one of powersgd"),
+        ({"compress": "zip"}, "--compress zip: must be one of int8, powersgd"),
     ],
 )
 def test_settings_that_do_not_fit_together(settings: dict[str, Any], wanted: str) -> None:

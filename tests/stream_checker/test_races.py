@@ -75,6 +75,16 @@ def test_fp16(choice: str) -> None:
         assert not seen.host_waits and not seen.stalls
 
 
+@pytest.mark.parametrize("choice", [*ddp.CHOICES])
+def test_int8(choice: str) -> None:
+    """The all-to-all is under way beside backward; the host waits for nothing."""
+    late, early = (checked(choice, options={"compress": "int8"}, is_late=is_late) for is_late in (True, False))
+    assert not late.races and not early.races
+    assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
+    if choice in HAND_WRITTEN:
+        assert not late.host_waits and not late.stalls
+
+
 def test_early_updates() -> None:
     seen = checked("bucket_ddp_async", options={"overlap_optimizer": True})
     assert not seen.races and not seen.host_waits

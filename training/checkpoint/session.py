@@ -112,10 +112,10 @@ class Checkpoints:
                 f"resumed after step {self.done} with {world_size} ranks instead of {manifest.world_size}: the samples "
                 "and their order are the same, the random numbers of dropout are new"
             )
-        if config.compress == "powersgd":
+        if config.compress:
             strategy.notes.append(
-                f"resumed after step {self.done} without PowerSGD's error feedback, which is not saved: later steps "
-                "differ from those of a run that was not stopped"
+                f"resumed after step {self.done} without the error feedback of --compress {config.compress}, which is "
+                "not saved: later steps differ from those of a run that was not stopped"
             )
         # Step times are those of another process, so they stay in its record and in the manifest.
         return TrainingResult.resumed(list(manifest.train_loss), list(manifest.step_samples))

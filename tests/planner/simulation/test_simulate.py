@@ -302,6 +302,7 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
         ("bucket_ddp_async", {"reduce_dtype": "bf16"}),
         ("pytorch_ddp", {"reduce_dtype": "bf16"}),
         ("simple_ddp", {"compress": "powersgd"}),
+        ("bucket_ddp_async", {"compress": "int8"}),
         ("zero3", {"precision": "bf16"}),
     ],
 )

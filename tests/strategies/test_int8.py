@@ -1,0 +1,203 @@
+"""`--compress int8`: what a message loses, that it arrives later, and that all ranks have the same bits."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ddp
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, load, message_of, options_of
+from tests.ranks import RankPool
+from tests.strategies.test_traffic import profiled_step
+from training.communication import int8
+from training.communication.int8 import BLOCK, FORGETTING_ROUNDS, LARGEST, SCALE_BYTES, Int8
+from training.errors import NonFiniteError
+
+SIZES = (0, 1, 2, 7, 255, 256 * 3, 257 * 3, 10_001)
+"""Of gradients: fewer elements than ranks, and sizes that neither ranks nor blocks divide."""
+elements = st.floats(-(2.0**120), 2.0**120, width=32)
+
+
+# One message ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(elements, min_size=5, max_size=5), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_a_message_loses_at_most_half_a_scale(rows: list[list[float]]) -> None:
+    """And zeros stay zeros, and the largest of a block keeps its sign."""
+    blocks = torch.tensor(rows)
+    arrived = int8.dequantize(int8.quantize(blocks))
+    largest = blocks.abs().amax(-1, keepdim=True).double()
+    scale = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    assert ((arrived.double() - blocks.double()).abs() <= scale / 2 * (1 + 1e-4)).all()
+    assert arrived[blocks == 0].eq(0).all()
+    assert (arrived * blocks >= 0).all()
+
+
+def test_a_message_has_a_quarter_of_the_bytes() -> None:
+    message = int8.quantize(torch.randn(10, BLOCK))
+    assert message.dtype == torch.uint8 and message.nbytes == 10 * (BLOCK + SCALE_BYTES)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_arrives_and_is_not_owed(bad: float) -> None:
+    owed = torch.randn(2, 8)
+    owed[1, 3] = bad
+    arrived = int8.dequantize(int8.next_message(owed))
+    assert arrived[0].isfinite().all() and not arrived[1].isfinite().any()
+    assert owed.isfinite().all() and owed[0].any()
+
+
+# One average ---------------------------------------------------------------------------------------------------------
+
+
+def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
+    """Each rank's random gradients of these sizes, averaged in so many rounds: what came out of the last one."""
+    method, generator = Int8(dist.group.WORLD), torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(rounds):
+        flats = [torch.randn(size, generator=generator) for size in sizes]
+        handles = [method.average(number, flat) for number, flat in enumerate(flats)]
+        for handle in handles:
+            handle.wait()
+    return flats
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_are_bitwise_equal_at_any_size(ranks: RankPool, world_size: int) -> None:
+    first, *others = ranks.run(world_size, averages_of, SIZES, 3)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
+    for _ in range(3):
+        wanted = [sum(torch.randn(size, generator=g) for g in generators) / world_size for size in SIZES]
+    for average, mean in zip(first, wanted, strict=True):
+        assert torch.allclose(average, mean, atol=0.06)  # a few times a scale, which is 4 / 127 at most
+
+
+def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers that have 127 among them in every block, times 2 on rank 0, 4 on rank 1, 6 on rank 2: their average."""
+    pattern = torch.arange(3 * 4 * BLOCK).remainder(2 * LARGEST + 1).sub(LARGEST)
+    flat = (pattern * 2 * (dist.get_rank() + 1)).to(dtype)
+    Int8(dist.group.WORLD).average(0, flat).wait()
+    return flat, (pattern * (dist.get_world_size() + 1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_int8_holds_is_exact(ranks: RankPool, dtype: torch.dtype) -> None:
+    for average, wanted in ranks.run(3, average_of_integers, dtype):
+        assert average.dtype == dtype and torch.equal(average, wanted)
+
+
+def gathers_after_an_abandoned_round() -> int:
+    """A round of three gradients that nobody waits for, and one of two: how many all-gathers run."""
+    method = Int8(dist.group.WORLD)
+    for number in range(3):
+        method.average(number, torch.ones(10))
+    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+        handles = [method.average(number, torch.ones(10)) for number in range(2)]
+        for handle in handles:
+            handle.wait()
+    return gather.call_count
+
+
+def test_an_abandoned_round_is_not_gathered_later(ranks: RankPool) -> None:
+    assert ranks.run(2, gathers_after_an_abandoned_round) == [2, 2]
+
+
+# Error feedback ------------------------------------------------------------------------------------------------------
+
+ROUNDS = 64
+
+
+def mean_of_rounds(forgets: bool) -> tuple[float, float]:
+    """The same gradients averaged in many rounds: how far the mean of all rounds is off, and one round, by its norm."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gradients = [torch.randn(1000, generator=torch.Generator().manual_seed(each)) for each in range(size)]
+    wanted, method = torch.stack(gradients).mean(0), Int8(dist.group.WORLD)
+    rounds = []
+    with mock.patch.object(int8, "FORGETTING_ROUNDS", ROUNDS) if forgets else mock.MagicMock():
+        for _ in range(FORGETTING_ROUNDS + ROUNDS):
+            rounds.append(gradients[rank].clone())
+            method.average(0, rounds[-1]).wait()
+    kept = torch.stack(rounds[FORGETTING_ROUNDS:])
+    return (kept.mean(0) - wanted).norm().item(), (kept[0] - wanted).norm().item()
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["feedback", "planted: none"])
+def test_what_is_lost_arrives_later(ranks: RankPool, forgets: bool) -> None:
+    """The sum of all rounds is off by what is owed at the end alone. Without feedback, by every round's loss."""
+    for off, off_once in ranks.run(3, mean_of_rounds, forgets):
+        assert off_once > 0
+        assert off == pytest.approx(off_once, rel=1e-3) if forgets else off < 3 * off_once / ROUNDS
+
+
+def small_beside_large(rounds: int) -> float:
+    """The sum over rounds of an element that is a tenth of its block's scale."""
+    method, total = Int8(dist.group.WORLD), 0.0
+    for _ in range(rounds):
+        flat = torch.zeros(2 * BLOCK)
+        flat[::BLOCK], flat[1] = LARGEST, 0.1
+        method.average(0, flat).wait()
+        total += flat[1].item()
+    return total
+
+
+def test_a_small_element_arrives_in_the_end(ranks: RankPool) -> None:
+    """Rounded alone it would be 0 for ever; it is owed until it makes half a scale, in each phase."""
+    assert ranks.run(2, small_beside_large, 3) == [0, 0]
+    for total in ranks.run(2, small_beside_large, 101):
+        assert total == pytest.approx(0.1 * 100, abs=1.1)
+
+
+# In training ---------------------------------------------------------------------------------------------------------
+
+
+def poisoned(choice: tuple[str, str], bad: float) -> tuple[str, bool, bool]:
+    """A step of which rank 1's second micro-batch has a gradient that is not finite, and a good one after it.
+
+    What the first says, whether it changed the parameters, and whether the second made finite ones.
+    """
+    module = build("plain")
+    strategy = load(choice)(module, OPTIMIZERS["sgd"], options_of(choice, compress="int8"))
+    good = [make_batch("plain", 2, seed) for seed in (1, 2)]
+    for _ in range(2):
+        strategy.zero_grad()
+        strategy.forward_backward(good)
+        strategy.step()
+    before = [p.detach().clone() for p in module.parameters()]
+    weight = next(iter(module.parameters()))
+    rounds = iter(range(100))
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        is_bad = next(rounds) % 2 == 1 and dist.get_rank() == 1
+        return gradient.index_fill(0, torch.tensor([0]), bad) if is_bad else gradient
+
+    hook = weight.register_hook(spoil)
+    strategy.zero_grad()
+    message = message_of(NonFiniteError, strategy.forward_backward, good)
+    is_kept = all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    hook.remove()
+    strategy.zero_grad()
+    strategy.forward_backward(good)
+    strategy.step()
+    return message, is_kept, all(p.isfinite().all().item() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ddp.CHOICES)
+def test_traffic_of_unusual_parameters_on_three_ranks(ranks: RankPool, name: str) -> None:
+    """In many small buckets, some of them empty, or of fp64."""
+    options = {"compress": "int8", "bucket_cap_mb": 0.001}
+    for announced, seen, _ in ranks.run(3, profiled_step, ("ddp", name), "odd", 2, options):
+        assert announced == seen and seen["all_to_all"][0] >= 2
+
+
+@pytest.mark.parametrize("name", ddp.CHOICES)
+def test_nan_is_found_on_all_ranks(ranks: RankPool, name: str) -> None:
+    """Before any update, with the rank to blame; and nothing of it is left for a later step."""
+    for bad in (float("nan"), float("inf")):
+        for message, is_kept, goes_on in ranks.run(2, poisoned, ("ddp", name), bad):
+            assert "a gradient is not finite on rank 1" in message and is_kept and goes_on
