@@ -56,19 +56,18 @@ class GradientBucket:
         parameter, view = self.flat.parameters[slot], self.views[slot]
         if parameter.grad is None:
             view.zero_()
-        elif slot in self._placed and self.casts:
+        elif slot in self._placed:
             view.add_(parameter.grad)
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-        self._placed.add(slot)
+        if self.casts:
+            self._placed.add(slot)
         parameter.grad = None if self.casts else view
 
-    def is_placed(self, slot: int) -> bool:
-        return slot in self._placed if self.casts else self.flat.parameters[slot].grad is self.views[slot]
-
     def start_reduction(self) -> None:
-        for slot in range(len(self.flat.parameters)):
-            if not self.is_placed(slot):  # not used on this rank in this step
+        for slot, parameter in enumerate(self.flat.parameters):
+            is_placed = slot in self._placed if self.casts else parameter.grad is self.views[slot]
+            if not is_placed:  # not used on this rank in this step
                 self.place(slot)
         self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
         self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group, self.averages)

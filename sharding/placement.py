@@ -52,11 +52,8 @@ class Placement(NamedTuple):
         """
         expected: dict[str, int] = {}
         computed_with = self.param_dtype.itemsize * size.elements if self.param_dtype else size.parameter_bytes
-        kept, trained = (
-            self._kept(size.elements, size.parameter_bytes),
-            self._kept(size.trainable_elements, size.trainable_bytes),
-        )
-        frozen_shard = per_rank(kept - trained, ranks)
+        kept, kept_trained = self._kept(size)
+        frozen_shard = per_rank(kept - kept_trained, ranks)
         if "parameters" not in shards and (self.param_dtype or self.offload):
             apart = frozen_shard if self.offload else per_rank(kept, ranks)
             expected["parameters"] = computed_with + (0 if self.master_dtype else apart)
@@ -84,17 +81,15 @@ class Placement(NamedTuple):
         """
         if not self.offload:
             return 0
-        takes_all = self.offload.what == "parameters"
-        kept = (
-            self._kept(size.elements, size.parameter_bytes)
-            if takes_all
-            else self._kept(size.trainable_elements, size.trainable_bytes)
-        )
-        return per_rank((1 + optimizer_values) * size.trainable_bytes + kept, ranks)
+        kept, kept_trained = self._kept(size)
+        offloaded = kept if self.offload.what == "parameters" else kept_trained
+        return per_rank((1 + optimizer_values) * size.trainable_bytes + offloaded, ranks)
 
-    def _kept(self, elements: int, own_bytes: int) -> int:
-        """Bytes of all ranks' shards of parameters that have `own_bytes`."""
-        return self.master_dtype.itemsize * elements if self.master_dtype else own_bytes
+    def _kept(self, size: ModelSize) -> tuple[int, int]:
+        """Bytes of all ranks' shards together: of all parameters, and of the trainable ones."""
+        if self.master_dtype is None:
+            return size.parameter_bytes, size.trainable_bytes
+        return self.master_dtype.itemsize * size.elements, self.master_dtype.itemsize * size.trainable_elements
 
 
 def per_rank(size: int, ranks: int) -> int:

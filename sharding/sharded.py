@@ -13,7 +13,7 @@ from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.offload import HostUpdate
 from sharding.placement import Placement, cast_inputs
-from sharding.stochastic_rounding import RoundedUpdate, update_one
+from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
@@ -253,19 +253,6 @@ class ShardedStrategy(Strategy):
                 if tensor in given:
                     tensor.copy_(given[tensor])
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-
-
-def require_fp32(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check what `--master-dtype` updates.
-
-    Raises:
-        UnsupportedError: names a parameter that is not in fp32.
-    """
-    for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
-            raise UnsupportedError(
-                f"--master-dtype: {name} is {parameter.dtype}, and updates are in fp32: call .float()"
-            )
 
 
 def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:

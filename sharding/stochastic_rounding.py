@@ -14,14 +14,15 @@ A shard takes 2 bytes a parameter instead of 4. Optimizer states stay in fp32. T
 What is lost is noise: each step moves a weight by up to one unit in the last place too far.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.early_updates import only
 from sharding.flat import FlatParameters
+from training.errors import UnsupportedError
 
 CUT_BITS = 16
 """Of an fp32 pattern; what is above them is the pattern of a bf16 value."""
@@ -75,3 +76,16 @@ def update_one(optimizer: torch.optim.Optimizer, flat: FlatParameters, rounded: 
     """
     with only(optimizer, flat.updated.values()), rounded.of(flat) if rounded else nullcontext():
         optimizer.step()
+
+
+def require_fp32(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check what `--master-dtype` updates.
+
+    Raises:
+        UnsupportedError: names a parameter that is not in fp32.
+    """
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise UnsupportedError(
+                f"--master-dtype: {name} is {parameter.dtype}, and updates are in fp32: call .float()"
+            )

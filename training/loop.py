@@ -129,7 +129,8 @@ def train(
         while len(unread) > unread_steps:
             verdict, known = unread.popleft()
             loss, norm = (value if math.isfinite(value) else None for value in verdict.loss_and_norm)
-            known |= {"loss_scale": verdict.loss_scale, "skipped": verdict.skipped}
+            scale = verdict.loss_scale
+            known |= {"loss_scale": scale, "skipped": scale is not None and verdict.skipped}
             result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
             on_step(result)
 

@@ -157,8 +157,11 @@ class StepRunner:
         if self._unread is None:
             return
         (verdict, micro_batches), self._unread = self._unread, None
-        what, scale = verdict.nonfinite, verdict.loss_scale
-        if what is None or (scale is not None and scale >= 1):
+        what = verdict.nonfinite
+        if what is None:
+            return
+        scale = verdict.loss_scale
+        if scale is not None and scale >= 1:
             return
         culprits: list[int] | None
         if what == "the loss":
