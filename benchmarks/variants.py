@@ -21,6 +21,7 @@ SETTINGS = {
     "activation_checkpointing": str,
     "param_dtype": str,
     "reduce_dtype": str,
+    "master_dtype": str,
     "offload": str,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
+from training.config import AUTO, MASTER_DTYPES, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
 from training.errors import UserError
 from training.recompute import setting as recomputation
 
@@ -49,6 +49,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="compute activations of blocks again in backward, as the runner would (default: none)",
     )
     add("--param-dtype", choices=PARAM_DTYPES, help="of ZeRO and FSDP2, as the runner's (default: no cast)")
+    add("--master-dtype", choices=MASTER_DTYPES, help="of ZeRO's shards, as the runner's (default: the model's own)")
     add("--reduce-dtype", choices=REDUCE_DTYPES, help="of gradients on the link, as the runner's")
     add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")

@@ -25,6 +25,7 @@ AS_THE_RUNNERS = (
     "precision",
     "param_dtype",
     "reduce_dtype",
+    "master_dtype",
     "activation_checkpointing",
     "clip_grad_norm",
     "bucket_cap_mb",

@@ -116,7 +116,8 @@ class FlatParameters:
 
     The module may compute in a lower precision than the optimizer (`param_dtype`). Then `full` has the lower one, and
     `shard` is apart from it: the master values, which small updates do not round away (Micikevicius et al., 2018,
-    "Mixed precision training").
+    "Mixed precision training"). Or the shard has the lower one too (`master_dtype`), and updates are rounded to it at
+    random (`sharding.stochastic_rounding`).
 
     Rank 0's values win. Building one is collective.
 
@@ -128,11 +129,13 @@ class FlatParameters:
         layout: Where each parameter lies (`Layout`).
         full: The flat tensor with which the module computes, (padded_numel,).
         views: For each parameter its place in `full`, in its shape.
-        shard: What this rank updates, in the parameters' own dtype, (shard_numel,).
+        shard: What this rank keeps, in the parameters' own dtype or `master_dtype`, (shard_numel,).
+        update_dtype: In which the shard is updated, and its reduced gradient is: the parameters' own.
+        parts: For each parameter with elements in the shard, their place in it, flat.
         pieces: For each parameter with elements in the shard, a flat parameter on the device. Its `.grad` is the
             reduced gradient of these elements.
         updated: The same, as the optimizer sees it: a view into the shard. Those of `pieces`, unless the shard is in
-            host memory.
+            host memory. If the shard is not in `update_dtype`, they have values during an update alone.
     """
 
     def __init__(
@@ -144,13 +147,15 @@ class FlatParameters:
         self.parameters, self.group, self.rank = list(parameters), group, dist.get_rank(group)
         first, offload = parameters[0], placement.offload
         self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
-        self.own_dtype, dtype = first.dtype, placement.param_dtype or first.dtype
+        self.update_dtype, self.own_dtype = first.dtype, placement.master_dtype or first.dtype
+        dtype = placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
         self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), item_bytes)
         own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         for slot, parameter in enumerate(self.parameters):
             self.layout.view(own, slot).copy_(parameter.detach())
         dist.broadcast(own, group=group, group_src=0)
+        own = own.to(self.own_dtype)
         self.full = own.to(dtype)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
@@ -158,13 +163,20 @@ class FlatParameters:
             parameter.data = view
         self.shard = self._kept(self.layout.shard_of(own, self.rank), placement.offload)
         self._places = self.layout.pieces(self.rank)
+        self.parts = {
+            self.parameters[place.slot]: self.shard[place.start : place.end].detach() for place in self._places
+        }
+        is_updated_in_place = self.shard.dtype == self.update_dtype
         self.updated = {
-            self.parameters[place.slot]: nn.Parameter(self.shard[place.start : place.end]) for place in self._places
+            p: nn.Parameter(part if is_updated_in_place else self._nothing(part)) for p, part in self.parts.items()
         }
         self.pieces = self.updated
-        if self.is_offloaded:  # without memory of their own
-            nothing = torch.zeros((), dtype=self.own_dtype, device=self.full.device)
-            self.pieces = {p: nn.Parameter(nothing.expand(piece.shape)) for p, piece in self.updated.items()}
+        if self.is_offloaded:
+            self.pieces = {p: nn.Parameter(self._nothing(part, self.full.device)) for p, part in self.parts.items()}
+
+    def _nothing(self, part: Tensor, device: torch.device | None = None) -> Tensor:
+        """What has the shape of `part`, and no memory of its own."""
+        return torch.zeros((), dtype=self.update_dtype, device=device or part.device).expand(part.shape)
 
     def _kept(self, part: Tensor, offload: Offload | None) -> Tensor:
         """This rank's values, where they are updated."""
@@ -204,7 +216,7 @@ class FlatParameters:
                 )
 
     def whole(self) -> Tensor:
-        """All ranks' values in the parameters' own dtype, (padded_numel,). Not to be changed. Collective."""
+        """All ranks' values in the shard's dtype, (padded_numel,). Not to be changed. Collective."""
         if not self.keeps_shard_apart:
             return self.full
         own = torch.empty(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
@@ -249,3 +261,8 @@ class FlatParameters:
         for place, (parameter, piece) in zip(self._places, self.updated.items(), strict=True):
             is_there = gradient is not None and self.pieces[parameter].grad is not None
             piece.grad = gradient[place.start : place.end] if is_there else None  # type: ignore[index]
+
+    def set_updated_values(self, values: Tensor | None) -> None:
+        """Give the optimizer the shard's values in `update_dtype`, or take them away."""
+        for place, piece, part in zip(self._places, self.updated.values(), self.parts.values(), strict=True):
+            piece.data = self._nothing(part) if values is None else values[place.start : place.end]

@@ -19,7 +19,7 @@ class GradientBucket:
 
     Attributes:
         full: This rank's own gradients, (padded_numel,).
-        shard: The sum over ranks, (shard_numel,), in the dtype of the parameters' shard, once reduced.
+        shard: The sum over ranks, (shard_numel,), in the dtype of the update, once reduced.
         missing: Gradients still to come before the bucket can be reduced.
         in_flight: The reduce-scatter, from its start until it is waited for.
         averages: Whether reductions give the average over ranks instead of the sum.
@@ -87,7 +87,7 @@ class GradientBucket:
             for parameter in self.flat.parameters:
                 parameter.grad = None  # what is left there is this rank's own part
             assert self.shard is not None
-            self.shard = self.shard.to(self.flat.shard.dtype)
+            self.shard = self.shard.to(self.flat.update_dtype)
 
     def tensors(self) -> list[Tensor]:
         return [self.full] if self.shard is None else [self.full, self.shard]
@@ -141,7 +141,7 @@ class ShardedGradientBucket(GradientBucket):
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:
             self.wait()
-            self.shard = self._sum.to(self.flat.shard.dtype) if self.shard is None else self.shard.add_(self._sum)
+            self.shard = self._sum.to(self.flat.update_dtype) if self.shard is None else self.shard.add_(self._sum)
             if self._may_free:  # a gradient that autograd made may share its memory with another
                 free(self.full)
             self.in_flight = self.full = self._sum = None

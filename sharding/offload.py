@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddp.early_updates import only
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.host_memory import Offload
+from sharding.stochastic_rounding import RoundedUpdate, update_one
 
 
 class HostUpdate:
@@ -30,16 +30,23 @@ class HostUpdate:
 
     Args:
         buckets: The gradients, on the device, in the order in which they are updated.
+        rounded: How shards are updated that have a lower precision than the update.
 
     Attributes:
         gradients: Copies in host memory, one for each bucket.
     """
 
-    def __init__(self, offload: Offload, optimizer: torch.optim.Optimizer, buckets: Sequence[GradientBucket]) -> None:
-        self._offload, self._optimizer, self._buckets = offload, optimizer, buckets
+    def __init__(
+        self,
+        offload: Offload,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[GradientBucket],
+        rounded: RoundedUpdate | None = None,
+    ) -> None:
+        self._offload, self._optimizer, self._buckets, self._rounded = offload, optimizer, buckets, rounded
         device = buckets[0].flat.full.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.gradients = [offload.empty(b.flat.shard.shape, b.flat.shard.dtype, is_copied=True) for b in buckets]
+        self.gradients = [offload.empty(b.flat.shard.shape, b.flat.update_dtype, is_copied=True) for b in buckets]
 
     def run(self, publish: Callable[[FlatParameters], None]) -> None:
         """Update the shards of all buckets, and `publish` each at once."""
@@ -49,8 +56,7 @@ class HostUpdate:
                 arrived.synchronize()
             flat = bucket.flat
             flat.set_updated_gradients(gradient)
-            with only(self._optimizer, flat.updated.values()):
-                self._optimizer.step()
+            update_one(self._optimizer, flat, self._rounded)
             flat.set_updated_gradients(None)
             if self._offload.folder is not None:
                 self._move_states(flat)

@@ -13,6 +13,7 @@ from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.offload import HostUpdate
 from sharding.placement import Placement, cast_inputs
+from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
 from training.communication.consistency import require_matching_state
@@ -32,7 +33,7 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    casts_parameters, offloads = True, frozenset({"optimizer"})
+    casts_parameters, offloads, rounds_updates = True, frozenset({"optimizer"}), True
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
@@ -47,6 +48,12 @@ class ShardedStrategy(Strategy):
                 "ranks, or a replicated strategy"
             )
         self.host_update: HostUpdate | None = None
+        self.rounded_update: RoundedUpdate | None = None
+        if self.placement.master_dtype:
+            require_fp32(self.trainable)
+            self.parameter_dtypes = dict.fromkeys(self.parameter_dtypes, self.placement.master_dtype)
+            device = torch.device("cpu") if self.placement.offload else self.device
+            self.rounded_update = RoundedUpdate(device, self.data_parallel_rank, self.data_parallel_size)
         self._unused: set[nn.Parameter] = set()
         self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
@@ -62,15 +69,21 @@ class ShardedStrategy(Strategy):
             ]
         optimizer = make_optimizer(groups)
         if self.placement.offload:
-            self.host_update = HostUpdate(self.placement.offload, optimizer, list(reversed(self.buckets)))
+            buckets = list(reversed(self.buckets))
+            self.host_update = HostUpdate(self.placement.offload, optimizer, buckets, self.rounded_update)
         return optimizer
 
     def update(self) -> None:
+        if self.rounded_update is not None:
+            self.rounded_update.begin_step(self.optimizer_steps)
         if self.host_update is not None:
             self.host_update.run(self.publish)
             return
-        super().update()
+        if self.rounded_update is None:
+            super().update()
         for bucket in reversed(self.buckets):  # the order in which forward needs them
+            if self.rounded_update is not None:
+                update_one(self.optimizer, bucket.flat, self.rounded_update)
             self.publish(bucket.flat)
 
     def publish(self, flat: FlatParameters) -> None:
@@ -143,7 +156,7 @@ class ShardedStrategy(Strategy):
         names = {parameter: name for name, parameter in self.trainable.items()}
         result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
         for bucket in self.buckets:
-            flat, full = bucket.flat, torch.zeros(bucket.flat.layout.padded_numel, dtype=bucket.flat.shard.dtype)
+            flat, full = bucket.flat, torch.zeros(bucket.flat.layout.padded_numel, dtype=bucket.flat.update_dtype)
             full = full.to(flat.shard.device)
             if bucket.shard is not None:
                 flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
@@ -186,7 +199,8 @@ class ShardedStrategy(Strategy):
     def parameter_pieces(self) -> list[Piece]:
         if "parameters" not in self.saves_shards_of:
             return super().parameter_pieces()
-        return self._pieces_of(self.flats)  # what lies in none of them has no elements
+        kept = [(flat, flat.parts) for flat in self.flats]  # what lies in none of them has no elements
+        return self._pieces_of(kept)
 
     @property
     def saves_shards_of(self) -> frozenset[str]:
@@ -198,18 +212,19 @@ class ShardedStrategy(Strategy):
             if "parameters" in self.shards:
                 flat.shard_has_changed()
             else:
-                flat.fill_full(flat.whole())
+                flat.fill_own_part()
+                all_gather(flat.full, self.process_group).wait()
 
     def updated_pieces(self) -> list[Piece]:
-        return self._pieces_of(flat for flat in self.flats if flat.trainable)
+        return self._pieces_of((flat, flat.updated) for flat in self.flats if flat.trainable)
 
-    def _pieces_of(self, flats: Iterable[FlatParameters]) -> list[Piece]:
+    def _pieces_of(self, flats: Iterable[tuple[FlatParameters, Mapping[nn.Parameter, Tensor]]]) -> list[Piece]:
         """This rank's shards, cut where one parameter ends and the next begins."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return [
             Piece(names[parameter], start, piece)
-            for flat in flats
-            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
+            for flat, pieces in flats
+            for (parameter, piece), start in zip(pieces.items(), flat.first_elements(), strict=True)
         ]
 
     def full_state_dict(self) -> dict[str, Tensor]:

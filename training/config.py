@@ -27,7 +27,7 @@ BACKENDS = ("auto", "gloo", NCCL, LEGACY_NCCL)
 AUTO = "auto"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
-PARAM_DTYPES, REDUCE_DTYPES = ("bf16", "fp16"), ("fp32", "bf16")
+PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
 COMPRESSIONS = ("int8", "powersgd")
 OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
@@ -55,6 +55,8 @@ class StrategyOptions:
             (`training.recompute.setting`).
         param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
             keep the parameters' own. Default: compute with the parameters as they are.
+        master_dtype: `bf16`, with `param_dtype` bf16: shards are in bf16 too, and updates are rounded to it at random
+            (`sharding.stochastic_rounding`). Default: shards keep the parameters' own dtype.
         reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
             of the gradients.
         find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
@@ -74,6 +76,7 @@ class StrategyOptions:
     activation_checkpointing: str = recomputation.NONE
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    master_dtype: str | None = None
     offload: str | None = None
     find_unused_parameters: bool = False
     overlap_optimizer: bool = False
@@ -94,6 +97,7 @@ class StrategyOptions:
             ("--precision", self.precision, PRECISIONS),
             ("--param-dtype", self.param_dtype, (None, *PARAM_DTYPES)),
             ("--reduce-dtype", self.reduce_dtype, (None, *REDUCE_DTYPES)),
+            ("--master-dtype", self.master_dtype, (None, *MASTER_DTYPES)),
             ("--compress", self.compress, (None, *COMPRESSIONS)),
             ("--offload", self.offload and self.offload.partition(":")[0], (None, *OFFLOADS)),
         ):
@@ -103,6 +107,12 @@ class StrategyOptions:
             "--param-dtype",
             f"{self.param_dtype} with --precision {self.precision}",
             "one or the other: autocast is over fp32 parameters",
+        )
+        _require(
+            self.master_dtype in (None, self.param_dtype),
+            "--master-dtype",
+            self.master_dtype,
+            f"with --param-dtype {self.master_dtype}",
         )
         _require(
             not (self.compile_backend and self.activation_checkpointing == recomputation.SELECTIVE),
@@ -293,6 +303,12 @@ class RunConfig:
         "reduce gradients in this dtype (default: fp32 with --param-dtype, else that of the gradients)",
         choices=REDUCE_DTYPES,
     )
+    master_dtype: str | None = _precision(
+        None,
+        "with --param-dtype bf16, ZeRO keeps shards in bf16 too, without fp32 masters, and rounds each update at "
+        "random: lossy (default: the model's own)",
+        choices=MASTER_DTYPES,
+    )
     tf32: bool = _precision(False, "on GPUs, matrix products of fp32 tensors in TF32: 10 bits of mantissa, but faster")
 
     compile: bool = _precision(
@@ -442,6 +458,7 @@ class RunConfig:
             activation_checkpointing=self.activation_checkpointing,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
+            master_dtype=self.master_dtype,
             offload=self.offload,
             find_unused_parameters=self.find_unused_parameters,
             overlap_optimizer=self.overlap_optimizer,

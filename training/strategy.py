@@ -49,7 +49,8 @@ class Strategy(ABC):
         process_group: The ranks that share the work. Default: all.
 
     Attributes:
-        parameter_dtypes: The parameters' own, by name; `options.param_dtype` may be in their place.
+        parameter_dtypes: In which parameters are saved, by name: their own or `options.master_dtype`, though the module
+            may compute in `options.param_dtype`.
         wants_to_stop: Answers whether this rank has been asked to stop, in each step. Set it to your own function.
         stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
         optimizer_steps: Calls of `step`, those among them in which fp16 overflowed and nothing was changed.
@@ -71,6 +72,8 @@ class Strategy(ABC):
     """Whether `options.compile_backend` is supported."""
     casts_parameters = False
     """Whether `options.param_dtype` is supported."""
+    rounds_updates = False
+    """Whether `options.master_dtype` is supported."""
     reduces_in_backward = False
     """Whether a gradient is reduced while backward goes on. Then a parameter must get only one in a micro-batch."""
     communicates_in_forward = False
@@ -147,6 +150,10 @@ class Strategy(ABC):
             raise UnsupportedError(
                 "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
                 "pytorch_zero2 or pytorch_zero3, or --precision bf16"
+            )
+        if options.master_dtype and not cls.rounds_updates:
+            raise UnsupportedError(
+                "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"
             )
 
     # What a strategy defines -------------------------------------------------------------------------------------

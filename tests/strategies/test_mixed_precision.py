@@ -160,9 +160,9 @@ def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str,
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
 
 
-def loaded_whole(choice: tuple[str, str]) -> tuple[list[float], list[float]]:
+def loaded_whole(choice: tuple[str, str], options: dict[str, Any] = BF16) -> tuple[list[float], list[float]]:
     """Losses of evaluation and of a step, before and after the whole state went out and in again."""
-    strategy = load(choice)(build("frozen"), OPTIMIZERS["adam"], StrategyOptions(**BF16))
+    strategy = load(choice)(build("frozen"), OPTIMIZERS["adam"], StrategyOptions(**options))
     losses: list[list[float]] = [[], []]
     for seen in losses:
         strategy.load_full_state_dict(strategy.full_state_dict())

@@ -65,6 +65,12 @@ def test_bf16(choice: str) -> None:
     assert not seen.races and not seen.host_waits
 
 
+@pytest.mark.parametrize("choice", ["zero2", "zero3"])
+def test_stochastic_rounding(choice: str) -> None:
+    seen = checked(choice, micro_batches=2, options={"param_dtype": "bf16", "master_dtype": "bf16"})
+    assert not seen.races and not seen.host_waits and not seen.stalls
+
+
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
 def test_fp16(choice: str) -> None:
     """The loss scale stays on the device."""

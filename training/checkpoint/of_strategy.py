@@ -14,7 +14,7 @@ from training.distributed import on_every_rank
 from training.errors import UserError
 from training.strategy import Strategy
 
-GROUPS = "parameter_groups"
+GROUPS, STEPS = "parameter_groups", "optimizer_steps"
 
 
 def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
@@ -34,8 +34,8 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
             unfinished.mkdir(parents=True)
 
     def write() -> None:
-        groups = json.dumps(describe_groups(strategy.optimizer))
-        write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), {GROUPS: groups})
+        texts = {GROUPS: json.dumps(describe_groups(strategy.optimizer)), STEPS: str(strategy.optimizer_steps)}
+        write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), texts)
 
     def finish() -> None:
         if rank != 0:
@@ -63,6 +63,7 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         if GROUPS not in texts:
             raise UserError(f"{folder}: no checkpoint of a strategy")
         fill(strategy, files, json.loads(texts[GROUPS]))
+        strategy.optimizer_steps = int(texts.get(STEPS, "0"))  # which seeds stochastic rounding
 
     on_every_rank(load, strategy.process_group)
     strategy.parameters_are_loaded()

@@ -41,6 +41,7 @@ MUST_EQUAL = (
     "loss_scale",
     "param_dtype",
     "reduce_dtype",
+    "master_dtype",
     "compress",
     "depth",
     "width",

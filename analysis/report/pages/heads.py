@@ -24,7 +24,12 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
             "training as without compression, and its times and bytes cannot be compared with it."
         )
-    if config.get("param_dtype"):
+    if config.get("master_dtype"):
+        lines.append(
+            f"No master values: parameters are kept and computed with in {config['master_dtype']}, and every update is "
+            "rounded to it at random. This is lossy: losses differ from those of fp32, and of fp32 masters."
+        )
+    elif config.get("param_dtype"):
         lines.append(
             f"Parameters are gathered and computed with in {config['param_dtype']}, and updated in their own dtype: "
             "activations and gradients are rounded, and losses differ from those of fp32."

@@ -391,6 +391,10 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     said = {"config": settings, "notes": ["2 buckets fit this <link>"]}
     with pytest.raises(TraceError, match="differ in gradient compression"):
         compared(tmp_path, **said)
+    in_bf16 = record("a", 1.0)["config"] | {"param_dtype": "bf16", "master_dtype": "bf16"}
+    assert "This is lossy" in labels(record("a", 1.0) | {"config": in_bf16})[0]
+    with pytest.raises(TraceError, match=r"differ in .*master dtype"):
+        compared(tmp_path, config=in_bf16)
     marked = record("other", 0.1) | said
     shaped = record("other", 0.1) | {"link_bits_per_s": 250_000_000}
     assert "shaped to 250 Mbit/s" in summary_page(analysed(tmp_path, "other", shaped), "other")
