@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, MASTER_DTYPES, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
+from training.config import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
 from training.errors import UserError
 from training.recompute import setting as recomputation
 
@@ -51,6 +51,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--param-dtype", choices=PARAM_DTYPES, help="of ZeRO and FSDP2, as the runner's (default: no cast)")
     add("--master-dtype", choices=MASTER_DTYPES, help="of ZeRO's shards, as the runner's (default: the model's own)")
     add("--reduce-dtype", choices=REDUCE_DTYPES, help="of gradients on the link, as the runner's")
+    add("--offload", choices=OFFLOADS, help="to host memory, as the runner's (default: nothing)")
     add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")
     add("--price", type=amount, help="of one device for an hour, in any currency")
@@ -100,11 +101,20 @@ def add_what_if_flags(parser: argparse.ArgumentParser) -> None:
     add("--choice", help="another strategy (default: the recorded one)")
 
 
+def add_savings_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
+    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
+    add("--html", type=Path, metavar="FILE", help="write a page with table and picture there")
+    add("--csv", type=Path, metavar="FILE", help="write the table there")
+
+
 COMMANDS = {
     "plan": (add_plan_flags, "planner.plan_command"),
     "memory": (add_memory_flags, "planner.memory_command"),
     "record": (add_record_flags, "planner.record_command"),
     "what-if": (add_what_if_flags, "planner.what_if"),
+    "savings": (add_savings_flags, "planner.savings"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
 

@@ -2,11 +2,11 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -23,6 +23,7 @@ from training.config import RunConfig
 from training.errors import UserError
 from training.registry import Registry
 
+Result = TypeVar("Result")
 FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
 """Choices by the entrypoint that trains with them."""
 GIB = 2**30
@@ -119,13 +120,20 @@ def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iter
     Args:
         jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
     """
+    return in_processes(outcome, tasks, jobs)
+
+
+def in_processes(
+    simulates: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], jobs: int | None
+) -> Iterator[Result]:
+    """`simulates(*task)` of each task, in their order. For `jobs` see `outcomes`."""
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
-        yield from (outcome(*task) for task in tasks)
+        yield from (simulates(*task) for task in tasks)
         return
     # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(outcome, *zip(*tasks, strict=True))
+        yield from pool.map(simulates, *zip(*tasks, strict=True))
 
 
 # The table ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from analysis.columns import Column
 from planner.costs import hardware
 from planner.costs.sources import costs_of
 from planner.flags import chosen_model
@@ -27,6 +29,7 @@ AS_THE_RUNNERS = (
     "reduce_dtype",
     "master_dtype",
     "activation_checkpointing",
+    "offload",
     "clip_grad_norm",
     "bucket_cap_mb",
 )
@@ -41,7 +44,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     plan = planned(options)
     console.print(headline(plan.case))
-    console.print("", printed(plan.frame), "")
+    console.print("", printed(plan.frame, {name: PLAN_COLUMNS[name] for name in SHOWN}), "")
     for line in [*notes(plan.rows), *reasons(plan.rows), *certainty(plan)]:
         console.print(line)
     if options.csv is not None:
@@ -84,16 +87,16 @@ def case_of(options: argparse.Namespace) -> Case:
     return Case(model, cluster, config, options.sequence_length, costs, options.price)
 
 
-def printed(frame: pd.DataFrame) -> Table:
-    """The table as the terminal shows it."""
+def printed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
+    """The table as the terminal shows it, with those of `columns` that it has."""
     table = Table(box=None, pad_edge=False)
-    shown = [name for name in SHOWN if name in frame]
+    shown = [name for name in columns if name in frame]
     for name in shown:
-        column = PLAN_COLUMNS[name]
-        is_text = name in ("choice", "fits")
+        column = columns[name]
+        is_text = name in ("choice", "fits", "setting", "note")
         table.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
     for values in frame.to_dict("records"):
-        table.add_row(*(PLAN_COLUMNS[name].show(values[name]) for name in shown))
+        table.add_row(*(columns[name].show(values[name]) for name in shown))
     return table
 
 

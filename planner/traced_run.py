@@ -57,10 +57,8 @@ def read_run(path: Path) -> TracedRun:
     Raises:
         UserError: there is none, it ended early, or it has no traces that can be used.
     """
+    record, config = read_recorded(path)
     try:
-        record = latest_record(path) if path.is_dir() else read_record(path)
-        if record is None:
-            raise UserError(f"{path}: no run record (*.run.json) in this folder; give profile/<choice> of a run")
         window = last_window(path if path.is_dir() else path.parent, record["run_id"])
         found = [read_rank(file, rank, False) for rank, file in list(window.files.items())[:MOST_RANKS_READ]]
     except TraceError as error:
@@ -74,13 +72,28 @@ def read_run(path: Path) -> TracedRun:
     models = fits(timelines)
     if not models:
         raise UserError(f"{path}: no collective with a known size is in the traces; train with two ranks or more")
+    compute_s = fmean(map(compute_seconds, timelines))
+    return TracedRun(record, config, timelines[0].kind, step_s, compute_s, models)
+
+
+def read_recorded(path: Path) -> tuple[Mapping[str, Any], RunConfig]:
+    """The record of a run, for `path` see `read_run`, and its settings.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        record = latest_record(path) if path.is_dir() else read_record(path)
+    except TraceError as error:
+        raise UserError(str(error)) from None
+    if record is None:
+        raise UserError(f"{path}: no run record (*.run.json) in this folder; give profile/<choice> of a run")
     known = RunConfig.__dataclass_fields__
     try:
         config = RunConfig(**{name: value for name, value in record["config"].items() if name in known})
     except (TypeError, AttributeError):
         raise UserError(f"{path}: its settings cannot be read; train again") from None
-    config, compute_s = replace(config, choice=record["choice"]), fmean(map(compute_seconds, timelines))
-    return TracedRun(record, config, timelines[0].kind, step_s, compute_s, models)
+    return record, replace(config, choice=record["choice"])
 
 
 def compute_seconds(timeline: RankTimeline) -> float:

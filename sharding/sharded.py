@@ -20,7 +20,7 @@ from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import OneRankError, UnsupportedError
 from training.optimizers import MakeOptimizer
-from training.profiling.memory import ModelSize, storage_bytes
+from training.profiling.memory import ModelSize
 from training.replicated import broadcast_from_rank0
 from training.strategy import Strategy
 
@@ -190,11 +190,11 @@ class ShardedStrategy(Strategy):
     def memory_breakdown(self) -> dict[str, int]:
         return super().memory_breakdown() | ({"optimizer_state": 0} if self.host_update else {})
 
-    def host_bytes(self) -> int:
+    def host_tensors(self) -> Iterable[Tensor]:
         if self.host_update is None:
-            return 0
+            return ()
         shards = (flat.shard for flat in self.flats if flat.is_offloaded)
-        return storage_bytes([*shards, *self.host_update.gradients, *super().optimizer_tensors()])
+        return [*shards, *self.host_update.gradients, *super().optimizer_tensors()]
 
     def parameter_pieces(self) -> list[Piece]:
         if "parameters" not in self.saves_shards_of:

@@ -511,9 +511,13 @@ class Strategy(ABC):
             "buffers": storage_bytes(self.module.buffers()),
         }
 
+    def host_tensors(self) -> Iterable[Tensor]:
+        """Model states that this rank holds in host memory, or in files, and not on its device."""
+        return ()
+
     def host_bytes(self) -> int:
-        """Bytes of model states that this rank holds in host memory, or in files, and not on its device."""
-        return 0
+        """Bytes of `host_tensors`."""
+        return storage_bytes(self.host_tensors())
 
     def expected_host_bytes(self, size: ModelSize) -> int:
         """What `host_bytes` should be after a step, padding left out."""

@@ -69,6 +69,25 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The memory of a node, as one of its ranks sees it.
+
+    Attributes:
+        bytes_per_s: Of reads and writes together, of one of the ranks that share it.
+        copy_bytes_per_s: Between pinned memory and a device.
+        source: Where the figures are from.
+    """
+
+    bytes_per_s: float
+    copy_bytes_per_s: float
+    source: str = ""
+
+    def copy_seconds(self, bytes_moved: int) -> float:
+        """What a copy takes that moves so many bytes, those read and those written counted apart."""
+        return bytes_moved / 2 / self.copy_bytes_per_s
+
+
+@dataclass(frozen=True)
 class Cluster:
     """`nodes` machines of `ranks_per_node` devices each.
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.costs.cluster import Cluster, Device, Link
+from planner.costs.cluster import Cluster, Device, Host, Link
 from training.cli import unknown_name
 from training.communication.rates import Rate
 from training.errors import UserError
@@ -75,6 +75,12 @@ def link(name: str) -> Link:
     full_name = key if count == "1" else f"{count}x{key}"
     source = f"{entry['source']}; {part:.0%} of {bytes_per_s * int(count) / 1e9:g} GB/s"
     return Link(full_name, entry["latency_us"] * 1e-6, int(count) * bytes_per_s * part, source)
+
+
+def host(ranks: int) -> Host:
+    """The memory of a node with so many ranks."""
+    entry = table()["host"]
+    return Host(entry["bytes_per_s"] / ranks, entry["copy_bytes_per_s"], entry["source"])
 
 
 def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: float | None = None) -> Cluster:

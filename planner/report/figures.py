@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, MEMORY_COLOURS, styled
@@ -18,7 +19,7 @@ COMPONENT_COLOURS = {
 }
 SMALLEST_PART = 1 / 1500
 """Of the longest step. Smaller gaps between operators are closed."""
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def lanes_figure(simulated: Mapping[str, Simulated]) -> go.Figure:
@@ -66,6 +67,34 @@ def compute_by_phase(simulated: Simulated) -> dict[str, Intervals]:
             phase = span.details["phase"]
             found[phase if phase in COLOURS else "other compute"].append((span.start_s, span.end_s))
     return {phase: union(np.array(spans, dtype=float)) for phase, spans in found.items()}
+
+
+def savings_figure(frame: pd.DataFrame) -> go.Figure:
+    """A bar a setting: components at the peak, beside a mark for what was measured."""
+    rows, figure = frame[frame["note"] == ""], go.Figure()
+    for component, label in COMPONENTS.items():
+        held = rows[f"peak_{component}_bytes"] / MIB
+        if (held > 0).any():
+            figure.add_bar(
+                y=rows["setting"],
+                x=held.round(3),
+                name=label,
+                orientation="h",
+                marker={"color": COMPONENT_COLOURS[component], "line": {"width": 0}},
+                hovertemplate=f"%{{y}}: {label} %{{x:.2f}} MiB<extra></extra>",
+            )
+    figure.add_scatter(
+        x=rows["measured_bytes"] / MIB,
+        y=rows["setting"],
+        mode="markers",
+        name="measured",
+        marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "var(--ink)"}},
+        hovertemplate="%{y}: %{x:.2f} MiB measured<extra></extra>",
+    )
+    figure.update_layout(barmode="stack", height=140 + 34 * len(rows), meta={"narrowest": 560})
+    figure.update_xaxes(title="MiB at the peak of a step")
+    figure.update_yaxes(autorange="reversed")
+    return styled(figure)
 
 
 def memory_figure(simulated: Simulated, usable_bytes: int) -> go.Figure:

@@ -1,9 +1,11 @@
 """A plan as one HTML file that needs no network: table, memory over time, steps."""
 
+import pandas as pd
+
 from analysis.report.page import Section, drawing, render, table
 from planner.plan import Plan
-from planner.report.columns import PLAN_COLUMNS
-from planner.report.figures import lanes_figure, memory_figure
+from planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
+from planner.report.figures import lanes_figure, memory_figure, savings_figure
 from planner.report.recommendation import reasons, recommended
 from planner.report.wording import certainty, headline, notes
 
@@ -11,6 +13,21 @@ BANNER = (
     "Predicted: the strategies' own code ran on tensors without data, and a model of costs said how long operators and "
     "collectives take. Nothing was measured on these devices."
 )
+
+SAVINGS_BANNER = (
+    "Predicted, except for what is called measured: the strategies' own code ran on tensors without data, and every "
+    "tensor was counted."
+)
+
+
+def savings_page(about: str, frame: pd.DataFrame) -> str:
+    """What settings of a run would save, with a bar of components at the peak for each."""
+    text = "Other settings of the same run, one at a time, and in the last row several at once."
+    sections = [
+        Section("At the peak", text, figure=drawing(savings_figure(frame))),
+        Section("What each would save", table=table("savings", frame, SAVINGS_COLUMNS)),
+    ]
+    return render("What would save memory", [about], sections, SAVINGS_BANNER)
 
 
 def plan_page(plan: Plan) -> str:

@@ -17,6 +17,8 @@ from torch import Tensor
 from planner.contracts import COMPONENTS, MemoryCurve
 from planner.simulation.network import holds_data
 
+HOST = "host"
+"""Instead of a component: the tensor is in host memory, though it holds no data, and does not count."""
 CUDA_BLOCK = 512
 """Bytes; the CUDA caching allocator rounds every request up to a multiple (`kMinBlockSize`)."""
 
@@ -62,11 +64,16 @@ class MemoryTracker:
         self.note(tensors := list(tensors), component)
         for tensor in tensors:
             held = self._held.get(tensor.untyped_storage()._cdata)
-            if held and held.component != component and held.component not in unless:
+            if held and held.component not in (component, HOST, *unless):
                 size = held.rounded
                 self._change(held.component, -size)
                 held.component = component
                 self._change(component, size)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether it has been assigned to `HOST`."""
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return held is not None and held.component == HOST
 
     def resized(self, storage: Any) -> None:
         """A storage has changed its size."""
@@ -109,7 +116,7 @@ class MemoryTracker:
         self._change(held.component, change)
 
     def _change(self, component: str, size: int) -> None:
-        if not size:
+        if not size or component == HOST:
             return
         self._bytes[component] += size
         self._total += size

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.contracts import OperatorCall, OperatorCosts
 from planner.costs.calls import operator_call, tensors_in, touches_data
+from planner.costs.cluster import Host
 from planner.simulation.clock import Clock, Flight
 from planner.simulation.memory import MemoryTracker
 from planner.simulation.network import CannotSimulate, holds_data
@@ -61,6 +62,7 @@ class PretendedDevice(TorchDispatchMode):
 
     Args:
         is_cuda: Whether the device is a GPU. Operators on tensors that hold data run on its host and take no time.
+        host: What operators on offloaded tensors take, where the device is a GPU.
         observer: Gets each operator.
         guards: `planner.simulation.network.Network.guards`: whoever touches these storages waits.
 
@@ -78,8 +80,10 @@ class PretendedDevice(TorchDispatchMode):
         is_cuda: bool,
         observer: StepObserver,
         guards: dict[int, Flight],
+        host: Host,
     ) -> None:
         super().__init__()
+        self._host = host
         self._clock, self._costs, self._memory = clock, costs, memory
         self._is_cuda, self._observer, self._guards = is_cuda, observer, guards
         self.without_costs: dict[str, int] = {}
@@ -168,13 +172,19 @@ class PretendedDevice(TorchDispatchMode):
         call = operator_call(func, args, kwargs, answer)
         if self._is_cuda and call.name in ON_CUDA:
             call = dataclasses.replace(call, name=name_on_cuda(call, kwargs))
-        seconds = self._costs.seconds(call)
+        seconds = self._seconds(call, tensors_in((*args, *kwargs.values(), answer)))
         if seconds is None:
             self.without_costs[call.name] = self.without_costs.get(call.name, 0) + 1
         elif seconds > 0:
             start = self._clock.now_s
             self._clock.compute(seconds)
             self._observer.computed.append((call, self.phases[0] if self.phases else "", start, self._clock.now_s))
+
+    def _seconds(self, call: OperatorCall, tensors: Sequence[Tensor]) -> float | None:
+        on_host = [self._memory.is_on_host(tensor) for tensor in tensors] if self._is_cuda else [False]
+        if not any(on_host):
+            return self._costs.seconds(call)
+        return call.bytes_moved / self._host.bytes_per_s if all(on_host) else self._host.copy_seconds(call.bytes_moved)
 
 
 def name_on_cuda(call: OperatorCall, kwargs: Any) -> str:

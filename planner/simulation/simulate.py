@@ -21,7 +21,7 @@ from planner.costs.cluster import Cluster
 from planner.costs.links import LinkCosts
 from planner.models import first_line
 from planner.simulation.clock import Clock
-from planner.simulation.memory import MemoryTracker
+from planner.simulation.memory import HOST, MemoryTracker
 from planner.simulation.network import CannotSimulate, Issued, Network
 from planner.simulation.observer import StepObserver
 from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
@@ -77,7 +77,10 @@ class Simulation:
         by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
         self.network = Network(cluster, by_backend, self.streams, self._on_issue)
         guards = self.network.guards
-        self.device = PretendedDevice(self.clock, costs.operators, self.memory, self.is_cuda, self.observer, guards)
+        host = hardware.host(cluster.ranks_per_node)
+        self.device = PretendedDevice(
+            self.clock, costs.operators, self.memory, self.is_cuda, self.observer, guards, host
+        )
         self.strategy: Strategy | None = None
 
     @contextmanager
@@ -101,6 +104,9 @@ class Simulation:
             module = self.setting.make_module()
             self.device.is_building = False
             options = replace(self.setting.config.strategy_options(), clock=lambda: self.clock.now_s)
+            options = replace(options, offload=options.offload and options.offload.partition(":")[0])  # no real file
+            if options.compile_backend:
+                raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")
             self.strategy = strategy = make_strategy(module, adamw, options)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
@@ -156,6 +162,7 @@ class Simulation:
         assert self.strategy is not None
         self.memory.assign(self.strategy.parameter_tensors(), "parameters")
         self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(self.strategy.host_tensors(), HOST)
         self.memory.assign(self.strategy.optimizer_tensors(), "optimizer_state")
         if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
             # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.

@@ -17,7 +17,7 @@ from planner.contracts import Costs
 from planner.costs import hardware
 from planner.costs.sources import RECORD_ERROR, costs_of
 from planner.plan import choices, interval, outcomes, row
-from planner.report.columns import PLAN_COLUMNS
+from planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
 from planner.report.recommendation import reasons, recommended
 from scripts import plan as script
 from tests.in_process import run_in_process
@@ -224,11 +224,9 @@ def test_flags_and_columns_are_documented() -> None:
         section = text.split(f"### {command}\n")[1].split("\n### ")[0]
         flags = [action.option_strings[-1] for action in script.build_parser(command)._actions if action.option_strings]
         assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [flag for flag in flags if flag != "--help"]
-    columns = text.split("| column |")[1]
-    documented = [
-        name for row in re.findall(r"^\| (`[a-z_`, ]+`) \| ", columns, re.MULTILINE) for name in re.findall(r"\w+", row)
-    ]
-    assert documented == list(PLAN_COLUMNS)
+    for heading, columns in (("| column |", PLAN_COLUMNS), ("| column of savings |", SAVINGS_COLUMNS)):
+        rows = text.split(heading)[1].split("\n\n")[0]
+        assert re.findall(r"^\| `([a-z_]+)` \| ", rows, re.MULTILINE) == list(columns)
 
 
 def test_help_loads_no_torch() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ddp.link_fit import measure_all_reduce
 from planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
+from planner.costs import hardware
 from planner.costs.cluster import Cluster, Device, Link
 from planner.costs.links import LinkCosts
 from planner.simulation.memory import CUDA_BLOCK
@@ -186,10 +187,13 @@ def two_batches(samples: int) -> list[dict[str, Tensor]]:
     return [make_batch("llama", samples, seed) for seed in range(2)]
 
 
-def peak_of_real_ranks(choice: tuple[str, str], activation_checkpointing: str, samples: int) -> tuple[int, int]:
+RECOMPUTED = ("block", "torch:block", "selective")
+BF16 = {"param_dtype": "bf16", "master_dtype": "bf16"}
+
+
+def peak_of_real_ranks(choice: tuple[str, str], options: dict[str, str], samples: int) -> tuple[int, int]:
     """Most bytes allocated in a step, and those of the batch, which were there before."""
-    options = StrategyOptions(activation_checkpointing=activation_checkpointing)
-    strategy = load(choice)(llama_classifier(), adamw, options)
+    strategy = load(choice)(llama_classifier(), adamw, StrategyOptions(**options))  # type: ignore[arg-type]
     batches = two_batches(samples)
     for _ in range(2):  # in the first, DDP has not settled
         recorded = record_step_memory(strategy, StepData(samples * len(batches), batches), None)
@@ -197,22 +201,48 @@ def peak_of_real_ranks(choice: tuple[str, str], activation_checkpointing: str, s
     return recorded["peak_bytes"], storage_bytes(tensor for batch in batches for tensor in batch.values())
 
 
-PEAKS = [(choice, recomputed) for choice in CHOICES for recomputed in ("none", "block", "torch:block", "selective")]
-TRIED_PEAKS = (("zero1", "none"), ("zero2", "none"), ("pytorch_zero3", "none"), ("zero3", "block"))
+PEAKS: list[tuple[str, dict[str, str]]] = [
+    *((choice, {"activation_checkpointing": how}) for _, choice in CHOICES for how in RECOMPUTED),
+    *((choice, {}) for _, choice in CHOICES),
+    *((choice, {"offload": "optimizer"}) for choice in ("zero1", "zero2", "zero3")),
+    *((choice, {"param_dtype": "bf16"}) for choice in ("zero1", "zero2", "zero3", "pytorch_zero3")),
+    *((choice, BF16 | {"offload": "optimizer"}) for choice in ("zero1", "zero2", "zero3")),
+    ("zero3", BF16 | {"offload": "parameters"}),
+]
+TRIED_PEAKS = (
+    ("zero1", {}),
+    ("zero2", BF16 | {"offload": "optimizer"}),
+    ("zero3", {"activation_checkpointing": "block"}),
+    ("zero3", BF16 | {"offload": "parameters"}),
+    ("pytorch_zero3", {"param_dtype": "bf16"}),
+)
 
 
 @pytest.mark.parametrize(
-    ("choice", "recomputed"),
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * ((one[0][1], one[1]) not in TRIED_PEAKS)) for one in PEAKS],
+    ("choice", "options"),
+    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (one not in TRIED_PEAKS)) for one in PEAKS],
 )
-def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: tuple[str, str], recomputed: str) -> None:
+def test_peak_memory_is_what_real_ranks_reach(ranks: RankPool, choice: str, options: dict[str, str]) -> None:
     """Tensors of Gloo's own are in it, such as one of all that a scatter's root sends. States of random generators are
     not: a block that is computed again keeps 5056 bytes for that of the CPU, which is nothing beside larger batches."""
-    samples = 3 if recomputed == "none" else 400
-    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, choice, recomputed, samples)
-    one = setting(choice[1], "llama", micro_batches=2, activation_checkpointing=recomputed)
+    samples = 400 if "activation_checkpointing" in options else 3
+    named = next(one for one in CHOICES if one[1] == choice)
+    (reached, batch), _ = ranks.run(2, peak_of_real_ranks, named, options, samples)
+    one = setting(choice, "llama", micro_batches=2, **options)
     predicted = simulated(replace(one, make_micro_batches=lambda: two_batches(samples))).memory.peak_bytes
     assert predicted - batch == pytest.approx(reached, rel=0.005)
+
+
+def test_what_is_offloaded_is_on_no_gpu_and_takes_the_host_s_time() -> None:
+    """Of `Square`, a rank's half of the states; the host moves at least what Adam reads and writes."""
+    plain, offloaded = (
+        simulated(replace(setting("zero3", offload=offload), make_module=Square), kind="cuda", seconds=0.0)
+        for offload in (None, "optimizer")
+    )
+    assert plain.memory.at_rest["optimizer_state"] > 0 == offloaded.memory.at_rest["optimizer_state"]
+    elements = (FEATURES + 2) * WIDE // 2
+    assert plain.compute_s == 0.0
+    assert offloaded.compute_s >= 4 * 6 * elements / hardware.host(2).bytes_per_s
 
 
 @pytest.mark.parametrize("choice", ["zero3", "bucket_ddp_async", "pytorch_zero3"])

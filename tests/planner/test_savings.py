@@ -1,0 +1,58 @@
+"""`plan.py savings`: what other settings of a run would save of its memory."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from planner.savings import RECORDED, TOGETHER
+from scripts import plan as script
+from tests.in_process import run_in_process
+from tests.traces import record_of_eight_steps
+
+RUN_ID = "20261121-093000-0001"
+MEASURED = 123_456
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Of zero1 on an mlp of 2 x 16 x 16 parameters on two ranks, whose two layers are blocks."""
+    folder = tmp_path / "profile" / "zero1"
+    folder.mkdir(parents=True)
+    content = record_of_eight_steps("zero1", 1e-3) | {"run_id": RUN_ID, "device": "cpu"}
+    content["config"] = content["config"] | {"depth": 4, "width": 16, "grad_accum_steps": 1}
+    content["memory"] = [{"rank": 1, "peak_bytes": 1}, {"rank": 0, "peak_bytes": MEASURED}]
+    (folder / f"{RUN_ID}.run.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_each_setting_beside_the_recorded_one(run_folder: Path, tmp_path: Path) -> None:
+    files = tmp_path / "out" / "savings.csv", tmp_path / "out" / "savings.html"
+    flags = ["--jobs", "1", "--csv", str(files[0]), "--html", str(files[1])]
+    answer = run_in_process(script, "savings", str(run_folder), *flags)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    table = pd.read_csv(files[0]).set_index("setting")
+    first = table.iloc[0]
+    assert table.index[0] == RECORDED and first["measured_bytes"] == MEASURED and first["saved_bytes"] == 0
+    assert "zero1" not in table.index, "it is what was recorded"
+    parts = [name for name in table.columns if name.startswith("peak_") and name != "peak_bytes"]
+    known = table[table["note"].isna()]
+    assert (known[parts].sum(axis="columns") == known["peak_bytes"]).all()
+    assert (known["saved_bytes"] == first["peak_bytes"] - known["peak_bytes"]).all()
+    assert "this strategy can take optimizer off" in table.loc["--offload parameters", "note"]
+    states = 2 * 4 * 16 * 16 * 4 // 2  # of four layers, Adam's two values of each parameter, half of them on a rank
+    assert known.loc["--offload optimizer", "saved_bytes"] == pytest.approx(states, rel=0.05)
+    assert known["saved_bytes"].idxmax() == ", ".join(TOGETHER)
+    assert "most memory of rank 0 in a step" in answer.stdout and "--offload parameters: " in answer.stdout
+    assert "What each would save" in files[1].read_text()
+
+
+def test_what_cannot_be_simulated_is_one_line(run_folder: Path) -> None:
+    path = next(run_folder.glob("*.run.json"))
+    content = json.loads(path.read_text())
+    content["config"]["compile"] = True
+    path.write_text(json.dumps(content))
+    answer = run_in_process(script, "savings", str(path), "--jobs", "1")
+    assert answer.returncode == 2 and len(answer.stderr.splitlines()) == 1
+    assert "--compile: what a compiler makes of a block cannot be simulated" in answer.stderr
