@@ -165,4 +165,6 @@ def sample(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 EVERY = list(every_case())
-SAMPLED = list(sample(case for case in EVERY if "compiled" not in case.rounding))
+FOUND = [Case(("sharding", "zero3"), "fp16", "lookup", ("selective",))]
+"""Those in which a bug was found."""
+SAMPLED = [*FOUND, *sample(case for case in EVERY if "compiled" not in case.rounding)]
