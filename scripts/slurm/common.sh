@@ -20,14 +20,16 @@ port=$((15000 + job % 16000)) # most likely another for another job
 # training saves a checkpoint and ends with exit code 0. A rank that still starts, and torchrun, ignore the signal: so it
 # is sent again and again.
 on_tasks() {
-  local training code repeating=
-  trap '[ -n "$repeating" ] || { repeat_usr1 & repeating=$!; }' USR1
+  local training code announced= repeating=
+  trap 'announced=1' USR1 # nothing is started until $! has been read
   srun "$@" &
   training=$!
+  trap start_repeating USR1
+  if [ -n "$announced" ]; then start_repeating; fi
   while wait $training; code=$?; [ $code = 138 ] && kill -0 $training 2>/dev/null; do :; done # 138: by the signal
   if [ $code = 138 ]; then wait $training; code=$?; fi
   trap '' USR1
-  if [ -n "$repeating" ]; then kill "$repeating"; fi
+  if [ -n "$repeating" ]; then kill "$repeating" 2>/dev/null || true; fi
   if [ $code = 0 ] && is_completed; then return 0; fi
   if { [ -n "$repeating" ] && [ $code = 0 ]; } || is_preempted; then scontrol requeue "$id"; fi
   return $code
@@ -37,6 +39,9 @@ is_completed() {
   local newest
   newest=$(ls -t "$results"/profile/*/*.run.json 2>/dev/null | head -n 1)
   [ -n "$newest" ] && grep -q '"how": "completed"' "$newest"
+}
+start_repeating() {
+  [ -n "$repeating" ] || { repeat_usr1 & repeating=$!; }
 }
 repeat_usr1() {
   while scancel --signal=USR1 "$id"; do sleep 5; done
