@@ -5,7 +5,7 @@ so that a test can state how unevenly samples are split.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.models import BRANCHES, build, make_batch
 from tests.ranks import RankPool
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.precision import DTYPES, autocast
 from training.registry import Registry
 from training.strategy import Strategy
 
@@ -139,6 +140,7 @@ def oracle(
     clip: float | None = None,
     groups: bool = False,
     precision: str = "fp32",
+    param_dtype: str | None = None,
     state: dict[str, Tensor] | None = None,
     first_step: int = 0,
 ) -> dict[str, Any]:
@@ -152,9 +154,11 @@ def oracle(
     result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
     for index, split in enumerate(steps):
         optim.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-            loss = module(**joined(global_batch(model, split, first_step + index))).loss
-        loss.backward()
+        samples = joined(global_batch(model, split, first_step + index))
+        with autocast("cpu", precision):
+            loss = backward_in(DTYPES[param_dtype], module, samples) if param_dtype else module(**samples).loss
+        if not param_dtype:
+            loss.backward()
         trained = [p for p in module.parameters() if p.requires_grad]
         result["grad_norm"].append(
             torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item()
@@ -167,6 +171,18 @@ def oracle(
         result["loss"].append(loss.item())
     result["state"] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return result
+
+
+def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, Tensor]) -> Tensor:
+    """The loss, and gradients in the parameters' own dtype, of a copy whose parameters and inputs are in `dtype`."""
+    lower = deepcopy(module)
+    for parameter in lower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    loss = lower(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in samples.items()}).loss
+    loss.backward()
+    for parameter, copied in zip(module.parameters(), lower.parameters(), strict=True):
+        parameter.grad = None if copied.grad is None else copied.grad.to(parameter.dtype)
+    return loss
 
 
 def train_on_rank(

@@ -17,7 +17,8 @@ from sharding.collectives import free, references
 
 
 class LowPrecisionWeights:
-    """Of linear layers with fp32 weights. Whatever else autocast casts is left to it.
+    """Of linear layers with fp32 weights. Whatever else autocast casts is left to it, and so is a layer that is itself
+    a block of `--activation-checkpointing`: it is computed again without its hooks, and autograd keeps no copy of it.
 
     Args:
         layers: Modules of the unit.
@@ -26,7 +27,8 @@ class LowPrecisionWeights:
 
     def __init__(self, layers: Iterable[nn.Module], parameters: Collection[nn.Parameter]) -> None:
         for layer in dict.fromkeys(layers):
-            if type(layer) is nn.Linear and layer.weight in parameters and layer.weight.dtype == torch.float32:
+            is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+            if is_plain and layer.weight in parameters and layer.weight.dtype == torch.float32:
                 layer.register_forward_pre_hook(self._use)
                 layer.register_forward_hook(self._stop_using, always_call=True)
         self.begin_forward()

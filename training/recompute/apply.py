@@ -19,7 +19,8 @@ def checkpoint_activations(module: nn.Module, setting: str) -> None:
     again.
 
     Raises:
-        UnsupportedError: the module has no blocks, or keeps keys and values of earlier tokens.
+        UnsupportedError: the module has no blocks, keeps keys and values of earlier tokens, or computes blocks again
+            by itself.
     """
     recomputation = Recomputation.parse(setting)
     if recomputation is None:
@@ -34,6 +35,11 @@ def checkpoint_activations(module: nn.Module, setting: str) -> None:
         raise UnsupportedError(
             f"{FLAG} {setting}: a block that is computed again would add its keys and values to the cache twice; set "
             "config.use_cache = False"
+        )
+    if any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+        raise UnsupportedError(
+            f"{FLAG} {setting}: {type(module).__name__} computes its blocks again by itself, so they would run three "
+            "times; call gradient_checkpointing_disable()"
         )
     for block in blocks[:: recomputation.every]:
         if recomputation.by_torch:

@@ -1,0 +1,170 @@
+"""Which settings there are for `test_settings.py`, what each of them promises, and on which modules they are tried."""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from tests import parity
+from tests.models import BRANCHES, LORA, MODELS, UNUSUAL
+from tests.parity import all_choices, load, options_of
+from training.errors import UserError
+
+Choice = tuple[str, str]
+Options = dict[str, Any]
+
+
+class Rounding(NamedTuple):
+    """Settings that change the numbers.
+
+    Attributes:
+        oracle: How the one process rounds (arguments of `oracle`). None: nothing rounds alike.
+        loss: How far losses and norms may be off, relative.
+        gradient: How far gradients of the first step may be off, relative to the largest element.
+    """
+
+    options: Options
+    oracle: Options | None = None
+    loss: float = 2**-6
+    gradient: float = 2**-5
+
+
+BF16, FP16 = {"param_dtype": "bf16"}, {"param_dtype": "fp16"}
+AUTOCAST, AUTOCAST_FP16 = {"precision": "bf16"}, {"precision": "fp16"}
+MASTERS, REDUCED, SCALED = {"master_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"loss_scale": 64.0}
+INT8, POWERSGD, COMPILED = {"compress": "int8"}, {"compress": "powersgd"}, {"compile_backend": "aot_eager"}
+ROUNDINGS = {
+    "fp32": Rounding({}, {}, 1e-5, 1e-6),
+    "bf16": Rounding(AUTOCAST, AUTOCAST),
+    "fp16": Rounding(AUTOCAST_FP16 | SCALED, AUTOCAST_FP16, 2**-9, 2**-8),
+    "fp16, overflowing": Rounding(AUTOCAST_FP16 | {"loss_scale": 2.0**17}),
+    "reduced": Rounding(REDUCED, {}),
+    "bf16, reduced": Rounding(AUTOCAST | REDUCED, AUTOCAST),
+    "parameters in bf16": Rounding(BF16, BF16),
+    "parameters in fp16": Rounding(FP16 | SCALED, FP16, 2**-9, 2**-8),
+    "parameters in bf16, reduced": Rounding(BF16 | REDUCED, BF16),
+    "parameters in fp16, reduced": Rounding(FP16 | REDUCED | SCALED, FP16),
+    "masters": Rounding(BF16 | MASTERS, BF16, 0.05),
+    "masters, reduced": Rounding(BF16 | MASTERS | REDUCED, BF16, 0.05),
+    "int8": Rounding(INT8, {}, 0.05, 0.05),
+    "int8, bf16": Rounding(INT8 | AUTOCAST, AUTOCAST, 0.05, 0.05),
+    "powersgd": Rounding(POWERSGD, {}, 0.05, 1.0),
+    "powersgd, bf16": Rounding(POWERSGD | AUTOCAST, AUTOCAST, 0.05, 1.0),
+    "compiled": Rounding(COMPILED, {}, 1e-5, 1e-6),
+    "compiled, bf16": Rounding(COMPILED | AUTOCAST, AUTOCAST),
+    "compiled, parameters in bf16": Rounding(COMPILED | BF16, BF16),
+}
+RECOMPUTED = {how: {"activation_checkpointing": how} for how in ("block", "every:2", "selective", "torch:block")}
+OFFLOADED = {what: {"offload": what} for what in ("optimizer", "parameters", "optimizer:FOLDER", "parameters:FOLDER")}
+PAIRS = {f"{one}, {two}": RECOMPUTED[one] | OFFLOADED[two] for one, two in product(RECOMPUTED, OFFLOADED)}
+EXACT: dict[str, Options] = {"once more": {}, **RECOMPUTED, **OFFLOADED, **PAIRS}
+"""Settings that must not change a bit."""
+PAIRED = ("fp32", "fp16", "parameters in bf16", "masters")
+"""With these, exact settings are tried in pairs too."""
+
+TRAPS = (*MODELS, *UNUSUAL, LORA, *BRANCHES, "normed", "deep", "awkward")
+WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
+BUILT_ON_DDP = ("pytorch_ddp", "pytorch_zero1")
+"""Their buckets are ordered as gradients come, which recomputation changes, and so is the sum of three ranks."""
+WITH_STATISTICS = {"normed", "awkward"}
+"""Of a rank's own samples: no one process has the same."""
+
+
+class Case(NamedTuple):
+    """A training, and the exact settings under which it must be the same."""
+
+    choice: Choice
+    rounding: str
+    model: str
+    exact: tuple[str, ...] = tuple(EXACT)
+
+    @property
+    def id(self) -> str:
+        return "-".join((*self.choice, self.rounding, self.model, "all" if len(self.exact) > 1 else self.exact[0]))
+
+    @property
+    def number(self) -> int:
+        """Decides over the number of ranks, and whether gradients are clipped."""
+        return all_choices().index(self.choice) + list(ROUNDINGS).index(self.rounding) + TRAPS.index(self.model)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of `oracle`: three steps of two micro-batches, on two ranks or three."""
+        ranks = 2 if self.choice[1] in BUILT_ON_DDP else 2 + self.number % 2
+        split = [[2, 3], [3, 2], [2, 2]][:ranks]
+        return self.model, [split] * 3, "adam", 0.5 if self.number % 3 == 0 else None
+
+    def options(self, exact: str, folder: str = "FOLDER") -> Options:
+        options = ROUNDINGS[self.rounding].options | EXACT[exact]
+        if "offload" in options:
+            options["offload"] = options["offload"].replace("FOLDER", folder)
+        return options | {"find_unused_parameters": self.model in BRANCHES}
+
+
+def refusal(choice: Choice, options: Options) -> str | None:
+    """What is said to `options`, whatever the module; None if the choice takes them."""
+    try:
+        load(choice).require_options(options_of(choice, **options))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def refusal_of_module(choice: Choice, model: str, options: Options) -> str | None:
+    """What a choice that takes `options` says to them with this module, if it cannot."""
+    if "activation_checkpointing" in options and model in WITHOUT_BLOCKS:
+        return "has no blocks"
+    if "activation_checkpointing" in options and model in ("llama, checkpointed", "llama, checkpointed, re-entrant"):
+        return "computes its blocks again by itself"
+    if "param_dtype" in options and model in WITH_STATISTICS:
+        return "keeps its statistics"
+    if "compile_backend" in options and choice[1] == "zero3" and model in WITHOUT_BLOCKS:
+        return "--compile: zero3 must gather layer by layer"
+    return parity.REFUSALS.get((choice[1], model.partition(",")[0]))
+
+
+def is_rounded_otherwise(choice: Choice, model: str, options: Options) -> bool:
+    """Whether recomputation may change the last bit (docs/how-it-works/activation_checkpointing.md).
+
+    Of a block that runs twice in low precision; and where gradients are rounded by what is beside them in a bucket:
+    DDP orders its buckets as gradients come.
+    """
+    is_low = options.get("precision", "fp32") != "fp32" or "param_dtype" in options
+    return "activation_checkpointing" in options and (
+        (is_low and model == "out of order") or ("compress" in options and choice[1] in BUILT_ON_DDP)
+    )
+
+
+def every_case() -> Iterator[Case]:
+    """With those exact settings that choice and module take."""
+    for choice, rounding in product(all_choices(), ROUNDINGS):
+        offered = [name for name in EXACT if rounding in PAIRED or name not in PAIRS]
+        taken = [name for name in offered if not refusal(choice, ROUNDINGS[rounding].options | EXACT[name])]
+        for model in TRAPS:
+            case = Case(choice, rounding, model)
+            given = {name: case.options(name) for name in taken}
+            if exact := tuple(name for name in taken if not leaves_out(choice, model, given[name])):
+                yield case._replace(exact=exact)
+
+
+def leaves_out(choice: Choice, model: str, options: Options) -> bool:
+    """`odd` computes with fp32 and fp64 at once, which has no counterpart with parameters of one dtype."""
+    if "param_dtype" in options and model == "odd":
+        return True
+    return bool(refusal_of_module(choice, model, options)) or is_rounded_otherwise(choice, model, options)
+
+
+def sample(cases: Iterable[Case]) -> Iterator[Case]:
+    """Some with a single exact setting each, among them every choice, rounding, module and exact setting."""
+    singles = [case._replace(exact=(name,)) for case in cases for name in case.exact]
+    seen: set[Any] = set()
+    for index in range(len(singles)):
+        case = singles[index * 1009 % len(singles)]
+        if not seen.issuperset(case):
+            seen.update(case)
+            yield case
+
+
+EVERY = list(every_case())
+FOUND = [Case(("sharding", "zero3"), "fp16", "lookup", ("selective",))]
+"""Those in which a bug was found."""
+SAMPLED = [*FOUND, *sample(case for case in EVERY if "compiled" not in case.rounding)]
