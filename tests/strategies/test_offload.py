@@ -17,8 +17,15 @@ from training.errors import NonFiniteError, UnsupportedError, UserError
 from training.profiling.memory import ModelSize
 
 CASES = [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
-for_each_case = pytest.mark.parametrize(("name", "what"), CASES)
+ORIGINALS = [("pytorch_zero2", "parameters"), ("pytorch_zero3", "parameters")]
+"""They take no folder, and keep gradients on the host too."""
+for_each_case = pytest.mark.parametrize(("name", "what"), CASES + ORIGINALS)
 SPLIT = [[2, 1], [3, 1]]
+
+
+def places(name: str, what: str, folder: Path) -> list[str]:
+    """What `--offload` takes here: host memory, and files."""
+    return [what] if (name, what) in ORIGINALS else [what, f"{what}:{folder}"]
 
 
 def train(name: str, model: str, options: dict[str, Any], set_to_none: bool = True) -> dict[str, Any]:
@@ -43,14 +50,14 @@ def test_it_is_bitwise_training_without_offload(
 ) -> None:
     for model in ("llama", "frozen", "branching") if not options else ("llama", "frozen"):
         wanted = ranks.run(2, train, name, model, options)[0]
-        for offload, set_to_none in ((what, True), (f"{what}:{tmp_path / 'files'}", False)):
+        for offload, set_to_none in zip(places(name, what, tmp_path / "files"), (True, False), strict=False):
             for found in ranks.run(2, train, name, model, options | {"offload": offload}, set_to_none):
                 assert found["loss"] == wanted["loss"] and found["norm"] == wanted["norm"], (model, offload)
             found = ranks.run(2, train, name, model, options | {"offload": offload})[0]
             assert found["state"].keys() == wanted["state"].keys()
             for key, tensor in wanted["state"].items():
                 assert torch.equal(found["state"][key], tensor), (model, offload, key)
-    assert not list((tmp_path / "files").iterdir()), "files have no names"
+    assert (name, what) in ORIGINALS or not list((tmp_path / "files").iterdir()), "files have no names"
 
 
 def memory(name: str, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -69,7 +76,7 @@ def test_memory_is_what_the_formulas_say(
     ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
 ) -> None:
     """Padding aside. On the host: shard, gradient and Adam's two states."""
-    for offload in (what, f"{what}:{tmp_path}"):
+    for offload in places(name, what, tmp_path):
         for held, expected, host_bytes, expected_host, p4 in ranks.run(2, memory, name, options | {"offload": offload}):
             for component, size in expected.items():
                 assert size <= held[component] <= 1.05 * size, component
@@ -77,6 +84,8 @@ def test_memory_is_what_the_formulas_say(
             assert expected_host == 4 * p4 / 2 <= host_bytes <= 1.05 * expected_host
             if what == "parameters":
                 assert held["parameters"] == 0
+            if (name, what) in ORIGINALS:
+                assert held["gradients"] == 0
 
 
 @for_each_case
@@ -106,9 +115,15 @@ def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, 
 @for_each_choice
 def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
     for what in ("optimizer", "parameters"):
-        if (choice[1], what) not in CASES:
+        if (choice[1], what) not in CASES + ORIGINALS:
             with pytest.raises(UnsupportedError, match=f"--offload {what}: this strategy can take"):
                 load(choice).require_options(StrategyOptions(offload=what))
+
+
+@pytest.mark.parametrize(("name", "what"), ORIGINALS)
+def test_originals_take_no_folder(name: str, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
+        load(("sharding", name)).require_options(StrategyOptions(offload=f"{what}:/tmp"))
 
 
 def test_mistakes_are_said() -> None:
