@@ -146,7 +146,8 @@ class Strategy(ABC):
         what, _, folder = (options.offload or "").partition(":")
         if what and what not in cls.offloads:
             ways = " or ".join(sorted(cls.offloads)) or "nothing"
-            raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device")
+            others = "zero1, zero2 and zero3" if what == "optimizer" else "zero3, pytorch_zero2 and pytorch_zero3"
+            raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device; {others} can")
         if folder and not cls.offloads_to_files:
             raise UnsupportedError(
                 f"--offload {what}:{folder}: this strategy offloads to host memory alone; leave out :{folder}, or take "

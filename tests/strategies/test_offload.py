@@ -2,16 +2,23 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sharding.sharded import clip_shards
 from tests.models import build
 from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from training.communication.loss_scale import LossScaler
+from training.communication.verdict import norm_of
 from training.config import StrategyOptions
 from training.errors import NonFiniteError, UnsupportedError, UserError
 from training.profiling.memory import ModelSize
@@ -124,6 +131,25 @@ def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
 def test_originals_take_no_folder(name: str, what: str) -> None:
     with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
         load(("sharding", name)).require_options(StrategyOptions(offload=f"{what}:/tmp"))
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where a GPU would: in an operator on tensors of the device and of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {tensor.device for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        assert len(devices) < 2, f"{func}: {devices}"
+        return func(*args, **kwargs or {})
+
+
+def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device() -> None:
+    """As FSDP2 keeps them on a GPU, which this pretends to have."""
+    device = torch.device("cuda", 0)
+    with FakeTensorMode(), OneDevice(), mock.patch.object(dist, "all_reduce"):
+        shards = [torch.ones(3), torch.ones(4)]
+        assert norm_of(shards, device).device == device
+        assert clip_shards(shards, 1.0, mock.Mock(), device).device == device
+        LossScaler(StrategyOptions(precision="fp16"), device).unscale_(shards)
 
 
 def test_mistakes_are_said() -> None:
