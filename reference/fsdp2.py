@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
 from sharding.elementwise import require_elementwise
 from sharding.placement import Placement
@@ -226,31 +227,3 @@ class PyTorchZero3(FSDP2):
     """`reshard_after_forward=True`: blocks are resharded after forward and gathered again for backward."""
 
     frees_blocks_after_forward = True
-
-
-def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`, in their own dtype or in `dtype`."""
-    return sum(
-        -(-len(t) // size) * size * (t.numel() // len(t)) * (dtype or t.dtype).itemsize for t in tensors if t.numel()
-    )
-
-
-def first_element(parameter: Tensor) -> int:
-    """Number of the first element of this rank's shard. Dimension 0 is sharded as by `torch.chunk`."""
-    if not isinstance(parameter, DTensor) or not parameter.numel():
-        return 0
-    rows = len(parameter)
-    before = -(-rows // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
-    return min(before, rows) * (parameter.numel() // rows)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a `DTensor`; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on CPU. Collective. Shards that are offloaded are gathered on the device."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor.detach().cpu().clone()
