@@ -1,6 +1,7 @@
 """This rank's shards, which FSDP2 cuts along dimension 0 (`DTensor`), and the tensors that they are part of."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,5 +32,5 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor, on CPU. Collective. Shards that are offloaded are gathered on the device."""
     if isinstance(tensor, DTensor):
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.detach().cpu().clone()
