@@ -6,6 +6,9 @@ micro-batch; to delay that, a rank would have to hold whole gradients. `pytorch_
 and gathers it again for backward: 3(N-1)/N * P elements on the wire per micro-batch. `pytorch_zero2` keeps the block
 until its backward pass is done, which saves a third of that. Despite its name it is no ZeRO-2 at rest: it then holds as
 little as `pytorch_zero3`.
+
+With `--offload parameters` (`CPUOffloadPolicy`) shards, their gradients and the optimizer's states are in host memory,
+and the CPU updates them. A shard is copied to the device when its unit is gathered, and a reduced gradient from it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
 from sharding.elementwise import require_elementwise
 from sharding.placement import Placement
@@ -28,6 +32,7 @@ from training.communication.consistency import require_matching_state
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.optimizers import MakeOptimizer
+from training.profiling.memory import ModelSize, storage_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
 from training.strategy import Strategy
 from training.tensors import TensorsBeside
@@ -40,6 +45,7 @@ class FSDP2(Strategy):
     always_averages = True
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
     communicates_in_forward = casts_parameters = True
+    offloads = frozenset({"parameters"})
     frees_blocks_after_forward: ClassVar[bool]
 
     def replace_parameters(self) -> None:
@@ -53,6 +59,8 @@ class FSDP2(Strategy):
             "mesh": DeviceMesh.from_group(self.process_group, self.device.type),
             "mp_policy": MixedPrecisionPolicy(placement.param_dtype, placement.reduce_dtype),
         }
+        if self.options.offload:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         self.root = TensorsBeside(self.module)
         try:
             for block in find_blocks(self.module):
@@ -137,11 +145,32 @@ class FSDP2(Strategy):
         return [local(p.grad) for p in self.trainable.values() if p.grad is not None]
 
     def parameter_tensors(self) -> Iterable[Tensor]:
-        leaves = [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
-        return [*map(local, self.module.parameters()), *leaves]
+        return [*self._shards(), *self._gathered()]
+
+    def _shards(self) -> list[Tensor]:
+        return [local(parameter) for parameter in self.module.parameters()]
+
+    def _gathered(self) -> list[Tensor]:
+        return [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
+
+    def memory_breakdown(self) -> dict[str, int]:
+        on_device = {"parameters": storage_bytes(self._gathered()), "gradients": 0, "optimizer_state": 0}
+        return super().memory_breakdown() | (on_device if self.options.offload else {})
+
+    def expected_memory(self, size: ModelSize) -> dict[str, int]:
+        expected = super().expected_memory(size)
+        return dict.fromkeys(expected, 0) if self.options.offload else expected
+
+    def host_bytes(self) -> int:
+        if not self.options.offload:
+            return 0
+        return storage_bytes([*self._shards(), *self.gradient_tensors(), *self.optimizer_tensors()])
+
+    def expected_host_bytes(self, size: ModelSize) -> int:
+        return Placement.of(self.options).expected_host_bytes(size, self.data_parallel_size)
 
     def parameter_pieces(self) -> list[Piece]:
         return [Piece(name, first_element(p), p) for name, p in self.module.named_parameters()]
@@ -163,7 +192,7 @@ class FSDP2(Strategy):
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         require_matching_state(self.module, state, self.process_group)
         for name, tensor in self.module.state_dict().items():
-            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             if self.data_parallel_rank == 0:
                 received.copy_(state[name])
             broadcast_from_rank0([received], self.process_group)
@@ -198,29 +227,3 @@ class PyTorchZero3(FSDP2):
     """`reshard_after_forward=True`: blocks are resharded after forward and gathered again for backward."""
 
     frees_blocks_after_forward = True
-
-
-def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`, in their own dtype or in `dtype`."""
-    return sum(
-        -(-len(t) // size) * size * (t.numel() // len(t)) * (dtype or t.dtype).itemsize for t in tensors if t.numel()
-    )
-
-
-def first_element(parameter: Tensor) -> int:
-    """Number of the first element of this rank's shard. Dimension 0 is sharded as by `torch.chunk`."""
-    if not isinstance(parameter, DTensor) or not parameter.numel():
-        return 0
-    rows = len(parameter)
-    before = -(-rows // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
-    return min(before, rows) * (parameter.numel() // rows)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a `DTensor`; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on CPU. Collective."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()

@@ -33,7 +33,8 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    casts_parameters, offloads, rounds_updates = True, frozenset({"optimizer"}), True
+    casts_parameters = offloads_to_files = rounds_updates = True
+    offloads = frozenset({"optimizer"})
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
@@ -266,7 +267,8 @@ def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGr
     dist.all_reduce(square, group=group)
     norm = square.sqrt().float()
     if shards:
-        torch._foreach_mul_(list(shards), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(shards), factor.to(shards[0].device))  # offloaded ones are on the host
     return norm
 
 

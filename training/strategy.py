@@ -68,6 +68,8 @@ class Strategy(ABC):
     """Whether `options.overlap_optimizer` is supported."""
     offloads: frozenset[str] = frozenset()
     """Values of `options.offload` that are supported."""
+    offloads_to_files = False
+    """Whether a folder may follow them."""
     compiles = True
     """Whether `options.compile_backend` is supported."""
     casts_parameters = False
@@ -141,9 +143,16 @@ class Strategy(ABC):
             raise UnsupportedError("--compress: gradients are compressed by replicated strategies alone")
         if options.overlap_optimizer and not cls.overlaps_optimizer:
             raise UnsupportedError("--overlap-optimizer: this strategy updates no parameter before all are reduced")
-        if options.offload and (what := options.offload.partition(":")[0]) not in cls.offloads:
+        what, _, folder = (options.offload or "").partition(":")
+        if what and what not in cls.offloads:
             ways = " or ".join(sorted(cls.offloads)) or "nothing"
-            raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device")
+            others = "zero1, zero2 and zero3" if what == "optimizer" else "zero3, pytorch_zero2 and pytorch_zero3"
+            raise UnsupportedError(f"--offload {what}: this strategy can take {ways} off the device; {others} can")
+        if folder and not cls.offloads_to_files:
+            raise UnsupportedError(
+                f"--offload {what}:{folder}: this strategy offloads to host memory alone; leave out :{folder}, or take "
+                "zero1, zero2 or zero3"
+            )
         if options.compile_backend and not cls.compiles:
             raise UnsupportedError("--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3")
         if options.param_dtype and not cls.casts_parameters:

@@ -2,23 +2,37 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sharding.sharded import clip_shards
 from tests.models import build
 from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from training.communication.loss_scale import LossScaler
+from training.communication.verdict import norm_of
 from training.config import StrategyOptions
 from training.errors import NonFiniteError, UnsupportedError, UserError
 from training.profiling.memory import ModelSize
 
 CASES = [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
-for_each_case = pytest.mark.parametrize(("name", "what"), CASES)
+ORIGINALS = [("pytorch_zero2", "parameters"), ("pytorch_zero3", "parameters")]
+"""They take no folder, and keep gradients on the host too."""
+for_each_case = pytest.mark.parametrize(("name", "what"), CASES + ORIGINALS)
 SPLIT = [[2, 1], [3, 1]]
+
+
+def places(name: str, what: str, folder: Path) -> list[str]:
+    """What `--offload` takes here: host memory, and files."""
+    return [what] if (name, what) in ORIGINALS else [what, f"{what}:{folder}"]
 
 
 def train(name: str, model: str, options: dict[str, Any], set_to_none: bool = True) -> dict[str, Any]:
@@ -43,14 +57,14 @@ def test_it_is_bitwise_training_without_offload(
 ) -> None:
     for model in ("llama", "frozen", "branching") if not options else ("llama", "frozen"):
         wanted = ranks.run(2, train, name, model, options)[0]
-        for offload, set_to_none in ((what, True), (f"{what}:{tmp_path / 'files'}", False)):
+        for offload, set_to_none in zip(places(name, what, tmp_path / "files"), (True, False), strict=False):
             for found in ranks.run(2, train, name, model, options | {"offload": offload}, set_to_none):
                 assert found["loss"] == wanted["loss"] and found["norm"] == wanted["norm"], (model, offload)
             found = ranks.run(2, train, name, model, options | {"offload": offload})[0]
             assert found["state"].keys() == wanted["state"].keys()
             for key, tensor in wanted["state"].items():
                 assert torch.equal(found["state"][key], tensor), (model, offload, key)
-    assert not list((tmp_path / "files").iterdir()), "files have no names"
+    assert (name, what) in ORIGINALS or not list((tmp_path / "files").iterdir()), "files have no names"
 
 
 def memory(name: str, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -69,7 +83,7 @@ def test_memory_is_what_the_formulas_say(
     ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
 ) -> None:
     """Padding aside. On the host: shard, gradient and Adam's two states."""
-    for offload in (what, f"{what}:{tmp_path}"):
+    for offload in places(name, what, tmp_path):
         for held, expected, host_bytes, expected_host, p4 in ranks.run(2, memory, name, options | {"offload": offload}):
             for component, size in expected.items():
                 assert size <= held[component] <= 1.05 * size, component
@@ -77,6 +91,8 @@ def test_memory_is_what_the_formulas_say(
             assert expected_host == 4 * p4 / 2 <= host_bytes <= 1.05 * expected_host
             if what == "parameters":
                 assert held["parameters"] == 0
+            if (name, what) in ORIGINALS:
+                assert held["gradients"] == 0
 
 
 @for_each_case
@@ -106,9 +122,34 @@ def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, 
 @for_each_choice
 def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
     for what in ("optimizer", "parameters"):
-        if (choice[1], what) not in CASES:
+        if (choice[1], what) not in CASES + ORIGINALS:
             with pytest.raises(UnsupportedError, match=f"--offload {what}: this strategy can take"):
                 load(choice).require_options(StrategyOptions(offload=what))
+
+
+@pytest.mark.parametrize(("name", "what"), ORIGINALS)
+def test_originals_take_no_folder(name: str, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
+        load(("sharding", name)).require_options(StrategyOptions(offload=f"{what}:/tmp"))
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where a GPU would: in an operator on tensors of the device and of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {tensor.device for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        assert len(devices) < 2, f"{func}: {devices}"
+        return func(*args, **kwargs or {})
+
+
+def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device() -> None:
+    """As FSDP2 keeps them on a GPU, which this pretends to have."""
+    device = torch.device("cuda", 0)
+    with FakeTensorMode(), OneDevice(), mock.patch.object(dist, "all_reduce"):
+        shards = [torch.ones(3), torch.ones(4)]
+        assert norm_of(shards, device).device == device
+        assert clip_shards(shards, 1.0, mock.Mock(), device).device == device
+        LossScaler(StrategyOptions(precision="fp16"), device).unscale_(shards)
 
 
 def test_mistakes_are_said() -> None:

@@ -53,8 +53,9 @@ class LossScaler:
         return self.times / self.scale.double()
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
+        """Divide them, which are all on the device, or all on the host."""
         if found := list(gradients):
-            torch._foreach_mul_(found, self.inverse().float())
+            torch._foreach_mul_(found, self.inverse().float().to(found[0].device))
 
     def update(self, found_inf: Tensor) -> None:
         """The step is over. `found_inf`: 1.0 if it was skipped, else 0.0 (`Verdict.found_inf`)."""

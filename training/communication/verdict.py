@@ -23,12 +23,13 @@ VERDICT_BYTES = 2 * 8
 def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of all elements, an fp64 scalar on `device`, by one fused kernel.
 
-    It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite.
+    It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite. The
+    tensors may be on the host.
     """
     found = [tensor.detach() for tensor in tensors]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)), dtype=torch.float64).to(device)
 
 
 def not_finite(values: Tensor) -> Tensor:

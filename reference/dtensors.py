@@ -1,0 +1,36 @@
+"""This rank's shards, which FSDP2 cuts along dimension 0 (`DTensor`), and the tensors that they are part of."""
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def padded_bytes(tensors: Iterable[Tensor], size: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of whole tensors whose dimension 0 is padded to a multiple of `size`, in their own dtype or in `dtype`."""
+    return sum(
+        -(-len(t) // size) * size * (t.numel() // len(t)) * (dtype or t.dtype).itemsize for t in tensors if t.numel()
+    )
+
+
+def first_element(parameter: Tensor) -> int:
+    """Number of the first element of this rank's shard. Dimension 0 is sharded as by `torch.chunk`."""
+    if not isinstance(parameter, DTensor) or not parameter.numel():
+        return 0
+    rows = len(parameter)
+    before = -(-rows // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+    return min(before, rows) * (parameter.numel() // rows)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a `DTensor`; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on CPU. Collective. Shards that are offloaded are gathered on the device."""
+    if isinstance(tensor, DTensor):
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+    return tensor.detach().cpu().clone()
