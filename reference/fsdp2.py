@@ -164,10 +164,10 @@ class FSDP2(Strategy):
         expected = super().expected_memory(size)
         return dict.fromkeys(expected, 0) if self.options.offload else expected
 
-    def host_bytes(self) -> int:
+    def host_tensors(self) -> Iterable[Tensor]:
         if not self.options.offload:
-            return 0
-        return storage_bytes([*self._shards(), *self.gradient_tensors(), *self.optimizer_tensors()])
+            return ()
+        return [*self._shards(), *self.gradient_tensors(), *self.optimizer_tensors()]
 
     def expected_host_bytes(self, size: ModelSize) -> int:
         return Placement.of(self.options).expected_host_bytes(size, self.data_parallel_size)
