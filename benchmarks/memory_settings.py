@@ -107,18 +107,19 @@ def predicted(found: Sequence[tuple[dict[str, Any], RunConfig]]) -> "pd.DataFram
     """The table, with a prediction for each cell."""
     import pandas as pd
 
-    from planner.plan import in_processes
-    from planner.savings import Recorded
-
-    tasks = [(Recorded(config, row["world_size"], "cpu", "gloo"),) for row, config in found]
-    peaks = in_processes(predict, tasks, None)
-    table = pd.DataFrame([row | {"predicted_bytes": peak} for (row, _), peak in zip(found, peaks, strict=True)])
+    table = pd.DataFrame([row | {"predicted_bytes": predict(config, row["world_size"])} for row, config in found])
     return table.assign(error_pct=100 * (table["predicted_bytes"] / table["measured_bytes"] - 1))
 
 
-def predict(recorded: Any) -> int:
-    """Bytes at the peak of a step."""
-    row = recorded.row("", {})
+def predict(config: RunConfig, ranks: int) -> int:
+    """Bytes at the peak of a step.
+
+    Raises:
+        UserError: it cannot be simulated.
+    """
+    from planner.savings import RECORDED, Recorded
+
+    row = Recorded(config, ranks, "cpu", "gloo").row(RECORDED, {})
     if row["note"]:
         raise UserError(row["note"])
     return int(row["peak_bytes"])
