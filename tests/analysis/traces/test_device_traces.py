@@ -12,10 +12,13 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hta.common.trace import Trace
 from hta.trace_analysis import TraceAnalysis
 
 from analysis.summary import WindowAnalysis, analyse_window
@@ -196,7 +199,9 @@ def test_hta_says_the_same(analysis: WindowAnalysis, tmp_path: Path) -> None:
         )
         for timeline in analysis.timelines
     }
-    alone = TraceAnalysis(trace_files=files, trace_dir=str(tmp_path))
+    in_this_process = partialmethod(Trace.load_traces, use_multiprocessing=False)  # else it forks beside threads
+    with mock.patch.object(Trace, "load_traces", in_this_process):
+        alone = TraceAnalysis(trace_files=files, trace_dir=str(tmp_path))
     theirs = alone.get_temporal_breakdown(visualize=False).set_index("rank")
     overlap = alone.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
     for row in analysis.summary.to_dict("records"):
