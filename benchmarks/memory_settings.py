@@ -34,7 +34,7 @@ from training.errors import UnsupportedError, UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-CHOICES = "bucket_ddp_async,zero1,zero2,zero3,pytorch_zero3"
+CHOICES = "baseline,zero1,zero2,zero3,pytorch_zero3"
 RECOMPUTED = ("none", "block", "selective")
 PRECISIONS: dict[str, dict[str, str]] = {
     "fp32": {},
