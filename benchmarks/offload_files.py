@@ -81,7 +81,7 @@ def train(layers: int, folder: Path, steps: int) -> None:
         print(f"step {step + 1}: loss {loss.item():.4g}, {time.monotonic() - begin:.1f} s", flush=True)
     print(f"{layers * WIDTH**2 / 1e6:,.0f} M parameters")
     print(
-        f"{strategy.host_bytes() / GIB:.2f} GiB of states in files; at most {peak_rss_bytes() / GIB:.2f} GiB resident"
+        f"{strategy.host_bytes() / GIB:.2f} GiB of states in files; {peak_rss_bytes() / GIB:.2f} GiB resident"
     )
     dist.destroy_process_group()
 
