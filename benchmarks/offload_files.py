@@ -80,9 +80,7 @@ def train(layers: int, folder: Path, steps: int) -> None:
         strategy.zero_grad()
         print(f"step {step + 1}: loss {loss.item():.4g}, {time.monotonic() - begin:.1f} s", flush=True)
     print(f"{layers * WIDTH**2 / 1e6:,.0f} M parameters")
-    print(
-        f"{strategy.host_bytes() / GIB:.2f} GiB of states in files; {peak_rss_bytes() / GIB:.2f} GiB resident"
-    )
+    print(f"{strategy.host_bytes() / GIB:.2f} GiB of states in files; {peak_rss_bytes() / GIB:.2f} GiB resident")
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from training.cli import exit_with_error, unknown_name
@@ -32,7 +33,7 @@ def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
 
     Leaves the process with one line where the text makes no sense.
     """
-    label, *pairs = text.split(":")
+    label, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
     choice, backend = split_label(label)
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))

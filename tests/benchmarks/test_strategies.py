@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.groups import Groups
 from benchmarks.strategies import MIB, measure, parse, show, two_causes
+from benchmarks.variants import parse_variant
 from tests.ranks import RankPool
 from training.config import RunConfig
 from training.distributed import Ranks
@@ -84,3 +85,8 @@ def test_mistakes_in_a_choice(capsys: pytest.CaptureFixture[str], choice: str, e
         parse(["--choices", choice])
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_a_setting_s_value_may_have_colons() -> None:
+    found = parse_variant("zero3:activation_checkpointing=torch:every:2:offload=optimizer", ["zero3"])
+    assert found == {"choice": "zero3", "activation_checkpointing": "torch:every:2", "offload": "optimizer"}
