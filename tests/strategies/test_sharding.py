@@ -67,18 +67,19 @@ def test_each_root_has_a_group_of_its_own(ranks: RankPool) -> None:
 
 def groups_after_others() -> list[int]:
     """Before `parent`, groups are made that not all ranks know of."""
-    pair, cpu = dist.new_group([1, 2]), torch.device("cpu")
-    if isinstance(pair, dist.ProcessGroup):
-        groups_of_roots(pair, cpu)
+    pair, cpu, me = dist.new_group([1, 2]), torch.device("cpu"), dist.get_rank()
+    made = [pair, *groups_of_roots(pair, cpu)] if isinstance(pair, dist.ProcessGroup) else []
     parent = dist.new_group()  # named after a count that groups of roots must leave as it was
-    alone = dist.get_rank()
-    if alone == 2:
-        dist.new_group([alone], use_local_synchronization=True)
+    if me == 2:
+        made.append(dist.new_group([me], use_local_synchronization=True))
     assert isinstance(parent, dist.ProcessGroup)
-    sizes = [group.size() for group in groups_of_roots(parent, cpu)]
-    if alone != 2:
-        dist.new_group([alone], use_local_synchronization=True)  # from here on all ranks count the same again
-    return sizes
+    roots = groups_of_roots(parent, cpu)
+    if me != 2:
+        made.append(dist.new_group([me], use_local_synchronization=True))  # from here on all ranks count the same
+    dist.barrier()
+    for group in (*made, *roots, parent):
+        dist.destroy_process_group(group)  # or later traces would list groups of different ranks
+    return [group.size() for group in roots]
 
 
 def test_groups_of_roots_find_each_other_after_groups_that_not_all_ranks_joined(ranks: RankPool) -> None:

@@ -42,6 +42,9 @@ def browser() -> Iterator[Browser]:
 
 
 Opener = Callable[..., Page]
+LONGEST_WAIT_MS = 60_000
+"""A browser beside other tests on two cores draws slowly."""
+expect.set_options(timeout=LONGEST_WAIT_MS)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +63,9 @@ def browser_pages(browser: Browser) -> Iterator[tuple[Opener, list[str]]]:
             page.on(
                 "request", lambda request: None if request.url[:4] == "file" else complaints.append(request.url[:99])
             )
+            page.set_default_timeout(LONGEST_WAIT_MS)
             page.goto(path.as_uri())
-            page.wait_for_selector("html[data-drawn]", timeout=60_000)
+            page.wait_for_selector("html[data-drawn]")
             pages[key] = page
         return pages[key]
 
