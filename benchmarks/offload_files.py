@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="on a disk, for the files of the states")
     parser.add_argument("--limit-gib", type=at_least(1, float), default=3.0, help="of the cgroup (default: 3 GiB)")
-    parser.add_argument("--times", type=at_least(0, float), default=3.0, help="states over limit (default: 3)")
+    parser.add_argument("--times", type=at_least(0.5, float), default=3.0, help="states over limit (default: 3)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="optimizer steps (default: 3)")
     return parser.parse_args(arguments)
 

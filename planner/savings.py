@@ -42,8 +42,9 @@ TOGETHER = ("zero3", "--activation-checkpointing block", "--param-dtype bf16", "
 class Recorded:
     """A run whose memory is asked about.
 
-    Raises:
-        UserError: its workload cannot be simulated.
+    Attributes:
+        kind: Of its devices: `cpu` or `cuda`.
+        backend: `gloo` or `nccl`.
     """
 
     config: RunConfig
@@ -64,7 +65,7 @@ class Recorded:
         """Memory of rank 0 over a step of the changed run.
 
         Raises:
-            UserError: the choice refuses it, or it cannot be simulated.
+            UserError: the choice refuses it, or choice or workload cannot be simulated.
         """
         config = replace(self.config, **changes)
         device = replace(hardware.device("cpu"), kind=self.kind)  # times do not matter

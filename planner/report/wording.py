@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planner.costs import hardware
 from planner.costs.sources import LINK_ERROR
 from planner.plan import Case, Plan
 
@@ -31,12 +32,16 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def certainty(plan: Plan) -> list[str]:
     """What intervals and spare memory mean, and where the costs come from."""
-    costs, is_cuda = plan.case.costs, plan.case.cluster.device.kind == "cuda"
+    costs, cluster = plan.case.costs, plan.case.cluster
+    is_cuda = cluster.device.kind == "cuda"
     spare = (
         "of a device's memory, less 1 GiB for CUDA itself" if is_cuda else "of a rank's part of the machine's memory"
     )
+    has_host = is_cuda and plan.case.config.offload
+    host = [f"Host: {hardware.host(cluster.ranks_per_node).source}."] if has_host else []
     return [
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
         f"To spare: {spare}.",
         *costs.sources,
+        *host,
     ]

@@ -6,10 +6,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from planner.savings import RECORDED, TOGETHER
+from benchmarks.memory_settings import OFFLOADS, PRECISIONS, RECOMPUTED, cells
+from planner.savings import RECORDED, TOGETHER, Recorded
+from planner.simulation.memory import CUDA_BLOCK
+from planner.traced_run import read_recorded
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import record_of_eight_steps
+from training.config import RunConfig
 
 RUN_ID = "20261121-093000-0001"
 MEASURED = 123_456
@@ -48,6 +52,16 @@ def test_each_setting_beside_the_recorded_one(run_folder: Path, tmp_path: Path) 
     assert "What each would save" in files[1].read_text()
 
 
+def test_of_a_run_on_gpus(run_folder: Path) -> None:
+    """Allocations are rounded as CUDA's allocator does, and the batch counts."""
+    path = next(run_folder.glob("*.run.json"))
+    recorded = [Recorded(read_recorded(path)[1], 2, *on) for on in (("cpu", "gloo"), ("cuda", "nccl"))]
+    on_cpu, on_gpu = (one.row(RECORDED, {}) for one in recorded)
+    assert on_gpu["peak_bytes"] > on_cpu["peak_bytes"] and on_gpu["peak_bytes"] % CUDA_BLOCK == 0
+    offloaded = recorded[1].row("", {"offload": "optimizer"})
+    assert offloaded["peak_optimizer_state_bytes"] == 0 < on_gpu["peak_optimizer_state_bytes"]
+
+
 def test_what_cannot_be_simulated_is_one_line(run_folder: Path) -> None:
     path = next(run_folder.glob("*.run.json"))
     content = json.loads(path.read_text())
@@ -56,3 +70,10 @@ def test_what_cannot_be_simulated_is_one_line(run_folder: Path) -> None:
     answer = run_in_process(script, "savings", str(path), "--jobs", "1")
     assert answer.returncode == 2 and len(answer.stderr.splitlines()) == 1
     assert "--compile: what a compiler makes of a block cannot be simulated" in answer.stderr
+
+
+def test_the_benchmark_tries_what_a_choice_takes() -> None:
+    """Of each precision and recomputation, replicated choices take fp32 alone, zero1 two of three ways to offload."""
+    found = [(row["choice"], row["offload"]) for row, _ in cells(RunConfig(), ["baseline", "zero1", "zero3"])]
+    assert len(found) == len(RECOMPUTED) * (1 + len(PRECISIONS) * (2 + len(OFFLOADS)))
+    assert ("zero3", "parameters") in found and ("zero1", "parameters") not in found
