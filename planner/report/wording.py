@@ -6,6 +6,11 @@ from typing import Any
 from planner.costs import hardware
 from planner.costs.sources import LINK_ERROR
 from planner.plan import Case, Plan
+from training.config import flag_name
+from training.recompute.setting import NONE
+
+NAMED = ("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload")
+"""Settings that the headline names where they are given."""
 
 
 def headline(case: Case) -> str:
@@ -13,11 +18,16 @@ def headline(case: Case) -> str:
     nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
     between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
     samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
+    given = {name: getattr(config, name) for name in NAMED}
+    settings = [
+        config.precision,
+        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
+    ]
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
         f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
         f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
-        f"{case.micro_batch_size} on each rank; {config.precision}."
+        f"{case.micro_batch_size} on each rank; {', '.join(settings)}."
     )
 
 
