@@ -88,7 +88,7 @@ class BucketDDP(ReplicatedStrategy):
             self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
 
     def norm_of_share(self) -> Tensor:
-        return self.early.norm()
+        return self.early.norm() if self.model_parallel is None else super().norm_of_share()
 
     def update(self) -> None:
         with self.early.rest():

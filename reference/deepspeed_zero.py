@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.elementwise import require_elementwise
-from sharding.sharded import clip_shards, clipping_traffic
 from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state
+from training.communication.clipping import clip_parts, clipping_traffic
+from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.config import FP16, StrategyOptions
 from training.errors import UnsupportedError
@@ -155,7 +155,7 @@ class DeepSpeedZero(Strategy):
             self.zero.averaged_gradients[group] = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, self.device)
+        return clip_parts(list(self.gradient_share()), max_norm, self.process_group, self.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)
@@ -188,7 +188,7 @@ class DeepSpeedZero(Strategy):
         """Not supported: DeepSpeed keeps states in flat partitions and has checkpoints of its own."""
         raise UnsupportedError("DeepSpeed choices can neither save nor resume checkpoints; take zero1, zero2 or zero3")
 
-    def full_gradients(self) -> dict[str, Tensor]:
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad
         return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
 
@@ -198,15 +198,15 @@ class DeepSpeedZero(Strategy):
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=writer)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
         with self.gathered():
             if self.data_parallel_rank != 0:
                 return {}
             return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.gathered(writer=0):
-            require_matching_state(self.module, state, self.process_group)
+            require_matching_state(shapes_of(self.module), state, self.process_group)
             if self.data_parallel_rank == 0:
                 self.module.load_state_dict(state)
             broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -25,10 +25,10 @@ from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
 from sharding.elementwise import require_elementwise
 from sharding.placement import Placement
-from sharding.sharded import clip_shards, clipping_traffic
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state
+from training.communication.clipping import clip_parts, clipping_traffic
+from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.optimizers import MakeOptimizer
@@ -131,18 +131,18 @@ class FSDP2(Strategy):
         super().abandon_step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_shards(list(self.gradient_share()), max_norm, self.process_group, self.device)
+        return clip_parts(list(self.gradient_share()), max_norm, self.process_group, self.device)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)
 
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
-    def gradient_share(self) -> Iterable[Tensor]:
-        return self.gradient_tensors()
+    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return [local(p.grad) for p in self.trainable.values() if p.grad is not None]
+        return self.gradient_share()
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._shards(), *self._gathered()]
@@ -181,16 +181,16 @@ class FSDP2(Strategy):
     def on_this_rank(self, tensor: Tensor) -> Tensor:
         return local(tensor).detach()
 
-    def full_gradients(self) -> dict[str, Tensor]:
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
         return {name: whole(p.grad) for name, p in self.trainable.items() if p.grad is not None}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
         wholes = ((name, whole(tensor)) for name, tensor in self.module.state_dict().items())  # one at a time
         return {name: tensor for name, tensor in wholes if self.data_parallel_rank == 0}
 
     @torch.no_grad()
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        require_matching_state(self.module, state, self.process_group)
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(shapes_of(self.module), state, self.process_group)
         for name, tensor in self.module.state_dict().items():
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             if self.data_parallel_rank == 0:

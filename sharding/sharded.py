@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import all_gather
@@ -16,7 +15,8 @@ from sharding.placement import Placement, cast_inputs
 from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state
+from training.communication.clipping import clip_parts, clipping_traffic
+from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import OneRankError, UnsupportedError
 from training.optimizers import MakeOptimizer
@@ -144,6 +144,12 @@ class ShardedStrategy(Strategy):
             for parameter in self._unused & bucket.flat.pieces.keys():
                 bucket.flat.pieces[parameter].grad = None
 
+    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for bucket in self.buckets:
+            for parameter, piece in bucket.flat.pieces.items():
+                if piece.grad is not None:
+                    yield parameter, piece.grad
+
     def gradient_share(self) -> Iterator[Tensor]:
         return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
 
@@ -153,7 +159,7 @@ class ShardedStrategy(Strategy):
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
 
-    def full_gradients(self) -> dict[str, Tensor]:
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.trainable.items()}
         result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
         for bucket in self.buckets:
@@ -168,12 +174,12 @@ class ShardedStrategy(Strategy):
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        pieces = [piece for bucket in self.buckets for piece in bucket.flat.pieces.values()]
-        gradients = [piece.grad for piece in pieces if piece.grad is not None]
-        return clip_shards(gradients, max_norm, self.process_group, self.device)
+        pieces = list(self.gradient_pieces())
+        owned = [gradient for p, gradient in pieces if p in self.owned] if self.model_parallel else None
+        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.process_group)
+        return clipping_traffic(self.everyone)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +234,7 @@ class ShardedStrategy(Strategy):
             for (parameter, piece), start in zip(pieces.items(), flat.first_elements(), strict=True)
         ]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
@@ -242,8 +248,8 @@ class ShardedStrategy(Strategy):
             name: whole[tensor] if tensor in whole else tensor.detach().cpu().clone() for name, tensor in state.items()
         }
 
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        require_matching_state(self.module, state, self.process_group)
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
         own = self.module.state_dict(keep_vars=True)
         given = {own[name]: tensor for name, tensor in state.items()} if self.data_parallel_rank == 0 else {}
@@ -254,24 +260,3 @@ class ShardedStrategy(Strategy):
                 if tensor in given:
                     tensor.copy_(given[tensor])
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-
-
-def clip_shards(shards: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Scale shards in place so that the norm over all ranks' shards is at most `max_norm`.
-
-    Returns:
-        The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
-    """
-    own = nn.utils.get_total_norm(shards) if shards else torch.zeros((), device=device)
-    square = own.to(device, torch.float64).square()
-    dist.all_reduce(square, group=group)
-    norm = square.sqrt().float()
-    if shards:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(shards), factor.to(shards[0].device))  # offloaded ones are on the host
-    return norm
-
-
-def clipping_traffic(group: dist.ProcessGroup) -> list[Collective]:
-    """What `clip_shards` sends."""
-    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping")]

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training.errors import UserError
 from training.link.speed import NONE, canonical
 from training.profiling.chosen_ranks import ranks_in
 from training.recompute import setting as recomputation
+
+if TYPE_CHECKING:
+    from training.model_parallel import ModelParallel
 
 FP16 = "fp16"
 PRECISIONS = ("fp32", "bf16", FP16)
@@ -66,6 +69,7 @@ class StrategyOptions:
         compress: `int8` or `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
+        model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
@@ -83,6 +87,7 @@ class StrategyOptions:
     compress: str | None = None
     compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
+    model_parallel: "ModelParallel | None" = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.ranges import share
+from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.compression import Compression
-from training.communication.consistency import require_matching_state
+from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
 from training.optimizers import MakeOptimizer
@@ -66,25 +67,33 @@ class ReplicatedStrategy(Strategy):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         if self.options.overlap_optimizer:
             raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
-        return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
+        if self.model_parallel is None:
+            return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
+        found = {p: p.grad for p in self.trainable.values() if p.grad is not None}
+        owned = [gradient for p, gradient in found.items() if p in self.owned]
+        return clip_parts(list(found.values()), max_norm, self.model_parallel.group, self.device, owned)
 
-    def full_gradients(self) -> dict[str, Tensor]:
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return clipping_traffic(self.model_parallel.group) if self.model_parallel else []
+
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
 
-    def gradient_share(self) -> Iterator[Tensor]:
-        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        lengths = [gradient.numel() for gradient in gradients]
+    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        found = [(p, p.grad) for p in self.trainable.values() if p.grad is not None]
+        lengths = [gradient.numel() for _, gradient in found]
         for index, start, end in share(lengths, self.data_parallel_rank, self.data_parallel_size):
+            parameter, gradient = found[index]
             whole = end - start == lengths[index]
-            yield gradients[index] if whole else gradients[index].reshape(-1)[start:end]
+            yield parameter, gradient if whole else gradient.reshape(-1)[start:end]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
         if self.data_parallel_rank != 0:
             return {}
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        require_matching_state(self.module, state, self.process_group)
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(shapes_of(self.module), state, self.process_group)
         if self.data_parallel_rank == 0:
             self.module.load_state_dict(state)
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.communication.agreement import GlobalBatch, Pending, StepAgreement, StepResult, nonfinite_error
+from training.communication.agreement import GlobalBatch, Pending, StepAgreement, nonfinite_error
 from training.communication.verdict import Verdict
 from training.errors import UnsupportedError
 from training.watch.phases import phase
@@ -94,8 +94,8 @@ class StepRunner:
                 yield
                 self._require_scaled()
             if last:
-                verdict, _ = self._finish()
-                self._keep(verdict, None)
+                self._finish()
+                self._keep(self.verdict, None)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `Strategy.scale_loss`."""
@@ -126,7 +126,7 @@ class StepRunner:
 
     def weights(self, counts: Sequence[float]) -> list[float]:
         """See `Strategy.loss_weights`."""
-        total = self._agreement.all_gather(sum(counts)).sum().item()
+        total = self._agreement.total(sum(counts))
         if not total:
             raise UnsupportedError("loss_weights: all counts of all ranks are 0, so the step has no mean; skip it")
         return [count * self._strategy.data_parallel_size / total for count in counts]
@@ -147,9 +147,9 @@ class StepRunner:
         """See `Strategy.forward_backward`."""
         mine = weighted(micro_batches, weights)
         with self._abandoning():
-            verdict, _ = self._attempt(mine, tokens)
-            self._keep(verdict, mine)
-        return verdict.loss
+            self._attempt(mine, tokens)
+            self._keep(self.verdict, mine)
+        return self.verdict.loss
 
     def require_finite(self) -> None:
         """See `Strategy.require_finite`."""
@@ -184,11 +184,12 @@ class StepRunner:
         strategy.zero_grad()
         strategy.watch.inspects = True
         try:
-            _, result = self._attempt(micro_batches)
+            self._attempt(micro_batches)
+            rounds = self._agreement.all_gather(strategy.watch.first_nonfinite_round)
         finally:
             strategy.watch.inspects = False
-        bad = result.bad_rounds[result.bad_rounds >= 0]
-        return (result.bad_rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
+        bad = rounds[rounds >= 0]
+        return (rounds == bad.min()).nonzero().flatten().tolist() if len(bad) else []
 
     def _begin_counts(self, micro_batches: Sequence[Weighted], tokens: int) -> Pending:
         lacks_any = self._latest is None and not micro_batches
@@ -196,8 +197,8 @@ class StepRunner:
         wants_to_stop = self._strategy.wants_to_stop()
         return self._agreement.begin_counts(weight, len(micro_batches), lacks_any, wants_to_stop, tokens)
 
-    def _attempt(self, micro_batches: Sequence[Weighted], tokens: int = 0) -> tuple[Verdict, StepResult]:
-        """Forward and backward of a whole step on micro-batches that hold samples, and how it went on all ranks."""
+    def _attempt(self, micro_batches: Sequence[Weighted], tokens: int = 0) -> None:
+        """Forward and backward of a whole step on micro-batches that hold samples."""
         strategy = self._strategy
         counts, self._announced = self._announced or self._begin_counts(micro_batches, tokens), None
         self._latest = micro_batches[-1].batch if micro_batches else self._latest
@@ -226,9 +227,8 @@ class StepRunner:
         assert global_batch is not None, "the last round knows it"
         if global_batch.is_last:
             strategy.stops_after = strategy.optimizer_steps + 1
-        verdict, result = self._finish()
-        verdict.tokens = global_batch.tokens
-        return verdict, result
+        self._finish()
+        self.verdict.tokens = global_batch.tokens
 
     # What both share -------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class StepRunner:
         finally:
             strategy.in_micro_batch = strategy.synchronizes_gradients = strategy.watch.takes_one = False
 
-    def _finish(self) -> tuple[Verdict, StepResult]:
+    def _finish(self) -> None:
         """What follows the last micro-batch."""
         strategy = self._strategy
         with phase("gradient_sync"):
@@ -267,12 +267,14 @@ class StepRunner:
             loss = torch.stack(self._losses).sum()
         else:
             loss = torch.zeros((), dtype=torch.float64, device=strategy.device)
-        results = self._agreement.begin_results(strategy.watch.first_nonfinite_round, strategy.watch.received())
+        results = self._agreement.begin_results(strategy.watch.received())
         norm, scaler = strategy.norm_of_share(), strategy.scaler
         if scaler is not None:
             norm = norm * scaler.inverse()
         scale = scaler.scale if scaler is not None else None
-        self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.process_group, scale)
+        if strategy.model_parallel is not None and strategy.model_parallel.rank != 0:
+            loss = loss * 0  # rank 0 speaks for those that see the same samples; what is not finite stays so
+        self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.everyone, scale)
         result = self._agreement.results(results)
         parameters = strategy.trainable.values()
         unused = [p for p, used in zip(parameters, result.used, strict=True) if not (used or p in self._held)]
@@ -280,7 +282,6 @@ class StepRunner:
         if scaler is not None:
             scaler.unscale_(strategy.reduced_gradients())
         self._is_open, self._is_done = False, True
-        return self.verdict, result
 
     def _keep(self, verdict: Verdict, micro_batches: Sequence[Weighted] | None) -> None:
         """Read the verdict of the step before, and this one if it is here. `micro_batches`: what it was made of."""

@@ -18,6 +18,7 @@ from training.communication.agreement import (
 )
 from training.communication.consistency import (
     require_castable,
+    require_matching_state,
     require_same_parameters,
     require_supported_parameters,
 )
@@ -105,6 +106,8 @@ class Strategy(ABC):
         self.options = options or StrategyOptions()
         self.notes: list[str] = []  # decisions of the strategy that the user of a run should know
         self.process_group = group
+        self.model_parallel = self.options.model_parallel
+        self.everyone = self.model_parallel.everyone if self.model_parallel else group  # who trains this model
         self.optimizer_steps = 0
         self.wants_to_stop: Callable[[], bool] = lambda: False
         self.stops_after: int | None = None
@@ -114,7 +117,7 @@ class Strategy(ABC):
         require_supported_parameters(module)
         if self.options.param_dtype:
             require_castable(module)
-        self._agreement = StepAgreement(group, next(module.parameters()).device)
+        self._agreement = StepAgreement(group, self.everyone, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         backend = self.options.compile_backend
         self.compiled = CompiledBlocks(module, backend) if backend else None
@@ -126,6 +129,7 @@ class Strategy(ABC):
         self._steps = StepRunner(self, self._agreement)
         self.replace_parameters()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.owned = self.model_parallel.owned(self.trainable.items()) if self.model_parallel else set()
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self.watch = GradientWatch(dict(zip(self.trainable, self.gradient_leaves(), strict=True)))
         follow_gradients(self.watch)
@@ -188,12 +192,12 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on CPU under the plain module's own names; empty on ranks other than 0. Collective."""
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the model, on CPU; empty where `data_parallel_rank` is not 0. Collective."""
 
     @abstractmethod
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `full_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective."""
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `data_parallel_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective."""
 
     def replace_parameters(self) -> None:
         """Runs once, first: replace the module's parameters by others. `trainable` is taken from the new ones."""
@@ -234,26 +238,36 @@ class Strategy(ABC):
         """Wait for the communication that is still in flight."""
 
     @abstractmethod
-    def full_gradients(self) -> dict[str, Tensor]:
-        """The whole gradients of the last step on CPU, by parameter name, without parameters that no rank used.
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
+        """`full_gradients` of this rank's part of the model."""
 
-        For inspection. Collective: it gathers what is sharded.
-        """
-
-    @abstractmethod
-    def gradient_share(self) -> Iterable[Tensor]:
-        """This rank's part of the reduced gradients; the parts of all ranks make up the whole.
+    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Each trainable parameter with this rank's part of its reduced gradient. The parts of all ranks of
+        `process_group` make up the whole.
 
         What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
+
+        Raises:
+            UnsupportedError: the strategy cannot tell parameters apart. It then defines `gradient_share`.
         """
+        raise UnsupportedError("--mesh: this strategy does not tell the gradients of parameters apart; take zero1")
+
+    def gradient_share(self) -> Iterable[Tensor]:
+        """This rank's part of the reduced gradients."""
+        return (gradient for _, gradient in self.gradient_pieces())
 
     def reduced_gradients(self) -> Iterable[Tensor]:
         """What `clip_grad_norm_` and `step` read of the reduced gradients on this rank, each element once."""
         return self.gradient_tensors()
 
     def norm_of_share(self) -> Tensor:
-        """Of `gradient_share`: an fp64 scalar on the device, which is not finite where a gradient is not."""
-        return norm_of(self.gradient_share(), self.device)
+        """Of `gradient_share`: an fp64 scalar on the device, which is not finite where a gradient is not.
+
+        Where the model is cut over ranks, of those elements that this rank speaks for.
+        """
+        if self.model_parallel is None:
+            return norm_of(self.gradient_share(), self.device)
+        return norm_of((gradient for p, gradient in self.gradient_pieces() if p in self.owned), self.device)
 
     def require_none_unfrozen(self) -> None:
         """Check that no parameter trains that was frozen when the strategy was built.
@@ -307,6 +321,36 @@ class Strategy(ABC):
         """Tensors whose storage holds optimizer states at this moment."""
         values = (value for entry in self.updating_optimizer.state.values() for value in entry.values())
         return (value for value in values if isinstance(value, Tensor))
+
+    # Whole tensors -----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model on CPU under the plain module's own names; empty on ranks other than 0. Collective."""
+        return self._gathered(self.data_parallel_state_dict())
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `full_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective.
+
+        Raises:
+            ValueError: on every rank, `state` does not fit the module; names what is wrong.
+        """
+        if self.model_parallel is not None:
+            shapes = self.model_parallel.whole_shapes(self.module)
+            require_matching_state(shapes, state, self.everyone)
+            state = self.model_parallel.scattered(state, self.module) if self.data_parallel_rank == 0 else {}
+        self.load_data_parallel_state_dict(state)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of the last step on CPU, by parameter name, without parameters that no rank used.
+
+        For inspection: of a model that is cut over ranks, on rank 0. Collective: it gathers what is sharded.
+        """
+        return self._gathered(self.data_parallel_gradients())
+
+    def _gathered(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.model_parallel is None or self.data_parallel_rank != 0:
+            return parts
+        return self.model_parallel.gathered(parts)
 
     # What a checkpoint saves and loads: each rank what it holds ----------------------------------------------------
 
@@ -542,9 +586,13 @@ class Strategy(ABC):
         Args:
             clips: Whether `clip_grad_norm_` is called in the step.
         """
-        size = self.data_parallel_size
-        row_bytes = COUNTS_ROW_BYTES + RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
-        exchanges = Collective("all_gather", 2, row_bytes * size, size, "bookkeeping")
-        verdict = Collective("all_reduce", 1, VERDICT_BYTES, size, "bookkeeping")
-        clipping = self.expected_clipping_traffic() if clips else []
-        return [*self.expected_gradient_traffic(micro_batches), exchanges, verdict, *clipping]
+        size, everyone = self.data_parallel_size, dist.get_world_size(self.everyone)
+        results_bytes = RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
+        return [
+            *self.expected_gradient_traffic(micro_batches),
+            Collective("all_gather", 1, COUNTS_ROW_BYTES * everyone, everyone, "bookkeeping"),
+            Collective("all_gather", 1, results_bytes * size, size, "bookkeeping"),
+            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping"),
+            *(self.expected_clipping_traffic() if clips else []),
+            *(self.model_parallel.traffic(micro_batches) if self.model_parallel else []),
+        ]

@@ -12,11 +12,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sharding.sharded import clip_shards
 from tests.models import build
 from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from training.communication.clipping import clip_parts
 from training.communication.loss_scale import LossScaler
 from training.communication.verdict import norm_of
 from training.config import StrategyOptions
@@ -148,7 +148,7 @@ def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device
     with FakeTensorMode(), OneDevice(), mock.patch.object(dist, "all_reduce"):
         shards = [torch.ones(3), torch.ones(4)]
         assert norm_of(shards, device).device == device
-        assert clip_shards(shards, 1.0, mock.Mock(), device).device == device
+        assert clip_parts(shards, 1.0, mock.Mock(), device).device == device
         LossScaler(StrategyOptions(precision="fp16"), device).unscale_(shards)
 
 

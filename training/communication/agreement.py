@@ -12,9 +12,9 @@ from training.errors import NonFiniteError, UnsupportedError
 from training.watch import sequence
 
 COUNTS_ROW_BYTES = 4 * 8
-RESULTS_ROW_BYTES = 2 * 8
+RESULTS_ROW_BYTES = 8
 RECEIVED_BYTES = 8
-"""Bytes that a rank sends, in fp64: four counts; a result, a digest, and a flag for each trainable parameter."""
+"""Bytes that a rank sends, in fp64: four counts; a digest, and a flag for each trainable parameter."""
 
 LACKS_ANY, WANTS_TO_STOP = 1, 2
 """What the third count adds up from."""
@@ -46,11 +46,9 @@ class StepResult:
 
     Attributes:
         used: For each trainable parameter, whether any rank made a gradient for it.
-        bad_rounds: By rank, the first micro-batch that left a gradient not finite, or -1 (or nobody looked); (ranks,).
     """
 
     used: list[bool]
-    bad_rounds: Tensor
 
 
 def nonfinite_error(
@@ -80,12 +78,16 @@ class StepAgreement:
     """All-gathers of a few numbers a rank. Not reductions: MAX can lose a NaN, and SUM does not say whose it is.
 
     Args:
+        group: Ranks that see different samples.
+        everyone: These, and ranks that see the same samples and hold other parts of the model. They agree on how many
+            micro-batches there are.
         module_device: Where the exchanges run if the group cannot carry CPU tensors. The CPU is better: an exchange on
             a GPU makes the host wait for all that is queued there.
     """
 
-    def __init__(self, group: dist.ProcessGroup, module_device: torch.device) -> None:
-        self._group, self._size = group, dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup, module_device: torch.device) -> None:
+        self._group, self._everyone = group, everyone
+        self._copies = dist.get_world_size(everyone) // dist.get_world_size(group)  # ranks with the same samples
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
 
     def begin_counts(
@@ -97,7 +99,8 @@ class StepAgreement:
             lacks_any: It has no micro-batch to repeat if others hold more.
             wants_to_stop: It has been asked to stop after a step.
         """
-        return self._begin([weight, micro_batches, LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop, tokens])
+        flags = LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop
+        return self._begin([weight, micro_batches, flags, tokens], self._everyone)
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
@@ -115,16 +118,16 @@ class StepAgreement:
                 "and at least one rank in every later step"
             )
         is_last = bool((flags >= WANTS_TO_STOP).any())
-        return GlobalBatch(weights.sum().item(), int(micro_batches.max()), int(tokens.sum()), is_last)
+        weight, tokens = weights.sum().item() / self._copies, int(tokens.sum()) // self._copies
+        return GlobalBatch(weight, int(micro_batches.max()), tokens, is_last)
 
-    def begin_results(self, bad_round: int, received: Sequence[bool]) -> Pending:
+    def begin_results(self, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.
 
         Args:
-            bad_round: The first micro-batch that left a gradient of this rank not finite, or -1 (or nobody looked).
             received: Whether each trainable parameter got a gradient on this rank.
         """
-        return self._begin([bad_round, sequence.digest(self._group), *received])
+        return self._begin([sequence.digest(self._group), *received], self._group)
 
     def results(self, exchange: Pending) -> StepResult:
         """How the step went on all ranks.
@@ -135,19 +138,23 @@ class StepAgreement:
         table, work = exchange
         work.wait()
         table = table.cpu()
-        if (table[:, 1] != table[0, 1]).any() and (problem := sequence.agree_on_sequence(self._group)):
+        if (table[:, 0] != table[0, 0]).any() and (problem := sequence.agree_on_sequence(self._group)):
             raise problem
-        return StepResult(used=(table[:, 2:].sum(0) > 0).tolist(), bad_rounds=table[:, 0])
+        return StepResult(used=(table[:, 1:].sum(0) > 0).tolist())
+
+    def total(self, value: float) -> float:
+        """The sum over ranks that see different samples."""
+        return self.all_gather(value).sum().item() / self._copies
 
     def all_gather(self, value: float) -> Tensor:
-        """All ranks' values, (world_size,) in fp64 on CPU."""
-        table, work = self._begin([value])
+        """The values of all ranks that train this model, (ranks,) in fp64 on CPU."""
+        table, work = self._begin([value], self._everyone)
         work.wait()
         return table.cpu().view(-1)
 
-    def _begin(self, row: Sequence[float]) -> Pending:
+    def _begin(self, row: Sequence[float], group: dist.ProcessGroup) -> Pending:
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
-        table = mine.new_empty(self._size * len(row))
-        work = dist.all_gather_into_tensor(table, mine, group=self._group, async_op=True)
+        table = mine.new_empty(dist.get_world_size(group) * len(row))
+        work = dist.all_gather_into_tensor(table, mine, group=group, async_op=True)
         assert work is not None, "an asynchronous collective gives a handle"
-        return table.view(self._size, len(row)), work
+        return table.view(-1, len(row)), work

@@ -70,20 +70,26 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
         )
 
 
-def require_matching_state(module: nn.Module, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Refuse a state (rank 0's; the others' is not read) that does not fit the module.
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def require_matching_state(
+    wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> None:
+    """Refuse a state (rank 0's; the others' is not read) that does not fit a module. `wanted`: its `shapes_of`.
 
     Raises:
         ValueError: on every rank, names the entries that are missing, unknown or of another shape.
     """
-    problem = [_state_problem(module, state) if dist.get_rank(group) == 0 else ""]
+    problem = [_state_problem(wanted, state) if dist.get_rank(group) == 0 else ""]
     dist.broadcast_object_list(problem, group=group, group_src=0)
     if problem[0]:
         raise ValueError(f"load_full_state_dict: {problem[0]}")
 
 
-def _state_problem(module: nn.Module, state: Mapping[str, Tensor]) -> str:
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+def _state_problem(wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
     given = {name: tuple(tensor.shape) for name, tensor in state.items()}
     problems = [f"missing {name}" for name in wanted if name not in given]
     problems += [f"unknown {name}" for name in given if name not in wanted]

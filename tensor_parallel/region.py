@@ -1,0 +1,85 @@
+"""What the parts of one parallelized model share on a rank, and the hooks in front of and behind parallel regions."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tensor_parallel.operators import Copy
+from tensor_parallel.randomness import OwnRandomNumbers
+from tensor_parallel.sequence import Tokens
+
+
+class Ranks:
+    """Attributes:
+    tokens: With sequence parallelism; else None.
+    random: Draws different numbers on each rank within a region.
+    gathers_logits: Whether the caller wants whole logits, because it computes the loss itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sequence_parallel: bool) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.tokens = Tokens(group) if sequence_parallel else None
+        self.random = OwnRandomNumbers(self.rank, device)
+        self.gathers_logits = True
+        self.batch_shape = (0, 0)
+
+    @property
+    def active_tokens(self) -> Tokens | None:
+        """What cuts the tokens of this forward pass, if they are cut."""
+        return self.tokens if self.tokens is not None and self.tokens.is_active else None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """f: in front of what each rank computes for itself."""
+        tokens = self.active_tokens
+        return Copy.apply(hidden, self.group) if tokens is None else tokens.gather(hidden)
+
+    # Hooks -----------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """In front of the whole model. Generation cuts sequences in ways of its own, so its tokens stay whole."""
+        self.gathers_logits = kwargs.get("labels") is None
+        if self.tokens is not None:
+            self.tokens.is_active = not self.gathers_logits or torch.is_grad_enabled()
+        if "input_ids" in kwargs:
+            self.batch_shape = tuple(kwargs["input_ids"].shape)
+        self.random.end()
+
+    def enter_region(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return with_first(args, kwargs, self.enter)
+
+    def begin_random(self, module: nn.Module, args: Any) -> None:
+        if module.training and not self.active_tokens:
+            self.random.begin()
+
+    def end_random(self, *_: Any) -> None:
+        if not self.active_tokens:
+            self.random.end()
+
+    def split(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """In front of the first block."""
+        tokens = self.active_tokens
+        if tokens is None:
+            return None
+        if module.training:
+            self.random.begin()
+        return with_first(args, kwargs, tokens.split)
+
+    def merge(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """In front of what all ranks compute alike."""
+        tokens = self.active_tokens
+        self.random.end()
+        return None if tokens is None else with_first(args, kwargs, tokens.merge)
+
+    def enter_head(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.random.end()
+        return with_first(args, kwargs, self.enter)
+
+
+def with_first(args: Any, kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a module, the first of them changed: the hidden states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}

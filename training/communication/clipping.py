@@ -1,0 +1,40 @@
+"""Clipping of gradients whose parts are on different ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.communication.traffic import Collective
+
+
+def clip_parts(
+    parts: Sequence[Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    counted: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Scale `parts` in place so that the norm over all ranks' parts is at most `max_norm`.
+
+    Args:
+        counted: Those whose elements no other rank counts. Default: `parts`.
+
+    Returns:
+        The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
+    """
+    counted = parts if counted is None else counted
+    own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
+    square = own.to(device, torch.float64).square()
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt().float()
+    if parts:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(parts), factor.to(parts[0].device))  # offloaded ones are on the host
+    return norm
+
+
+def clipping_traffic(group: dist.ProcessGroup) -> list[Collective]:
+    """What `clip_parts` sends."""
+    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping")]
