@@ -117,6 +117,9 @@ class Parallelizer:
             case Shared():
                 if ranks.tokens is not None or not style.of_tokens:
                     self._sum_gradients(layer, ranks.group)
+                if ranks.tokens is not None and style.merges:
+                    self._traffic.turns.append(self._features())
+                    layer.register_forward_hook(ranks.merge_behind)
             case Split() if ranks.tokens is not None:
                 self._traffic.turns.append(self._features())
                 layer.register_forward_pre_hook(ranks.split, prepend=True, with_kwargs=True)
@@ -180,7 +183,10 @@ class Parallelizer:
     def _cut_head(self, name: str, layer: nn.Module) -> None:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
-        self._traffic.f.append(Place(name, weight_of(layer).shape[1]))
+        if any(isinstance(style, Shared) and style.merges for style in self._styles.values()):
+            self._traffic.sums.append(weight_of(layer).shape[1])
+        else:
+            self._traffic.f.append(Place(name, weight_of(layer).shape[1]))
         self._traffic.losses += 1
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)
