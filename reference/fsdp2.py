@@ -53,10 +53,10 @@ class FSDP2(Strategy):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
-        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        broadcast_from_rank0([*map(local, self.module.parameters()), *self.module.buffers()], self.process_group)
         placement = Placement.of(self.options)
         settings: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(self.process_group, self.device.type),
+            "mesh": self.mesh(),
             "mp_policy": MixedPrecisionPolicy(placement.param_dtype, placement.reduce_dtype),
         }
         if self.options.offload:
@@ -71,6 +71,10 @@ class FSDP2(Strategy):
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
         self._has_run = False
+
+    def mesh(self) -> DeviceMesh:
+        """Over which parameters are sharded."""
+        return DeviceMesh.from_group(self.process_group, self.device.type)
 
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
         """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""
