@@ -5,6 +5,7 @@ over it unchanged.
 """
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from tensor_parallel.plan import (
     Style,
     enclosing,
     matched,
+    plan_of,
+    read_plan,
 )
 from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Sites
+from training.config import RunConfig
 from training.data.packing import IGNORED
 from training.errors import UnsupportedError
 from training.mesh import MeshGroups
@@ -48,6 +52,12 @@ def parallelize(
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
     return Parallelizer(module, plan, groups, device, sequence_parallel).run()
+
+
+def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
+    """The same, as a run's settings say."""
+    plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.model_size)
+    return parallelize(module, plan, groups, device, config.sequence_parallel)
 
 
 class Parallelizer:
