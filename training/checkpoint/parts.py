@@ -23,7 +23,7 @@ class OwnParts:
 
     Attributes:
         rank: The number of this rank among those that hold parts of the same model.
-        cuts: By name of a parameter; tied ones once. Empty if nobody else holds parts.
+        cuts: By name of a parameter; tied ones once.
         shapes: Of the whole parameters, by name.
     """
 
@@ -31,7 +31,7 @@ class OwnParts:
         parallel = strategy.model_parallel
         named = dict(strategy.module.named_parameters())
         self.rank = parallel.rank if parallel else 0
-        cuts = parallel.cuts if parallel and parallel.size > 1 else {}
+        cuts = parallel.cuts if parallel else {}
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
 

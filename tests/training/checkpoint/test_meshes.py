@@ -1,0 +1,50 @@
+"""Checkpoints go from any mesh to any other: parameters and optimizer states stay the same bit for bit."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mesh_checkpoints import PLACES, run_leg, straight
+from tests.ranks import RankPool
+
+MODELS = ["gpt2", "llama"]
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() and wanted
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
+    """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
+    names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]
+    names += ["zero3 on dp=2,tp=2"] if model == "llama" else ["zero3 on tp=2"]
+    ((wanted, losses),) = ranks.run(1, straight, model, len(names))
+    legs = []
+    for leg, name in enumerate(names):
+        before, after = tmp_path / str(leg - 1) if leg else None, tmp_path / str(leg)
+        legs.append(ranks.run(PLACES[name].ranks, run_leg, PLACES[name], model, leg, before, after)[0])
+    for earlier, later in pairwise(legs):
+        assert_equal(later.loaded, earlier.saved)
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(losses, rel=1e-5)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(legs[-1].state_dict[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("saves", PLACES)
+def test_from_any_mesh_to_any_other(ranks: RankPool, tmp_path: Path, model: str, saves: str) -> None:
+    saved = ranks.run(PLACES[saves].ranks, run_leg, PLACES[saves], model, 0, None, tmp_path / "saved")[0]
+    losses = []
+    for place in PLACES.values():
+        loaded = ranks.run(place.ranks, run_leg, place, model, 1, tmp_path / "saved", None)[0]
+        assert_equal(loaded.loaded, saved.saved)
+        losses.append(loaded.losses)
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
