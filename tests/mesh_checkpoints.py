@@ -13,6 +13,7 @@ import ddp_lab
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from training.checkpoint.state import COUNT
+from training.errors import UserError
 from training.mesh import TENSOR, Mesh, mesh_groups
 from training.strategy import Strategy
 
@@ -149,3 +150,12 @@ def straight(model: str, legs: int) -> tuple[dict[str, Tensor], list[float]]:
     with strategy_on(PLACES["one rank"], model, seed=0) as strategy:
         losses = [loss for leg in range(legs) for loss in train(strategy, leg * STEPS)]
         return strategy.full_state_dict(), losses
+
+
+def error_of_leg(place: Place, model: str, before: Path) -> str:
+    """The message for the user when the checkpoint is loaded."""
+    try:
+        run_leg(place, model, 1, before, None)
+    except UserError as error:
+        return str(error)
+    return ""

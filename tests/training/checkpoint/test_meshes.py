@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.mesh_checkpoints import PLACES, run_leg, straight
+from tests.mesh_checkpoints import PLACES, error_of_leg, run_leg, straight
 from tests.ranks import RankPool
 
 MODELS = ["gpt2", "llama"]
@@ -48,3 +50,28 @@ def test_from_any_mesh_to_any_other(ranks: RankPool, tmp_path: Path, model: str,
         losses.append(loaded.losses)
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
+
+
+def alter(file: Path, cuts: str) -> None:
+    """Let a checkpoint say that its parameters are cut in another way."""
+    with safe_open(str(file), "pt") as opened:
+        texts = opened.metadata()
+    save_file(load_file(file), file, texts | {"cuts": cuts})
+
+
+@pytest.mark.parametrize(
+    ("cuts", "expected"),
+    [
+        ("[", "saved is damaged: rank_0.safetensors does not say how parameters are cut"),
+        ('{"transformer.wte.weight": {"dim": 0}}', "saved is damaged: rank_0.safetensors does not say how"),
+        ('{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}', "is cut wrongly there"),
+        ('{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}', "element 320 of 656 is in no"),
+        ("{}", "parameter/transformer.wte.weight: not stored"),
+    ],
+)
+def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path, cuts: str, expected: str) -> None:
+    place = PLACES["zero3 on tp=2"]
+    ranks.run(2, run_leg, place, "gpt2", 0, None, tmp_path / "saved")
+    alter(tmp_path / "saved" / "rank_0.safetensors", cuts)
+    for message in ranks.run(2, error_of_leg, PLACES["plain"], "gpt2", tmp_path / "saved"):
+        assert expected in message and "\n" not in message
