@@ -5,7 +5,7 @@ The elements of a part are counted like those of a parameter that is whole. `<na
 tensor parallelism. Ranks may hold the same part: then the first of them saves it. Rank 0 saves what is not cut.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -91,7 +91,7 @@ class StoredParts:
         return part.reshape(-1)[start:end]
 
 
-def read_whole(files: TensorFiles, key: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | None) -> Tensor:
     """A whole tensor, from its parts if it is stored as such.
 
     Args:
