@@ -17,15 +17,13 @@ from training.checkpoint.origin import (
     require_same_settings,
 )
 from training.checkpoint.parts import OwnParts
+from training.checkpoint.random_states import derive_random_states, random_states, restore_random_states
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import (
-    derive_random_states,
     describe,
     describe_groups,
     fill,
     persistent_buffers,
-    random_states,
-    restore_random_states,
     tensors_to_save,
 )
 from training.config import RunConfig

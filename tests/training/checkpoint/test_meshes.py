@@ -1,5 +1,6 @@
 """Checkpoints go from any mesh to any other: parameters and optimizer states stay the same bit for bit."""
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[key], value), key
 
 
+def elements_in(folder: Path) -> dict[str, int]:
+    """How many elements are stored of parameters, and of optimizer states."""
+    stored = Counter[str]()
+    for file in folder.iterdir():
+        for key, tensor in load_file(file).items():
+            stored[key.split("/")[0]] += tensor.numel()
+    return dict(stored)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
@@ -31,6 +41,9 @@ def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> Non
     for leg, name in enumerate(names):
         before, after = tmp_path / str(leg - 1) if leg else None, tmp_path / str(leg)
         legs.append(ranks.run(PLACES[name].ranks, run_leg, PLACES[name], model, leg, before, after)[0])
+        elements = [value.numel() for key, value in legs[-1].saved.items() if key.startswith("parameter ")]
+        total, count = sum(elements), len(elements)
+        assert elements_in(after) == {"parameter": total, "optimizer": 2 * total, "optimizer_count": count}, name
     for earlier, later in pairwise(legs):
         assert_equal(later.loaded, earlier.saved)
     assert [loss for leg in legs for loss in leg.losses] == pytest.approx(losses, rel=1e-5)
