@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import ddp_lab
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
+from tests.models import build, make_batch
 from training.checkpoint.state import COUNT
 from training.errors import UserError
 from training.mesh import TENSOR, Mesh, mesh_groups
@@ -20,7 +21,6 @@ from training.strategy import Strategy
 STEPS = 2
 """Of each leg of a relay."""
 SAMPLES = 4
-VOCABULARY = 41
 
 
 class Place(NamedTuple):
@@ -41,20 +41,6 @@ PLACES = {
 }
 
 
-def build(model: str, seed: int) -> nn.Module:
-    """With tied embeddings, and sizes that do not divide by the ranks of tensor parallelism."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    if model == "gpt2":
-        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, vocab_size=VOCABULARY, use_cache=False))
-    sizes = {"hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "attention_bias": True, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
-
-
 @contextmanager
 def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
     mesh, module = Mesh.parse(place.mesh), build(model, seed)
@@ -71,14 +57,14 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
 
 
-def train(strategy: Strategy, first: int) -> list[float]:
+def train(strategy: Strategy, model: str, first: int) -> list[float]:
     """The losses of some steps, whose samples are the same on any mesh."""
     losses = []
     for step in range(first, first + STEPS):
-        ids = torch.randint(0, VOCABULARY, (SAMPLES, 7), generator=torch.Generator().manual_seed(step))
-        mine = ids[strategy.data_parallel_rank :: strategy.data_parallel_size]
+        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+        mine = {name: tensor[rank::size] for name, tensor in make_batch(model, SAMPLES, step).items()}
         strategy.zero_grad()
-        losses.append(strategy.forward_backward([{"input_ids": mine, "labels": mine}]).item())
+        losses.append(strategy.forward_backward([mine]).item())
         strategy.step()
     return losses
 
@@ -139,7 +125,7 @@ def run_leg(place: Place, model: str, leg: int, before: Path | None, after: Path
         if before:
             ddp_lab.load_checkpoint(strategy, before)
         loaded = held(strategy) if before else {}
-        losses = train(strategy, leg * STEPS)
+        losses = train(strategy, model, leg * STEPS)
         if after:
             ddp_lab.save_checkpoint(strategy, after)
         return Leg(loaded, held(strategy), strategy.full_state_dict(), losses)
@@ -148,7 +134,7 @@ def run_leg(place: Place, model: str, leg: int, before: Path | None, after: Path
 def straight(model: str, legs: int) -> tuple[dict[str, Tensor], list[float]]:
     """All steps on one rank, without a stop."""
     with strategy_on(PLACES["one rank"], model, seed=0) as strategy:
-        losses = [loss for leg in range(legs) for loss in train(strategy, leg * STEPS)]
+        losses = [loss for leg in range(legs) for loss in train(strategy, model, leg * STEPS)]
         return strategy.full_state_dict(), losses
 
 

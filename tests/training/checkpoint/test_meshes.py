@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.mesh_checkpoints import PLACES, error_of_leg, run_leg, straight
 from tests.ranks import RankPool
 
-MODELS = ["gpt2", "llama"]
+MODELS = ["lm, gpt2", "lm, gqa"]
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ def elements_in(folder: Path) -> dict[str, int]:
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
     names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]
-    names += ["zero3 on dp=2,tp=2"] if model == "llama" else ["zero3 on tp=2"]
+    names += ["zero3 on dp=2,tp=2"] if model == "lm, gqa" else ["zero3 on tp=2"]
     ((wanted, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
     for leg, name in enumerate(names):
@@ -78,13 +78,13 @@ def alter(file: Path, cuts: str) -> None:
         ("[", "saved is damaged: rank_0.safetensors does not say how parameters are cut"),
         ('{"transformer.wte.weight": {"dim": 0}}', "saved is damaged: rank_0.safetensors does not say how"),
         ('{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}', "is cut wrongly there"),
-        ('{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}', "element 320 of 656 is in no"),
+        ('{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}', "element 480 of 984 is in no"),
         ("{}", "parameter/transformer.wte.weight: not stored"),
     ],
 )
 def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path, cuts: str, expected: str) -> None:
     place = PLACES["zero3 on tp=2"]
-    ranks.run(2, run_leg, place, "gpt2", 0, None, tmp_path / "saved")
+    ranks.run(2, run_leg, place, "lm, gpt2", 0, None, tmp_path / "saved")
     alter(tmp_path / "saved" / "rank_0.safetensors", cuts)
-    for message in ranks.run(2, error_of_leg, PLACES["plain"], "gpt2", tmp_path / "saved"):
+    for message in ranks.run(2, error_of_leg, PLACES["plain"], "lm, gpt2", tmp_path / "saved"):
         assert expected in message and "\n" not in message
