@@ -78,8 +78,9 @@ class FSDP2(Strategy):
 
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
         """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""
+        sharded = dict(self.module.named_parameters())
         unit.unshard()
-        leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if not isinstance(p, DTensor)}
+        leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p is not sharded[n]}
         unit.reshard()
         return leaves
 
@@ -155,7 +156,7 @@ class FSDP2(Strategy):
         return [local(parameter) for parameter in self.module.parameters()]
 
     def _gathered(self) -> list[Tensor]:
-        return [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
+        return [local(leaf) for of_unit in self.units.values() for leaf in of_unit.values()]
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
@@ -210,8 +211,8 @@ class FSDP2(Strategy):
         for unit, leaves in self.units.items() if size > 1 else ():  # alone, FSDP2 sends nothing
             is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
             if leaves:
-                gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)
-            if trained := [leaf for leaf in leaves.values() if leaf.requires_grad]:
+                gathered += [padded_bytes(map(local, leaves.values()), size)] * (2 if is_regathered else 1)
+            if trained := [local(leaf) for leaf in leaves.values() if leaf.requires_grad]:
                 reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
         gathered, reduced = gathered * micro_batches, reduced * micro_batches
         return [

@@ -62,6 +62,12 @@ def parallelize_by_torch(
                 setattr(layer, attribute, value)
         if isinstance(style, Column) and style.heads and style.heads % mesh.size():
             raise UnsupportedError(f"{name}: DTensor shares no head between ranks; take tp, or fewer ranks of tp")
+        if isinstance(style, Column | Row):
+            features = layer.weight.shape[0 if isinstance(style, Column) else 1]
+            if features % mesh.size():  # its local results would be taken for equally many
+                raise UnsupportedError(
+                    f"{name}: DTensor cuts {features} features over {mesh.size()} ranks unevenly; take tp"
+                )
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
     tied = tied_parameters(module)
@@ -159,6 +165,13 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         return by_mesh(make_optimizer, self.trainable.values())
+
+    def finish_gradient_synchronization(self) -> None:
+        """Some gradients come whole, though their parameters are cut: of the head, over an uneven vocabulary."""
+        for parameter in self.trainable.values():
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
