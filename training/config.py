@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.errors import UserError
 from training.link.speed import NONE, canonical
-from training.mesh import Mesh
+from training.mesh import Mesh, ShardGroups
 from training.profiling.chosen_ranks import ranks_in
 from training.recompute import setting as recomputation
 
@@ -71,6 +71,8 @@ class StrategyOptions:
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
         model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
+        shard_groups: Over which ranks model states are sharded, and over which these shards are replicated
+            (`sharding.replicas`). Default: sharded over all ranks of the strategy.
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
@@ -89,6 +91,7 @@ class StrategyOptions:
     compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     model_parallel: "ModelParallel | None" = None
+    shard_groups: "ShardGroups | None" = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:

@@ -93,11 +93,13 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def own_share(strategy: Strategy, pieces: Sequence[Piece], component: str) -> list[tuple[Piece, int, int]]:
-    """Which elements of which pieces this rank saves: all that only it holds, and its part of what all ranks hold."""
+    """Which elements of which pieces this rank saves: its part of what it and its replicas hold, or all ranks hold."""
     lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
     if component in strategy.saves_shards_of:
-        return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
-    parts = share(lengths, strategy.data_parallel_rank, strategy.data_parallel_size)
+        rank, size = strategy.replica, strategy.replicas
+    else:
+        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    parts = share(lengths, rank, size)
     return [(pieces[index], start, end) for index, start, end in parts]
 
 
