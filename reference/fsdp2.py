@@ -170,19 +170,19 @@ class FSDP2(Strategy):
         return [gradient for _, gradient in self._gradient_pieces()]
 
     def parameter_tensors(self) -> Iterable[Tensor]:
-        return [*self._shards(), *self._gathered()]
+        return [*self._shards(), *self._whole_leaves()]
 
     def _shards(self) -> list[Tensor]:
         return [local(parameter) for parameter in self.module.parameters()]
 
-    def _gathered(self) -> list[Tensor]:
+    def _whole_leaves(self) -> list[Tensor]:
         return [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
 
     def memory_breakdown(self) -> dict[str, int]:
-        on_device = {"parameters": storage_bytes(self._gathered()), "gradients": 0, "optimizer_state": 0}
+        on_device = {"parameters": storage_bytes(self._whole_leaves()), "gradients": 0, "optimizer_state": 0}
         return super().memory_breakdown() | (on_device if self.options.offload else {})
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
