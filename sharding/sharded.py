@@ -192,9 +192,7 @@ class ShardedStrategy(Strategy):
     # State -------------------------------------------------------------------------------------------------------
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        return super().expected_memory(size) | self.placement.expected_memory(
-            size, self.shard_size, self.shards
-        )
+        return super().expected_memory(size) | self.placement.expected_memory(size, self.shard_size, self.shards)
 
     def expected_host_bytes(self, size: ModelSize) -> int:
         return self.placement.expected_host_bytes(size, self.shard_size)

@@ -53,7 +53,9 @@ class Zero1(ShardedStrategy):
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        if self.buffers() and self.shard_group is self.process_group:  # or forward would not begin before all parameters are gathered
+        if (
+            self.buffers() and self.shard_group is self.process_group
+        ):  # or forward would not begin before all parameters are gathered
             self.group_of_buffers = side_group(self.process_group, self.device)
         self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
