@@ -7,8 +7,8 @@ and gathers it again for backward: 3(N-1)/N * P elements on the wire per micro-b
 until its backward pass is done, which saves a third of that. Despite its name it is no ZeRO-2 at rest: it then holds as
 little as `pytorch_zero3`.
 
-With replicas (`sharding.replicas`) the mesh has two dimensions: FSDP2 shards over `shard`, and all-reduces the shards of
-gradients over `replicate` after the last micro-batch.
+With replicas (`sharding.replicas`) the mesh has two dimensions: FSDP2 shards over `shard`, and all-reduces the shards
+of gradients over `replicate` after the last micro-batch.
 
 With `--offload parameters` (`CPUOffloadPolicy`) shards, their gradients and the optimizer's states are in host memory,
 and the CPU updates them. A shard is copied to the device when its unit is gathered, and a reduced gradient from it.

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.checkpoints import fingerprints, train_to
 from tests.models import build, make_batch
 from tests.parity import (
     OPTIMIZERS,
