@@ -473,9 +473,7 @@ class RunConfig:
         cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False
         _require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
         _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
-        _require(
-            not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp, whose plan names no adapters"
-        )
+        _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
         _require(
             not (cut and self.overlap_optimizer),
             "--overlap-optimizer",

@@ -102,7 +102,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension."""
         found = {}
-        for name, degree in reversed(self.degrees.items()):
+        for name, degree in reversed(list(self.degrees.items())):
             rank, found[name] = divmod(rank, degree)
         return dict(reversed(found.items()))
 
