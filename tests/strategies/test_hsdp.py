@@ -29,6 +29,8 @@ from tests.parity import (
     train_on_rank,
 )
 from tests.ranks import RankPool
+from training.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+from training.checkpoint.state import tensors_to_save
 from training.errors import NonFiniteError, UnsupportedError
 from training.mesh import Mesh, mesh_groups
 from training.profiling.memory import ModelSize
@@ -294,8 +296,6 @@ def refused(options: dict[str, Any], choice: Choice) -> str:
 
 def saved_elements(options: dict[str, Any], choice: Choice) -> list[tuple[str, int]]:
     """Keys and lengths of what this rank saves."""
-    from training.checkpoint.state import tensors_to_save
-
     strategy = build_and_step(choice, options=options_of(choice, **options), optimizer="adam")
     return [(key, tensor.numel()) for key, tensor in tensors_to_save(strategy).items()]
 
@@ -306,3 +306,31 @@ def test_one_replica_saves_each_element(ranks: RankPool, choice: Choice) -> None
     for kind in ("parameter/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/"):
         assert sum(length for key, length in saved if key.startswith(kind)) == ELEMENTS, kind
     assert len({key for key, _ in saved}) == len(saved)
+
+
+def saved_then_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
+    """What the model is when training goes on without a stop."""
+    strategy = build_and_step(choice, "tied", options_of(choice, **options), "adam")
+    save_checkpoint(strategy, folder)
+    one_step(strategy, [make_batch("tied", 2, 1)])
+    return strategy.full_state_dict()
+
+
+def loaded_and_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
+    strategy = load(choice)(build("tied", 1), OPTIMIZERS["adam"], options_of(choice, **options))
+    load_checkpoint(strategy, folder)
+    one_step(strategy, [make_batch("tied", 2, 1)])
+    return strategy.full_state_dict()
+
+
+@for_each_choice
+def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path: Path, choice: Choice) -> None:
+    """Bit by bit on the same mesh, and nearly on another one and under a choice that shards nothing."""
+    wanted = run(ranks, FOUR, saved_then_trained, SMALL, choice, tmp_path / "saved")[0]
+    same = run(ranks, FOUR, loaded_and_trained, SMALL, choice, tmp_path / "saved")[0]
+    assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
+    other = ranks.run(2, loaded_and_trained, {}, ("ddp", "flat_ddp"), tmp_path / "saved")[0]
+    wide = run(ranks, TALL, loaded_and_trained, {}, choice, tmp_path / "saved")[0]
+    for name, tensor in wanted.items():
+        assert torch.allclose(other[name], tensor, rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(wide[name], tensor, rtol=1e-4, atol=1e-6), name
