@@ -56,9 +56,6 @@ class Ranks:
             self.tokens_in_batch = 0 if first is None else self._tokens_of(first)
         self.random.end()
 
-    def enter_region(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return with_first(args, kwargs, self.enter)
-
     def begin_random(self, module: nn.Module, args: Any) -> None:
         if module.training and not self.active_tokens:
             self.random.begin()

@@ -53,6 +53,15 @@ def test_uneven_micro_batches(ranks: RankPool, choice: str) -> None:
     check_on_mesh(ranks, "dp=2,tp=2", choice, "lm, gqa", steps, sequence_parallel=True)
 
 
+@pytest.mark.parametrize("setting", ["block", "every:2", "selective", "torch:block"])
+def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
+    """Backward repeats f and g in the same order on all ranks."""
+    for sequence_parallel, choice in ((False, "zero3"), (True, "tp")):
+        options = {"activation_checkpointing": setting}
+        for model in ("lm, llama", "lm, gpt2"):
+            check_on_mesh(ranks, "tp=2", choice, model, [even("tp=2")] * 2, "sgd", sequence_parallel, options=options)
+
+
 @pytest.mark.exhaustive
 @for_each_mesh
 @for_each_choice
