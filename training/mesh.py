@@ -63,6 +63,8 @@ class Mesh:
             degrees[name] = int(number)
         if DATA in degrees and degrees.keys() & {REPLICATE, SHARD}:
             raise UserError(f"--mesh {text}: either {DATA}, or {REPLICATE} and {SHARD}")
+        if REPLICATE in degrees and SHARD not in degrees:
+            raise UserError(f"--mesh {text}: {REPLICATE} goes with {SHARD}; without it, write {DATA}")
         order = list(DIMENSIONS)
         for outer, inner in pairwise(degrees):
             if order.index(outer) > order.index(inner):
