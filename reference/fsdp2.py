@@ -58,10 +58,10 @@ class FSDP2(Strategy):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
-        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        broadcast_from_rank0([*map(local, self.module.parameters()), *self.module.buffers()], self.process_group)
         placement = Placement.of(self.options)
         settings: dict[str, Any] = {
-            "mesh": self._mesh(),
+            "mesh": self.mesh(),
             "mp_policy": MixedPrecisionPolicy(placement.param_dtype, placement.reduce_dtype),
         }
         if self.options.offload:
@@ -77,8 +77,8 @@ class FSDP2(Strategy):
             raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
         self._has_run = False
 
-    def _mesh(self) -> DeviceMesh:
-        """Of two dimensions where there are replicas. FSDP2 then shards over the second one."""
+    def mesh(self) -> DeviceMesh:
+        """Over which parameters are sharded: of two dimensions where there are replicas. FSDP2 shards over the second."""
         kind = self.device.type
         if self.replicate_group is None or self.replicas == 1:
             return DeviceMesh.from_group(self.shard_group, kind)
