@@ -78,7 +78,7 @@ class FSDP2(Strategy):
         self._has_run = False
 
     def mesh(self) -> DeviceMesh:
-        """Over which parameters are sharded: of two dimensions where there are replicas. FSDP2 shards over the second."""
+        """Over which parameters are sharded. With replicas it has two dimensions, and FSDP2 shards over the second."""
         kind = self.device.type
         if self.replicate_group is None or self.replicas == 1:
             return DeviceMesh.from_group(self.shard_group, kind)
