@@ -209,6 +209,8 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 class PyTorchFSDPTP(LossParallel, FSDP2):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
+    replicates_shards = False
+
     frees_blocks_after_forward = True
 
     def mesh(self) -> DeviceMesh:

@@ -256,7 +256,11 @@ def build_strategy(
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
-        replace(config.strategy_options(), model_parallel=model_parallel),
+        replace(
+            config.strategy_options(),
+            model_parallel=model_parallel,
+            shard_groups=ranks.groups.shard_groups if ranks.groups else None,
+        ),
         group or (ranks.groups.data if ranks.groups else None),
     )
 

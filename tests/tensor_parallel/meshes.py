@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import tensor_parallel
 from reference.dtensors import local
@@ -45,6 +46,7 @@ def strategy_on_mesh(
 ) -> Iterator[Strategy]:
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
+        _clear_sharding_prop_cache()  # which holds meshes of groups that are gone
         module = build(model, seed=dist.get_rank() if seed is None else seed)
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
         if choice.startswith("pytorch"):

@@ -100,13 +100,14 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
 def own_share(
     strategy: Strategy, parts: OwnParts, pieces: Sequence[Piece], component: str
 ) -> list[tuple[Piece, int, int]]:
-    """Which elements of which pieces this rank saves: all that only it holds, and its share of what others hold too."""
+    """Which elements of which pieces this rank saves: its share of what its replicas hold too, or all ranks."""
     pieces = [piece for piece in pieces if parts.is_saved_here(piece.name)]
     lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
     if component in strategy.saves_shards_of:
-        return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
-    shares = share(lengths, strategy.data_parallel_rank, strategy.data_parallel_size)
-    return [(pieces[index], start, end) for index, start, end in shares]
+        rank, size = strategy.replica, strategy.replicas
+    else:
+        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    return [(pieces[index], start, end) for index, start, end in share(lengths, rank, size)]
 
 
 def flat(strategy: Strategy, tensor: Tensor) -> Tensor:
