@@ -5,9 +5,9 @@ need. `PrepareModuleInput` stands where f does, so that queries, keys and values
 `loss_parallel` keeps logits cut. `pytorch_tp` is this alone, and `pytorch_fsdp_tp` has FSDP2 around it, over `dp`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def parallelize_by_torch(
         if isinstance(style, Column) and style.heads and style.heads % mesh.size():
             raise UnsupportedError(f"{name}: DTensor shares no head between ranks; take tp, or fewer ranks of tp")
         if isinstance(style, Column | Row):
-            features = layer.weight.shape[0 if isinstance(style, Column) else 1]
+            features = cast(Tensor, layer.weight).shape[0 if isinstance(style, Column) else 1]
             if features % mesh.size():  # its local results would be taken for equally many
                 raise UnsupportedError(
                     f"{name}: DTensor cuts {features} features over {mesh.size()} ranks unevenly; take tp"
@@ -74,9 +74,10 @@ def parallelize_by_torch(
     parallelize_module(module, mesh, plan)
     for first, others in tied.items():
         for other in others:  # each was turned into a parameter of its own
-            layer, _, name = other.rpartition(".")
-            setattr(module.get_submodule(layer), name, module.get_parameter(first))
-    cuts = {name: cut for name, p in module.named_parameters() if (cut := cut_of(p)) is not None}
+            holder, _, own = other.rpartition(".")
+            setattr(module.get_submodule(holder), own, module.get_parameter(first))
+    named = module.named_parameters(remove_duplicate=False)
+    cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
     return ModelParallel(groups.model, groups.everyone, cuts, device_mesh=groups.device_mesh)
 
 
@@ -173,8 +174,8 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
-    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
+    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return ((p, local(p.grad)) for p in self.trainable.values() if p.grad is not None)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         assert self.model_parallel is not None
