@@ -46,11 +46,8 @@ def test_norms_do_not_drift_apart(ranks: RankPool) -> None:
 def clipped(choice: str, sequence_parallel: bool) -> list[float]:
     with strategy_on_mesh("dp=2,tp=2", choice, "lm, gqa", sequence_parallel, seed=0) as strategy:
         strategy.forward_backward([make_batch("lm, gqa", 2, 100 * strategy.data_parallel_rank)])
-        return [
-            strategy.verdict.loss_and_norm[1],
-            strategy.clip_grad_norm_(0.1).item(),
-            strategy.clip_grad_norm_(1).item(),
-        ]
+        norms = [strategy.clip_grad_norm_(most).item() for most in (0.1, 1.0)]
+        return [strategy.verdict.loss_and_norm[1], *norms]
 
 
 @pytest.mark.parametrize("choice", HAND_WRITTEN)
@@ -111,12 +108,18 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
         seen: dict[str, Any] = {}
 
         def keep(name: str) -> Any:
-            return lambda _, __, output: seen.setdefault(name, (output != 0).flatten(0, -2))
+            def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+                seen.setdefault(name, (output != 0).flatten(0, -2))
+
+            return hook
+
+        def keep_state(*_: Any) -> None:
+            seen.setdefault("inside", torch.get_rng_state())
 
         body = strategy.module.transformer
         body.drop.register_forward_hook(keep("embedding"))
         body.h[0].mlp.dropout.register_forward_hook(keep("between"))
-        body.h[0].attn.c_attn.register_forward_hook(lambda *_: seen.setdefault("inside", torch.get_rng_state()))
+        body.h[0].attn.c_attn.register_forward_hook(keep_state)
         strategy.module.train()
         one_step(strategy, [make_batch("lm, gpt2, dropout", 2, 0)])
         seen["after"] = torch.get_rng_state()
@@ -199,7 +202,7 @@ def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = Fa
         (
             "lm, gqa",
             None,
-            "--mesh: model.layers.0.self_attn.k_proj has 2 heads, which cannot be cut over 3 ranks of tp",
+            "--mesh: model.layers.0.self_attn.k_proj has 2 heads, which cannot be cut over 3 ranks",
         ),
         ("plain", {"net.0": Column(heads=2)}, "--plan: net.0 has 11 outputs, which are not 2 equal heads"),
         ("plain", {"net.0": Column(parts=2)}, "--plan: net.0 has 11 outputs, which are not 2 equal parts"),
@@ -210,7 +213,7 @@ def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = Fa
         (
             "tied",
             {"first": Column(), "last": Row()},
-            "--plan: last.weight is tied to a parameter that is cut in another",
+            "--plan: last.weight is tied to a parameter that is cut in",
         ),
         ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
     ],
