@@ -1,1 +1,19 @@
-"""Hand-written tensor parallelism. Reading order: operators, layers, cross_entropy, plan, parallelize."""
+"""Hand-written tensor parallelism, under the data-parallel and sharded strategies, with PyTorch's own beside it.
+
+Reading order: operators, layers, cross_entropy, sequence, plan, parallelize.
+"""
+
+from training.registry import Registry
+
+REGISTRY = Registry(
+    {
+        "tp": ("ddp.bucket_ddp_async:BucketDDP", "layers cut over tp; gradients all-reduced over dp in buckets"),
+        "simple_ddp": ("ddp.simple_ddp:SimpleDDP", "the same, but each gradient all-reduced after backward"),
+        "zero1": ("sharding.zero1:Zero1", "layers cut over tp; optimizer states sharded over dp"),
+        "zero2": ("sharding.zero2:Zero2", "gradients too"),
+        "zero3": ("sharding.zero3:Zero3", "parameters too"),
+    },
+    parallelize={"": "tensor_parallel.parallelize:parallelize_for"},
+)
+CHOICES = REGISTRY.names
+load = REGISTRY.load

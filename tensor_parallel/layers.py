@@ -29,11 +29,11 @@ class RowParallel(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks, transposed: bool) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self._ranks, self._transposed = ranks, transposed
+        self._ranks, self.transposed = ranks, transposed
 
     def forward(self, hidden: Tensor) -> Tensor:
         self._ranks.end_random()
-        terms = hidden @ self.weight if self._transposed else functional.linear(hidden, self.weight)
+        terms = hidden @ self.weight if self.transposed else functional.linear(hidden, self.weight)
         tokens = self._ranks.active_tokens
         if tokens is None:
             total = Add.apply(terms, self._ranks.group)
@@ -45,8 +45,9 @@ class RowParallel(nn.Module):
 class VocabularyParallelEmbedding(nn.Embedding):
     """Rows `first` and following of a lookup table. Other tokens give zeros here, and g adds up what ranks found."""
 
-    def __init__(self, table: nn.Embedding, weight: nn.Parameter, first: int, ranks: Ranks) -> None:
+    def __init__(self, table: nn.Embedding, first: int, ranks: Ranks) -> None:
         nn.Module.__init__(self)
+        weight = table.weight
         self.num_embeddings, self.embedding_dim = weight.shape
         padding = table.padding_idx
         self.padding_idx = padding - first if padding is not None and 0 <= padding - first < len(weight) else None

@@ -16,6 +16,7 @@ class Ranks:
     tokens: With sequence parallelism; else None.
     random: Draws different numbers on each rank within a region.
     gathers_logits: Whether the caller wants whole logits, because it computes the loss itself.
+    tokens_in_batch: Of the latest micro-batch: its token ids, or its rows where it has none.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, sequence_parallel: bool) -> None:
@@ -23,7 +24,7 @@ class Ranks:
         self.tokens = Tokens(group) if sequence_parallel else None
         self.random = OwnRandomNumbers(self.rank, device)
         self.gathers_logits = True
-        self.batch_shape = (0, 0)
+        self.tokens_in_batch = 0
 
     @property
     def active_tokens(self) -> Tokens | None:
@@ -32,8 +33,14 @@ class Ranks:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """f: in front of what each rank computes for itself."""
+        if torch.is_autocast_enabled(hidden.device.type):  # as the products behind would, but half as much is sent
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         tokens = self.active_tokens
         return Copy.apply(hidden, self.group) if tokens is None else tokens.gather(hidden)
+
+    @staticmethod
+    def _tokens_of(batch: Tensor) -> int:
+        return batch.shape[0] if batch.is_floating_point() else batch.numel()
 
     # Hooks -----------------------------------------------------------------------------------------------------------
 
@@ -42,8 +49,9 @@ class Ranks:
         self.gathers_logits = kwargs.get("labels") is None
         if self.tokens is not None:
             self.tokens.is_active = not self.gathers_logits or torch.is_grad_enabled()
-        if "input_ids" in kwargs:
-            self.batch_shape = tuple(kwargs["input_ids"].shape)
+        if torch.is_grad_enabled():
+            first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            self.tokens_in_batch = 0 if first is None else self._tokens_of(first)
         self.random.end()
 
     def enter_region(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.errors import UserError
 from training.link.speed import NONE, canonical
+from training.mesh import Mesh
 from training.profiling.chosen_ranks import ranks_in
 from training.recompute import setting as recomputation
 
@@ -164,6 +165,18 @@ def bucket_cap(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
 
 
+def mesh_text(text: str) -> str:
+    """What `--mesh` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no mesh.
+    """
+    try:
+        return str(Mesh.parse(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def link_text(text: str) -> str:
     """What `--link` takes.
 
@@ -231,6 +244,7 @@ def _flag(
 
 _data = partial(_flag, "model and data")
 _batch = partial(_flag, "batch")
+_mesh = partial(_flag, "mesh")
 _precision = partial(_flag, "precision")
 _memory = partial(_flag, "memory")
 _communication = partial(_flag, "communication")
@@ -278,6 +292,19 @@ class RunConfig:
     )
     lora_alpha: int | None = _data(
         None, "what adapters give is multiplied by this over --lora-rank (default: twice --lora-rank)", at_least=1
+    )
+
+    mesh: str | None = _mesh(
+        None,
+        "the ranks by dimension, from the outermost: dp=2,tp=2, or replicate=2,shard=4 (docs/how-it-works/mesh.md; "
+        "default: all ranks see different samples)",
+        parse=mesh_text,
+    )
+    sequence_parallel: bool = _mesh(
+        False, "with tp, each rank also keeps only its part of the tokens between attention and MLP"
+    )
+    plan: str | None = _mesh(
+        None, "with tp, TOML file that says which module is cut how, for models that have no plan here"
     )
 
     global_batch_size: int = _batch(
@@ -425,6 +452,18 @@ class RunConfig:
             if field.metadata["above_zero"]:
                 _require(0 < value < float("inf"), flag, value, "a number above 0")
         object.__setattr__(self, "link", canonical(self.link))
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", str(Mesh.parse(self.mesh)))
+        cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False
+        _require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
+        _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
+        _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
+        _require(
+            not (cut and self.overlap_optimizer),
+            "--overlap-optimizer",
+            f"with --mesh {self.mesh}",
+            "without tp, since a rank sees only a part of each bucket's norm",
+        )
         _require(self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
         _require(
             not (self.overlap_optimizer and self.clip_grad_norm),
@@ -452,8 +491,12 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """Names the run's folders: the choice, or `<choice>@nccl-legacy`, so that the two classes never mix."""
-        return labelled(self.choice, self.backend if self.backend == LEGACY_NCCL else None)
+        """Names the run's folders: the choice, with its mesh and `nccl-legacy` behind, so that these never mix:
+        `zero2@dp2-tp2`."""
+        mesh = Mesh.parse(self.mesh).label if self.mesh else None
+        if mesh and self.sequence_parallel:
+            mesh += "-sp"
+        return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)
 
     def strategy_options(self) -> StrategyOptions:
         return StrategyOptions(
@@ -490,7 +533,7 @@ class RunConfig:
             )
 
     def micro_batch_size(self, data_parallel_size: int) -> int:
-        """Samples in one micro-batch of one rank.
+        """Samples in one micro-batch of one rank. `data_parallel_size`: ranks that see different samples.
 
         Raises:
             UserError: `global_batch_size` does not divide into whole micro-batches; names the nearest sizes that do.
@@ -527,15 +570,15 @@ def choice_folder(config: RunConfig) -> Path:
     return Path(config.output_dir) / "profile" / config.label
 
 
-def labelled(choice: str, backend: str | None) -> str:
-    """`<choice>@<backend>`, or the choice alone."""
-    return choice if backend is None else f"{choice}@{backend}"
+def labelled(choice: str, *settings: str | None) -> str:
+    """`<choice>@<setting>...`, without those that are None."""
+    return "@".join([choice, *(setting for setting in settings if setting is not None)])
 
 
 def split_label(label: str) -> tuple[str, str | None]:
-    """The choice and the backend of `labelled`."""
-    choice, _, backend = label.partition("@")
-    return choice, backend or None
+    """The choice of `labelled`, and the backend or None."""
+    choice, *settings = label.split("@")
+    return choice, LEGACY_NCCL if LEGACY_NCCL in settings else None
 
 
 def flag_name(field_name: str) -> str:

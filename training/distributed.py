@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
 from training.link.speed import NONE, Link
 from training.link.world import paced_groups
+from training.mesh import Mesh, MeshGroups, mesh_groups
 from training.process.launcher import LOOKED_FOR, adopt_launcher
 
 Result = TypeVar("Result")
@@ -30,12 +31,23 @@ class Ranks:
     Attributes:
         rank: Counted over all nodes.
         backend: As on the command line: `gloo`, `nccl` or `nccl-legacy`.
+        groups: With `--mesh`.
     """
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
+    groups: MeshGroups | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among those that see different samples."""
+        return self.groups.mesh.data_rank(self.rank) if self.groups else self.rank
+
+    @property
+    def data_size(self) -> int:
+        return self.groups.mesh.data_size if self.groups else self.world_size
 
     @property
     def library(self) -> str:
@@ -193,6 +205,24 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+@contextmanager
+def meshed(ranks: Ranks, text: str | None) -> Iterator[Ranks]:
+    """Within this context `ranks` have the groups of the mesh that `--mesh` names. Collective.
+
+    Raises:
+        UserError: the mesh does not fit the ranks and nodes.
+    """
+    if text is None:
+        yield ranks
+        return
+    mesh, per_node = Mesh.parse(text), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    mesh.require_ranks(ranks.world_size, per_node)
+    if ranks.is_main:
+        print(mesh.picture(per_node), flush=True)
+    with mesh_groups(mesh, ranks.device.type) as groups:
+        yield replace(ranks, groups=groups)
 
 
 def current_attempt() -> str:

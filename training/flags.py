@@ -1,4 +1,4 @@
-"""The flags of both entrypoints, built from the fields of `RunConfig`: on the command line, in `--help`, and in a TOML
+"""The flags of all entrypoints, built from the fields of `RunConfig`: on the command line, in `--help`, and in a TOML
 file.
 
 In a file a key is the name of a flag without its leading dashes: `ddp-choice = "zero3"`, `max-steps = 40`,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.cli import OneLineParser, exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets, offload_text
+from training.config import AUTO, RunConfig, bucket_cap, flag_name, link_text, log_targets, mesh_text, offload_text
 from training.data.workloads import WORKLOADS, is_own
 from training.errors import UserError
 from training.process.environment import prepare_process
@@ -27,12 +27,16 @@ from training.process.under_nsys import continue_under_nsys
 from training.recompute import setting as recomputation
 from training.registry import Registry
 
+ENTRYPOINTS = {"main_ddp.py": "ddp", "main_shard.py": "sharding", "main_parallel.py": "tensor_parallel"}
+"""Each with the package whose choices it trains."""
+
 METAVARS = {
     int: "N",
     float: "X",
     str: "TEXT",
     bucket_cap: f"{{MIB,{AUTO}}}",
     link_text: "RATE[,LATENCY]",
+    mesh_text: "DIMENSION=RANKS,...",
     log_targets: "TARGETS",
     recomputation.text: "BLOCKS",
     offload_text: "WHAT[:FOLDER]",
@@ -52,7 +56,9 @@ def train_from_command_line(description: str, registry: Registry, aliases: Seque
 
     from training.run import run  # imports torch, which --help does without
 
-    return record(run)(config, registry.load) or 0  # torchrun shows the traceback of an unforeseen error
+    return (
+        record(run)(config, registry.load, registry.load_parallelize) or 0
+    )  # torchrun shows the traceback of an unforeseen error
 
 
 def parse_config(
@@ -85,7 +91,7 @@ def parse_config(
 
 
 def _unknown_strategy(name: str, registry: Registry) -> str:
-    for entrypoint, package in (("main_ddp.py", "ddp"), ("main_shard.py", "sharding")):
+    for entrypoint, package in ENTRYPOINTS.items():
         if name in importlib.import_module(package).REGISTRY.sentences:
             return f"strategy '{name}' is one of {entrypoint}; run that instead"
     return unknown_name("strategy", name, registry.sentences)

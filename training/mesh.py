@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from training.errors import UserError
+
+if TYPE_CHECKING:  # --help does without torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 DATA, REPLICATE, SHARD, TENSOR = "dp", "replicate", "shard", "tp"
 DIMENSIONS = {
@@ -70,6 +72,11 @@ class Mesh:
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())
 
+    @property
+    def label(self) -> str:
+        """For names of folders: `dp2-tp2`."""
+        return "-".join(f"{name}{degree}" for name, degree in self.degrees.items())
+
     def degree(self, name: str) -> int:
         return self.degrees.get(name, 1)
 
@@ -95,7 +102,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension."""
         found = {}
-        for name, degree in reversed(self.degrees.items()):
+        for name, degree in reversed(list(self.degrees.items())):
             rank, found[name] = divmod(rank, degree)
         return dict(reversed(found.items()))
 
@@ -149,16 +156,18 @@ class MeshGroups:
     """
 
     mesh: Mesh
-    device_mesh: DeviceMesh
-    data: dist.ProcessGroup
-    model: dist.ProcessGroup
-    everyone: dist.ProcessGroup
-    shard: dist.ProcessGroup | None = None
-    replicate: dist.ProcessGroup | None = None
-    _parts: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    device_mesh: "DeviceMesh"
+    data: "dist.ProcessGroup"
+    model: "dist.ProcessGroup"
+    everyone: "dist.ProcessGroup"
+    shard: "dist.ProcessGroup | None" = None
+    replicate: "dist.ProcessGroup | None" = None
+    _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
 
-    def part_of_model(self, size: int) -> dist.ProcessGroup:
+    def part_of_model(self, size: int) -> "dist.ProcessGroup":
         """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it."""
+        import torch.distributed as dist
+
         if size not in self._parts:
             parts = self.device_mesh.mesh.reshape(-1, size).tolist()  # tp is the innermost dimension
             own, _ = dist.new_subgroups_by_enumeration(parts)
@@ -173,6 +182,9 @@ def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
 
     All meshes have a data and a model dimension here, even of one rank, so that nobody must ask which there are.
     """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
     everyone = dist.group.WORLD
     assert everyone is not None, "join the process group first"
     degrees = dict(mesh.degrees)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.communication.traffic import Collective
+from training.config import RunConfig
+from training.mesh import MeshGroups
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -127,3 +129,7 @@ class ModelParallel:
                 parts[name] = torch.empty(own.shape, dtype=own.dtype)
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts
+
+
+Parallelize = Callable[[nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]
+"""Cuts a module in place over `MeshGroups.model`, as the run's settings say."""

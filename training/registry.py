@@ -3,11 +3,12 @@
 import importlib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from training.errors import UserError
 
 if TYPE_CHECKING:
+    from training.model_parallel import Parallelize
     from training.strategy import Strategy
 
 
@@ -18,6 +19,8 @@ class Registry:
         entries: `{name: ("package.module:Class", sentence)}`.
         extras: `{name: extra}` for those that need an optional extra of this project. An extra has the name of the
             package that it installs.
+        parallelize: `package.module:function` that cuts a model over a mesh (`load_parallelize`), by choice; under ""
+            for those that are not named.
         on_legacy_nccl: A sweep also runs these over torch's older NCCL class, where it is not the default: references
             that do not overlap over the newer one (docs/cuda.md), and what they are compared with.
 
@@ -32,8 +35,10 @@ class Registry:
         entries: Mapping[str, tuple[str, str]],
         extras: Mapping[str, str] | None = None,
         on_legacy_nccl: tuple[str, ...] = (),
+        parallelize: Mapping[str, str] | None = None,
     ) -> None:
         self.on_legacy_nccl = on_legacy_nccl
+        self._parallelize = parallelize or {}
         needed = (extras or {}).items()
         self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
         self._locations = {name: location for name, (location, _) in entries.items()}
@@ -56,5 +61,21 @@ class Registry:
         """
         if name in self.missing:
             raise UserError(f"strategy '{name}' is not installed; run: {self.missing[name]}")
-        module, _, attribute = self._locations[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return found_at(self._locations[name])
+
+    def load_parallelize(self, name: str) -> "Parallelize":
+        """What cuts a model over the ranks of a mesh for this strategy.
+
+        Raises:
+            UserError: nothing does here.
+        """
+        location = self._parallelize.get(name, self._parallelize.get(""))
+        if location is None:
+            raise UserError("--mesh with tp: take main_parallel.py, which cuts layers over ranks")
+        return found_at(location)
+
+
+def found_at(location: str) -> Any:
+    """What is at `package.module:name`."""
+    module, _, attribute = location.partition(":")
+    return getattr(importlib.import_module(module), attribute)

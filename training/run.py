@@ -22,11 +22,12 @@ from training.data.lora import save_adapter
 from training.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from training.data.workload import Workload
 from training.data.workloads import build_workload, resolve_workload
-from training.distributed import Ranks, from_rank0, joined_ranks, on_every_rank
+from training.distributed import Ranks, from_rank0, joined_ranks, meshed, on_every_rank
 from training.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from training.flags import to_toml
 from training.generation import generate, require_generates
 from training.loop import Plan, TrainingResult, evaluate, train
+from training.model_parallel import ModelParallel, Parallelize
 from training.process.lazy_compiler import compiler_postponed
 from training.process.stop_request import stop_requests
 from training.profiling.memory import ModelSize
@@ -54,7 +55,15 @@ from training.watch.watcher import watched
 OPTIMIZER = torch.optim.AdamW
 
 
-def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> int:
+def no_mesh(choice: str) -> Parallelize:
+    raise UserError("--mesh with tp: take main_parallel.py, which cuts layers over ranks")
+
+
+def run(
+    config: RunConfig,
+    load_strategy: Callable[[str], type[Strategy]],
+    load_parallelize: Callable[[str], Parallelize] = no_mesh,
+) -> int:
     """Train as `config` says, and return the exit code. An error that a user can put right is one line on rank 0."""
     silence_libraries()
     so_far = RunSoFar(config)
@@ -65,8 +74,9 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
             so_far.saying_errors(ranks.is_main),
             watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
             compiler_postponed(),
+            meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
-            train_and_record(config, ranks, load_strategy, so_far)
+            train_and_record(config, ranks_on_mesh, load_strategy, so_far, load_parallelize)
     except AgreedError as error:
         line = f"error: {config.label}: {error}"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
@@ -79,7 +89,11 @@ def run(config: RunConfig, load_strategy: Callable[[str], type[Strategy]]) -> in
 
 
 def train_and_record(
-    config: RunConfig, ranks: Ranks, load_strategy: Callable[[str], type[Strategy]], so_far: RunSoFar | None = None
+    config: RunConfig,
+    ranks: Ranks,
+    load_strategy: Callable[[str], type[Strategy]],
+    so_far: RunSoFar | None = None,
+    load_parallelize: Callable[[str], Parallelize] = no_mesh,
 ) -> None:
     """Everything between joining the ranks and leaving them. Collective.
 
@@ -96,7 +110,7 @@ def train_and_record(
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
     config.require_profiled_ranks(ranks.world_size)
     require_tools_work(config, ranks.device)
-    micro_batch_size = config.micro_batch_size(ranks.world_size)
+    micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     checkpoints = Checkpoints(config, ranks, run_id, package_versions())
@@ -107,19 +121,20 @@ def train_and_record(
         on_every_rank(lambda: require_compiler(ranks.device))
     workload = build_workload(config)
     require_generates(config, workload)
-    require_sample_for_each_rank(len(workload.train), ranks.world_size)
+    require_sample_for_each_rank(len(workload.train), ranks.data_size)
     steps = planned_steps(config, len(workload.train))
     checkpoints.require_steps_left(steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
     rates = learning_rates(config, steps)
     size = ModelSize.of(workload.model)
     flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
-    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice))
+    model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
+    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
-    seed_everything(config.seed, ranks.rank)  # but dropout of its own
+    seed_everything(config.seed, ranks.data_rank)  # but dropout of its own
     with closing(checkpoints):
 
         def first_step() -> Sequence[MicroBatch]:
@@ -228,15 +243,31 @@ def build_strategy(
     ranks: Ranks,
     strategy_class: type[Strategy],
     group: dist.ProcessGroup | None = None,
+    model_parallel: ModelParallel | None = None,
 ) -> Strategy:
-    """The strategy over the workload's model. `group`: its ranks (default: all)."""
+    """The strategy over the workload's model.
+
+    Args:
+        group: The ranks that see different samples. Default: those of the mesh, or all.
+        model_parallel: How the model is cut over other ranks (`cut_over_ranks`).
+    """
     learning_rate = config.lr or workload.learning_rate
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
-        config.strategy_options(),
-        group,
+        replace(config.strategy_options(), model_parallel=model_parallel),
+        group or (ranks.groups.data if ranks.groups else None),
     )
+
+
+def cut_over_ranks(
+    config: RunConfig, workload: Workload, ranks: Ranks, load_parallelize: Callable[[str], Parallelize]
+) -> ModelParallel | None:
+    """Cut the workload's model in place, if the mesh says so. Collective."""
+    if ranks.groups is None or ranks.groups.mesh.model_size == 1:
+        return None
+    workload.model.to(ranks.device)
+    return load_parallelize(config.choice)(workload.model, config, ranks.groups, ranks.device)
 
 
 def batches_of_steps(
@@ -248,7 +279,7 @@ def batches_of_steps(
 
 def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
     """The same on the CPU."""
-    size, done = config.micro_batch_size(ranks.world_size), 0
+    size, done = config.micro_batch_size(ranks.data_size), 0
     for epoch in range(config.epochs):
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
             if done == steps:
@@ -256,7 +287,7 @@ def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, fi
             if done < first:
                 done += 1
                 continue
-            mine = rank_micro_batches(window, ranks.rank, ranks.world_size, size)
+            mine = rank_micro_batches(window, ranks.data_rank, ranks.data_size, size)
             batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
             yield StepData(len(window), batches, list(map(workload.count, batches)), sum(map(token_count, batches)))
             done += 1

@@ -326,7 +326,7 @@ class Strategy(ABC):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on CPU under the plain module's own names; empty on ranks other than 0. Collective."""
-        return self._gathered(self.data_parallel_state_dict())
+        return self._whole(self.data_parallel_state_dict())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `full_state_dict` gave to rank 0; the other ranks' `state` is not read. Collective.
@@ -345,9 +345,9 @@ class Strategy(ABC):
 
         For inspection: of a model that is cut over ranks, on rank 0. Collective: it gathers what is sharded.
         """
-        return self._gathered(self.data_parallel_gradients())
+        return self._whole(self.data_parallel_gradients())
 
-    def _gathered(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.model_parallel is None or self.data_parallel_rank != 0:
             return parts
         return self.model_parallel.gathered(parts)

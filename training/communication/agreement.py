@@ -118,8 +118,8 @@ class StepAgreement:
                 "and at least one rank in every later step"
             )
         is_last = bool((flags >= WANTS_TO_STOP).any())
-        weight, tokens = weights.sum().item() / self._copies, int(tokens.sum()) // self._copies
-        return GlobalBatch(weight, int(micro_batches.max()), tokens, is_last)
+        weight, all_tokens = weights.sum().item() / self._copies, int(tokens.sum()) // self._copies
+        return GlobalBatch(weight, int(micro_batches.max()), all_tokens, is_last)
 
     def begin_results(self, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.

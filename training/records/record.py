@@ -87,7 +87,7 @@ def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, An
     """
     expected = strategy.expected_memory(size)
     mine = {
-        "rank": strategy.data_parallel_rank,
+        "rank": dist.get_rank(),
         **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
         **{f"expected_{component}_bytes": held for component, held in expected.items()},
         "host_bytes": strategy.host_bytes(),

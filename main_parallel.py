@@ -1,0 +1,9 @@
+"""Train on a mesh: torchrun --standalone --nproc_per_node=4 main_parallel.py --mesh dp=2,tp=2 --ddp-choice zero2"""
+
+import sys
+
+from tensor_parallel import REGISTRY
+from training.flags import train_from_command_line
+
+if __name__ == "__main__":
+    sys.exit(train_from_command_line("Train a model on a mesh: its layers are cut over ranks, too.", REGISTRY))

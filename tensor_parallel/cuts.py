@@ -1,0 +1,77 @@
+"""Which part of a parameter each rank has."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from training.errors import UnsupportedError
+from training.model_parallel import Cut
+
+
+def cut_evenly(
+    name: str, what: str, length: int, dim: int, size: int, heads: int | None = None, shares: bool = False
+) -> Cut:
+    """Cut a dimension into one range for each of `size` ranks, as even as can be; between heads, if there are.
+
+    Args:
+        name, what: Of the layer and its dimension, for errors.
+        shares: With fewer heads than ranks, several ranks may hold the same head.
+
+    Raises:
+        UnsupportedError: heads do not divide evenly, or there are fewer entries than ranks.
+    """
+    unit, left = divmod(length, heads) if heads else (1, 0)
+    if left:
+        raise UnsupportedError(f"--plan: {name} has {length} {what}, which are not {heads} equal heads")
+    count = heads or length
+    if heads and shares and count < size and size % count == 0:
+        bounds = [(rank * count // size, rank * count // size + 1) for rank in range(size)]
+    elif (heads and count % size) or count < size:
+        what = "heads" if heads else what
+        raise UnsupportedError(f"--mesh: {name} has {count} {what}, which cannot be cut over {size} ranks of tp")
+    else:
+        bounds = list(pairwise(count * rank // size for rank in range(size + 1)))
+    return Cut(dim, length, tuple(((first * unit, end * unit),) for first, end in bounds))
+
+
+def cut_in_parts(whole: Cut, parts: int) -> Cut:
+    """Of `parts` equal tensors in one, each cut as `whole` says, which is for one of them."""
+    length = whole.length
+    ranges = tuple(
+        tuple((first + length * index, end + length * index) for index in range(parts) for first, end in of_rank)
+        for of_rank in whole.ranges
+    )
+    return Cut(whole.dim, length * parts, ranges)
+
+
+class CutParameters:
+    """Cuts parameters, tied ones together.
+
+    Attributes:
+        cuts: By name.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.cuts: dict[str, Cut] = {}
+        self._rank = rank
+        self._parts: dict[torch.Tensor, tuple[Cut, nn.Parameter]] = {}  # by whole parameter
+
+    def cut(self, layer: nn.Module, path: str, name: str, cut: Cut) -> nn.Parameter | None:
+        """Replace a parameter of `layer` by this rank's part. `path`: the layer's name. None if it has no such one.
+
+        Raises:
+            UnsupportedError: it is tied to one that is cut in another way.
+        """
+        whole = layer._parameters[name]
+        if whole is None:
+            return None
+        self.cuts[f"{path}.{name}"] = cut
+        before, part = self._parts.get(whole, (cut, None))
+        if before != cut:
+            raise UnsupportedError(f"--plan: {path}.{name} is tied to a parameter that is cut in another way")
+        if part is None:
+            part = nn.Parameter(cut.part(whole.detach(), self._rank), whole.requires_grad)
+            self._parts[whole] = cut, part
+        layer._parameters[name] = part
+        return part
