@@ -6,7 +6,7 @@ gradients, the count of samples, and whole state dicts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from training.communication.traffic import Collective
 from training.config import RunConfig
-from training.mesh import MeshGroups
+from training.mesh import TENSOR, MeshGroups
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -73,6 +73,10 @@ class ModelParallel:
     everyone: dist.ProcessGroup
     cuts: Mapping[str, Cut]
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
+
+    def expected_traffic(self, micro_batches: int) -> list[Collective]:
+        """The same, with the name of the dimension."""
+        return [replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)]
 
     @property
     def rank(self) -> int:

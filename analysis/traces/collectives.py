@@ -76,7 +76,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
     groups = [marked.get(call.Index, group) for call in calls]
     sizes = {name: len(ranks_of(name, world_size)) for name in set(groups)}
     spans = _spans(events, calls, groups, {name: size or world_size for name, size in sizes.items()})
-    dtypes = _dtypes(calls, groups, spans)
+    dtypes = _dtypes(calls, [ranks_of(name, world_size) for name in groups], spans)
     rows = []
     for call, name, taken, dtype in zip(calls, groups, spans, dtypes, strict=True):
         if taken:
@@ -134,17 +134,20 @@ def _take(call: Any, ranks: int, group: str, waiting: dict[tuple[str, int, str],
     return taken
 
 
-def _dtypes(calls: list[Any], groups: list[str], spans: list[list[Any]]) -> list[str]:
+def _dtypes(calls: list[Any], members: list[tuple[int, ...]], spans: list[list[Any]]) -> list[str]:
     """The dtype of each call, from its span; empty if unknown.
 
     The span of a scatter from which this rank only receives does not show it. But a reduce-scatter over Gloo is one
     scatter from each rank in turn. So the scatter from this rank, which shows it, is as many calls away as this rank is
     from the sender.
+
+    Args:
+        members: The ranks of each call's group.
     """
     dtypes = [dtype_of(taken[0].args) if taken else "" for taken in spans]
-    for group in set(groups):
+    for ranks in set(members):
         scatters = [
-            index for index, call in enumerate(calls) if call.name == "c10d::scatter_" and groups[index] == group
+            index for index, call in enumerate(calls) if call.name == "c10d::scatter_" and members[index] == ranks
         ]
         own = next((scatter_root(calls[index].args) for index in scatters if sends_scatter(calls[index].args)), -1)
         for place, index in enumerate(scatters):

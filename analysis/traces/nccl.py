@@ -19,10 +19,10 @@ import pandas as pd
 
 from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, ITEM_BYTES, only_group
 from analysis.traces.gloo_operators import dtype_of, tensor_sizes
-from analysis.traces.groups import call_at, calls_by_thread
+from analysis.traces.groups import call_at, calls_by_thread, shown
 from analysis.traces.reading import COLLECTIVE_KERNEL
 
-LONGEST_NAME = 100
+LONGEST_NAME = 4000
 """Characters that are kept of a group's ranks, and of its name."""
 NCCL_KINDS = (
     ("allreduce", "all_reduce"),
@@ -81,7 +81,7 @@ def device_collectives(
             kernel.start,
             kernel.end,
             payload,
-            _group_name(args, groups),
+            shown(_group_name(args, groups), world_size),
             size,
             dtype,
             stream,
@@ -136,8 +136,10 @@ def _ranks_by_group(info: dict[str, Any]) -> dict[str, str]:
 def _group_name(args: dict[str, Any], groups: dict[str, str]) -> str:
     """The process group of an NCCL kernel: its ranks and its name, since two groups may have the same ranks.
 
-    Coalesced calls, and all of ProcessGroupNCCL2, do not name the ranks.
+    Coalesced calls, and all of ProcessGroupNCCL2, do not name the ranks; nor does a kernel all ranks of a large group.
     """
     ranks, name = (str(args.get(f"Process Group {part}", "")).strip("[]") for part in ("Ranks", "Name"))
-    parts = (("ranks", ranks or groups.get(name, "").strip("[]")), ("group", name))
+    if not ranks or "..." in ranks:
+        ranks = groups.get(name, "").strip("[]") or ranks
+    parts = (("ranks", ranks), ("group", name))
     return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)
