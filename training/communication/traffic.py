@@ -47,8 +47,8 @@ def on_mesh(traffic: Iterable[Collective], mesh: Mesh | None) -> list[Collective
 
 
 def dimension_name(dimension: str, mesh: Mesh) -> str:
-    """The name of `Collective.dimension`. Ranks that differ in one dimension alone are those of that dimension, and those
-    that differ in `replicate` and `shard` are `dp`."""
+    """The name of `Collective.dimension`. Ranks that differ in one dimension alone are of that dimension. Those that
+    differ in `replicate` and `shard` are of `dp`."""
     if dimension not in ("", EVERYONE):
         return dimension
     names = [name for name, degree in mesh.degrees.items() if degree > 1 and (dimension or name in DATA_DIMENSIONS)]

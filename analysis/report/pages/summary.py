@@ -43,6 +43,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     write_csv(folder / "audit.csv", analysis.audit)
     write_csv(folder / "exposure.csv", analysis.exposure.steps)
     write_csv(folder / "collectives.csv", analysis.exposure.collectives)
+    write_csv(folder / "dimensions.csv", analysis.exposure.dimensions)
     write_csv(folder / "stragglers.csv", stragglers(analysis.exposure))
     page = folder / "summary.html"
     write_text(page, summary_page(analysis, choice))
