@@ -271,6 +271,7 @@ OUTCOME_COLUMNS = {
     "loss_difference": Column("off by", "nats", "largest difference of a step's loss from the reference's", 1, 7),
     "audit_failures": Column("audit", "", "checks of audit.csv that fail"),
     "world_size": Column("ranks", "", "ranks in the run"),
+    "mesh": Column("mesh", "", "the ranks by dimension; empty without --mesh"),
     "backend": Column("backend", "", "gloo or nccl"),
     "backend_class": Column("class", "", "torch's class that carried the tensors; ratios are among rows of one class"),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
