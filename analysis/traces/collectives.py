@@ -94,6 +94,8 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
 def _spans(events: pd.DataFrame, calls: list[Any], groups: list[str], sizes: dict[str, int]) -> list[list[Any]]:
     """The spans of each call; none if one of them was not recorded.
 
+    Each group has threads of its own, so calls of two groups that are under way at once can be told apart.
+
     Args:
         sizes: Ranks by group.
     """
@@ -102,12 +104,32 @@ def _spans(events: pd.DataFrame, calls: list[Any], groups: list[str], sizes: dic
     taken = _take_all(calls, ranks, spans, [""] * len(calls), {})
     if len(sizes) < 2:
         return taken
-    # Each group has threads of its own, so calls of two groups that are under way at once can be told apart.
+    taken = _take_all(calls, ranks, spans, groups, _groups_of_threads(groups, taken))
+    lost = [place for place, own in enumerate(taken) if not own]  # their threads were thought to be another group's
+    found = {span.Index for own in taken for span in own}
+    rest = [span for span in spans if span.Index not in found]
+    again = _take_all([calls[place] for place in lost], [ranks[place] for place in lost], rest, [""] * len(lost), {})
+    for place, own in zip(lost, again, strict=True):
+        taken[place] = own
+    return taken
+
+
+def _groups_of_threads(groups: list[str], taken: list[list[Any]]) -> dict[Any, str]:
+    """The group of each Gloo thread: that of most of its spans, of those if possible that are like no other group's.
+
+    Args:
+        taken: The spans of each call, where those of two groups may have been mixed up if they are alike.
+    """
+    alike: dict[tuple[str, int], set[str]] = {}
+    for name, own in zip(groups, taken, strict=True):
+        for span in own:
+            alike.setdefault((str(span.name), span_elements(span.args)), set()).add(name)
     votes: dict[Any, Counter[str]] = {}
     for name, own in zip(groups, taken, strict=True):
         for span in own:
-            votes.setdefault(span.tid, Counter())[name] += 1
-    return _take_all(calls, ranks, spans, groups, {tid: each.most_common(1)[0][0] for tid, each in votes.items()})
+            is_sure = len(alike[str(span.name), span_elements(span.args)]) == 1
+            votes.setdefault(span.tid, Counter())[name] += len(taken) if is_sure else 1
+    return {tid: each.most_common(1)[0][0] for tid, each in votes.items()}
 
 
 def _take_all(
