@@ -32,11 +32,14 @@ from sharding.collectives import all_gather, reduce_scatter
 
 
 class Add(torch.autograd.Function):
-    """g: the sum over ranks; the gradient is the sum's. Writes the sum into its input."""
+    """g: the sum over ranks; the gradient is the sum's. Mostly writes the sum into its input."""
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(term)
+        if torch._C._len_torch_dispatch_stack():  # selective activation checkpointing may keep the term
+            term = term.clone()
+        else:
+            ctx.mark_dirty(term)
         dist.all_reduce(term, group=group)
         return term
 

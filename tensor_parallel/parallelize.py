@@ -31,15 +31,13 @@ from tensor_parallel.plan import (
     plan_of,
     read_plan,
 )
-from tensor_parallel.region import Ranks
-from tensor_parallel.traffic import FP32, Place, Precision, Traffic
-from training.blocks import find_blocks
+from tensor_parallel.region import Ranks, with_first
+from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
 from training.config import RunConfig
 from training.data.packing import IGNORED
 from training.errors import UnsupportedError
 from training.mesh import MeshGroups
 from training.model_parallel import Cut, ModelParallel
-from training.recompute.setting import Recomputation
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
@@ -73,7 +71,7 @@ def parallelize(
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
     ranks = Ranks(groups.model, device, sequence_parallel)
-    traffic = Traffic(ranks, device, precision, recomputed_blocks(module, activation_checkpointing))
+    traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)
@@ -104,8 +102,7 @@ class Parallelizer:
             case Column():
                 self._cut_column(name, layer, style)
                 if enclosing(name, self._regions) is None:
-                    self._traffic.f.append(Place(name, weight_of(layer).shape[0 if is_transposed(layer) else 1]))
-                    layer.register_forward_pre_hook(ranks.enter_region, with_kwargs=True)
+                    self._put_f(name, layer, weight_of(layer).shape[0 if is_transposed(layer) else 1])
             case Row():
                 self._cut_row(name, layer, style)
             case Region():
@@ -117,6 +114,9 @@ class Parallelizer:
             case Shared():
                 if ranks.tokens is not None or not style.of_tokens:
                     self._sum_gradients(layer, ranks.group)
+                if ranks.tokens is not None and style.merges:
+                    self._traffic.turns.append(self._features())
+                    layer.register_forward_hook(ranks.merge_behind)
             case Split() if ranks.tokens is not None:
                 self._traffic.turns.append(self._features())
                 layer.register_forward_pre_hook(ranks.split, prepend=True, with_kwargs=True)
@@ -138,11 +138,22 @@ class Parallelizer:
             setattr(layer, attribute, value)
         inside = [other for other, kind in self._styles.items() if isinstance(kind, Column) and name in other]
         first = self._module.get_submodule(inside[0]) if inside else layer
-        self._traffic.f.append(Place(name, weight_of(first).shape[0 if is_transposed(first) else 1]))
-        layer.register_forward_pre_hook(self._ranks.enter_region, with_kwargs=True)
+        self._put_f(name, layer, weight_of(first).shape[0 if is_transposed(first) else 1])
         if draws(layer):
             layer.register_forward_pre_hook(self._ranks.begin_random)
             layer.register_forward_hook(self._ranks.end_random, always_call=True)
+
+    def _put_f(self, name: str, layer: nn.Module, features: int) -> None:
+        """In front of `layer`."""
+        place = Place(name, features)
+        self._traffic.f.append(place)
+
+        def enter(hidden: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                place.has_gradient = hidden.requires_grad
+            return self._ranks.enter(hidden)
+
+        layer.register_forward_pre_hook(lambda _, args, kwargs: with_first(args, kwargs, enter), with_kwargs=True)
 
     def _cut_column(self, name: str, layer: nn.Module, style: Column) -> None:
         dim = 1 if is_transposed(layer) else 0
@@ -180,7 +191,10 @@ class Parallelizer:
     def _cut_head(self, name: str, layer: nn.Module) -> None:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
-        self._traffic.f.append(Place(name, weight_of(layer).shape[1]))
+        if any(isinstance(style, Shared) and style.merges for style in self._styles.values()):
+            self._traffic.sums.append(weight_of(layer).shape[1])
+        else:
+            self._traffic.f.append(Place(name, weight_of(layer).shape[1]))
         self._traffic.losses += 1
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)
@@ -197,7 +211,7 @@ class Parallelizer:
             return losses.where(counts, 0).sum() / counts.sum()
 
         layer.register_forward_hook(whole_if_wanted)
-        self._module.loss_function = loss_function
+        self._module.loss_function = loss_function  # type: ignore[assignment]
 
     def _replace(self, name: str, layer: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
@@ -242,13 +256,6 @@ class Parallelizer:
 
 def weight_of(layer: nn.Module) -> nn.Parameter:
     return cast(nn.Parameter, layer.weight)
-
-
-def recomputed_blocks(module: nn.Module, activation_checkpointing: str) -> list[str]:
-    """Names of the blocks that backward computes again."""
-    setting = Recomputation.parse(activation_checkpointing)
-    blocks = find_blocks(module)[:: setting.every] if setting else []
-    return [name for name, part in module.named_modules() if part in blocks]
 
 
 def is_transposed(layer: nn.Module) -> bool:

@@ -63,9 +63,11 @@ class Shared:
 
     Attributes:
         of_tokens: On different tokens: with sequence parallelism alone.
+        merges: Sequence parallelism ends behind the module: the model reshapes the hidden states next.
     """
 
     of_tokens: bool = False
+    merges: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,8 @@ def gpt2(config: Any, size: int) -> Plan:
         "transformer.h.*.mlp": Region(),
         "transformer.h.*.mlp.c_fc": Column(),
         "transformer.h.*.mlp.c_proj": Row(),
-        "transformer.ln_f": Shared(of_tokens=True),
+        "transformer.ln_f": Shared(of_tokens=True, merges=True),
         "lm_head": Head(),
-        "score": Merge(),
     }
 
 

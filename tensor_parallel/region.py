@@ -1,5 +1,6 @@
 """What the parts of one parallelized model share on a rank, and the hooks in front of and behind parallel regions."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ class Ranks:
         """What cuts the tokens of this forward pass, if they are cut."""
         return self.tokens if self.tokens is not None and self.tokens.is_active else None
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """f: in front of what each rank computes for itself."""
+    def enter(self, hidden: Tensor, is_whole: bool = False) -> Tensor:
+        """f: in front of what each rank computes for itself. `is_whole`: all ranks have all tokens."""
         if torch.is_autocast_enabled(hidden.device.type):  # as the products behind would, but half as much is sent
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         tokens = self.active_tokens
-        return Copy.apply(hidden, self.group) if tokens is None else tokens.gather(hidden)
+        return Copy.apply(hidden, self.group) if is_whole or tokens is None else tokens.gather(hidden)
 
     @staticmethod
     def _tokens_of(batch: Tensor) -> int:
@@ -49,13 +50,11 @@ class Ranks:
         self.gathers_logits = kwargs.get("labels") is None
         if self.tokens is not None:
             self.tokens.is_active = not self.gathers_logits or torch.is_grad_enabled()
+            self.tokens.is_merged = False
         if torch.is_grad_enabled():
             first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             self.tokens_in_batch = 0 if first is None else self._tokens_of(first)
         self.random.end()
-
-    def enter_region(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return with_first(args, kwargs, self.enter)
 
     def begin_random(self, module: nn.Module, args: Any) -> None:
         if module.training and not self.active_tokens:
@@ -80,9 +79,16 @@ class Ranks:
         self.random.end()
         return None if tokens is None else with_first(args, kwargs, tokens.merge)
 
+    def merge_behind(self, module: nn.Module, args: Any, hidden: Tensor) -> Tensor | None:
+        """Behind the last module whose tokens are cut."""
+        tokens = self.active_tokens
+        self.random.end()
+        return None if tokens is None else tokens.merge(hidden)
+
     def enter_head(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self.random.end()
-        return with_first(args, kwargs, self.enter)
+        is_whole = self.tokens is not None and self.tokens.is_merged
+        return with_first(args, kwargs, partial(self.enter, is_whole=is_whole))
 
 
 def with_first(args: Any, kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:

@@ -56,11 +56,12 @@ class Tokens:
     Attributes:
         is_active: Whether the latest forward pass cuts tokens. It holds until the next one begins, since backward may
             compute blocks again.
+        is_merged: Whether they have been brought together for what follows all blocks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
-        self.is_active = False
+        self.is_active = self.is_merged = False
         self._shape = (0, 0)
 
     def split(self, hidden: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ class Tokens:
 
     def merge(self, hidden: Tensor) -> Tensor:
         """The same, in front of what all ranks compute alike."""
+        self.is_merged = True
         return self._whole(Merge.apply(hidden[0], self._group))
 
     def scatter(self, terms: Tensor) -> Tensor:

@@ -5,19 +5,21 @@ forward. So a transformer block sends 4 T H elements in all-reduces. With sequen
 all-gather and a reduce-scatter, one in forward and one in backward, and T is padded to a multiple of the ranks.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks
 from tensor_parallel.sequence import padded
+from training.blocks import find_blocks
 from training.communication.traffic import Collective
 from training.precision import DTYPES
+from training.recompute.setting import Recomputation
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,44 @@ class Precision:
 FP32 = Precision()
 
 
-class Place(NamedTuple):
-    """f or g somewhere in the model, over hidden states of so many features."""
+@dataclass
+class Place:
+    """f or g somewhere in the model, over hidden states of so many features.
+
+    Attributes:
+        has_gradient: Whether backward comes here. It does not where the model's samples enter.
+    """
 
     module: str
     features: int
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Names of the blocks that backward computes again.
+
+    Attributes:
+        stops_early: Torch stops when all that backward needs is there: before the last g of a block.
+    """
+
+    blocks: Sequence[str] = ()
+    stops_early: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, activation_checkpointing: str) -> "Recomputed":
+        setting = Recomputation.parse(activation_checkpointing)
+        if setting is None:
+            return cls()
+        blocks = find_blocks(module)[:: setting.every]
+        return cls([name for name, part in module.named_modules() if part in blocks], setting.by_torch)
+
+    def runs_again(self, place: Place, places: Sequence[Place]) -> bool:
+        """Whether forward comes to `place`, one of `places`, a second time."""
+        block = enclosing(place.module, self.blocks)
+        if block is None or not self.stops_early:
+            return block is not None
+        return place is not [other for other in places if enclosing(other.module, [block])][-1]
 
 
 class Traffic:
@@ -55,7 +90,7 @@ class Traffic:
         parameters: Behind an f of their own: bytes of each, and the ranks that add them up.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, precision: Precision, recomputed: Collection[str]) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, precision: Precision, recomputed: Recomputed) -> None:
         self._ranks, self._device, self._recomputed = ranks, device, recomputed
         self.precision = precision
         self.f: list[Place] = []
@@ -69,14 +104,22 @@ class Traffic:
         """Of a step of so many micro-batches of the shape that the latest had."""
         tokens, item, cuts = self._ranks.tokens_in_batch, self.precision.products, self._ranks.tokens is not None
         reduced, gathered, scattered = [], [], []
-        for place in [*self.f, *self.g]:
-            once_more = enclosing(place.module, self._recomputed) is not None
+        for place in self.f:
+            payload = (padded(tokens, self._ranks.size) if cuts else tokens) * place.features * item
+            in_backward = [payload] * place.has_gradient
             if cuts:
-                payload = padded(tokens, self._ranks.size) * place.features * item
-                gathered += [payload] * (2 if once_more and place in self.f else 1)
-                scattered += [payload] * (2 if once_more and place in self.g else 1)
+                gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
+                scattered += in_backward
             else:
-                reduced += [tokens * place.features * item] * (2 if once_more and place in self.g else 1)
+                reduced += in_backward
+        for place in self.g:
+            payload = (padded(tokens, self._ranks.size) if cuts else tokens) * place.features * item
+            in_forward = [payload] * (2 if self._recomputed.runs_again(place, self.g) else 1)
+            if cuts:
+                scattered += in_forward
+                gathered.append(payload)
+            else:
+                reduced += in_forward
         rest = self.precision.rest
         reduced += [tokens * features * rest for features in self.sums]
         gathered += [padded(tokens, self._ranks.size) * features * rest for features in self.turns if cuts]

@@ -263,12 +263,60 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return module.train()
 
 
+def llama_lm(key_heads: int, tied: bool = False) -> nn.Module:
+    """A Llama language model of two layers with 12 thin heads, biases, and a vocabulary and MLP that no number of ranks
+    divides."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=24,
+            intermediate_size=31,
+            num_hidden_layers=2,
+            num_attention_heads=12,
+            num_key_value_heads=key_heads,
+            vocab_size=41,
+            attention_bias=True,
+            mlp_bias=True,
+            initializer_range=0.1,  # so that no gradient is so small that Adam magnifies its rounding
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2_lm(dropout: float = 0.0) -> nn.Module:
+    """A GPT-2 of two layers, with one weight for queries, keys and values, and tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=24,
+            n_layer=2,
+            n_head=12,
+            vocab_size=41,
+            n_positions=16,
+            initializer_range=0.1,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+
+
 def token_batch(samples: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "input_ids": torch.randint(1, 40, (samples, 7), generator=generator),
         "labels": torch.randint(0, 5, (samples,), generator=generator),
     }
+
+
+def language_batch(samples: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of 7 tokens: an odd number, which no number of ranks divides."""
+    tokens = torch.randint(0, 41, (samples, 7), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
 
 
 MODELS = {
@@ -289,6 +337,12 @@ UNUSUAL = {
     "llama, checkpointed, re-entrant": partial(checkpointed, True),
 }
 """Those that run their modules in an order, or so often, that sharding must not rely on."""
+LANGUAGE = {
+    "lm, llama": partial(llama_lm, 12),
+    "lm, gqa": partial(llama_lm, 2, tied=True),
+    "lm, gpt2": gpt2_lm,
+}
+"""Language models; of grouped keys and values, ranks may have to share heads."""
 LORA = "llama, lora"
 BRANCHES = {"branching": (), "branching, same": (1, 1), "branching, a-b": (1, -1), "branching, b-a": (-1, 1)}
 """The sign of the first feature of each rank's samples, which decides over the branch that it uses."""
@@ -299,6 +353,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return {
         **MODELS,
         **UNUSUAL,
+        **LANGUAGE,
+        "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
         **dict.fromkeys(BRANCHES, Branching),
         "normed": Normed,
         "deep": Deep,
@@ -308,4 +364,6 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def make_batch(model: str, samples: int, seed: int) -> dict[str, Tensor]:
+    if model.startswith("lm"):
+        return language_batch(samples, seed)
     return token_batch(samples, seed) if model.startswith("llama") else batch(samples, seed)

@@ -200,4 +200,5 @@ def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
         yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, parts.get(SHARD), parts.get(REPLICATE))
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
-            dist.destroy_process_group(group)
+            if group.size() < everyone.size():  # the others may have been made of the group of all ranks
+                dist.destroy_process_group(group)

@@ -1,0 +1,70 @@
+"""Each choice on each mesh computes what one process computes on the whole global batch."""
+
+import itertools
+
+import pytest
+
+import tensor_parallel
+from tests.models import LANGUAGE
+from tests.ranks import RankPool
+from tests.tensor_parallel.meshes import PLANS, check_on_mesh, even
+
+MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
+HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith("pytorch"))
+for_each_mesh = pytest.mark.parametrize("mesh", MESHES)
+for_each_choice = pytest.mark.parametrize("choice", HAND_WRITTEN)
+
+
+@for_each_mesh
+@for_each_choice
+def test_language_models(ranks: RankPool, mesh: str, choice: str) -> None:
+    """A model for each pair, with and without sequence parallelism in turn; the others are in the exhaustive test.
+
+    With SGD: the true gradient of a bias of keys is 0, and Adam would magnify its rounding.
+    """
+    number, models = MESHES.index(mesh) + HAND_WRITTEN.index(choice), models_on(mesh)
+    model = models[number % len(models)]
+    check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=number % 2 == 0, clip=0.5)
+
+
+def models_on(mesh: str) -> list[str]:
+    """Two heads of keys and values cannot be cut over three ranks."""
+    return [model for model in LANGUAGE if model != "lm, gqa" or "tp=3" not in mesh]
+
+
+@for_each_choice
+def test_trap_modules(ranks: RankPool, choice: str) -> None:
+    for model in PLANS:
+        mesh = "tp=2" if model in ("deep", "odd") else "dp=2,tp=2"
+        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3)
+
+
+@pytest.mark.parametrize("choice", ["tp", "zero3"])
+def test_a_classifier(ranks: RankPool, choice: str) -> None:
+    """Its head is the same on all ranks; so tokens come together before it."""
+    for sequence_parallel in (False, True):
+        check_on_mesh(ranks, "dp=2,tp=2", choice, "llama", [even("dp=2")] * 3, "adam", sequence_parallel)
+
+
+@for_each_choice
+def test_uneven_micro_batches(ranks: RankPool, choice: str) -> None:
+    """Ranks with different numbers of samples and micro-batches, and one without any."""
+    steps = [[[2, 1], [1]], [[1], [3]], [[2], []]]
+    check_on_mesh(ranks, "dp=2,tp=2", choice, "lm, gqa", steps, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("setting", ["block", "every:2", "selective", "torch:block"])
+def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
+    """Backward repeats f and g in the same order on all ranks."""
+    for sequence_parallel, choice in ((False, "zero3"), (True, "tp")):
+        options = {"activation_checkpointing": setting}
+        for model in ("lm, llama", "lm, gpt2"):
+            check_on_mesh(ranks, "tp=2", choice, model, [even("tp=2")] * 2, "sgd", sequence_parallel, options=options)
+
+
+@pytest.mark.exhaustive
+@for_each_mesh
+@for_each_choice
+def test_every_model(ranks: RankPool, mesh: str, choice: str) -> None:
+    for model, cuts in itertools.product(models_on(mesh), (False, True)):
+        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=cuts, clip=0.5)
