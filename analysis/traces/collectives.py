@@ -71,7 +71,7 @@ def gloo_collectives(events: pd.DataFrame, world_size: int, group: str = EVERYBO
         group: Of calls without a mark, from `only_group`. If the group of a call is unknown, so are its size and the
             payload of collectives that split a tensor over ranks.
     """
-    calls = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
+    calls: list[Any] = list(events[events["name"].isin(OPERATORS)].sort_values("start", kind="stable").itertuples())
     marked = marked_groups(events, world_size)
     groups = [marked.get(call.Index, group) for call in calls]
     sizes = {name: len(ranks_of(name, world_size)) for name in set(groups)}
@@ -99,7 +99,8 @@ def _spans(events: pd.DataFrame, calls: list[Any], groups: list[str], sizes: dic
     Args:
         sizes: Ranks by group.
     """
-    spans = list(events[events["name"].str.startswith("gloo:")].sort_values("start", kind="stable").itertuples())
+    of_gloo = events[events["name"].str.startswith("gloo:")].sort_values("start", kind="stable")
+    spans: list[Any] = list(of_gloo.itertuples())
     ranks = [sizes[name] for name in groups]
     taken = _take_all(calls, ranks, spans, [""] * len(calls), {})
     if len(sizes) < 2:

@@ -39,7 +39,7 @@ def marked_groups(events: pd.DataFrame, world_size: int) -> dict[int, str]:
     marks = events[events["name"].str.startswith(MARK)]
     threads = calls_by_thread(events, "c10d::") if len(marks) else {}
     found = {}
-    for mark in marks.itertuples():
+    for mark in list[Any](marks.itertuples()):
         if call := call_at(threads, f"{mark.pid} {mark.tid}", mark.start):
             found[call.Index] = shown(str(mark.name).removeprefix("group "), world_size)
     return found

@@ -70,8 +70,8 @@ def device_collectives(
             rows[key][2] = max(rows[key][2], kernel.end)
             continue
         args = {**described.get(operator, {}), **args}
-        at = kernel.launcher, kernel.launch
-        call = call_at(operators, *at) or call_at(spans, *at)
+        thread, moment = str(kernel.launcher), float(kernel.launch)  # type: ignore[arg-type]
+        call = call_at(operators, thread, moment) or call_at(spans, thread, moment)
         kind = _kind(str(args.get("Collective name") or (call.name if call else kernel.name)))
         size = max(_whole(args, "Group size"), 0) or np.nan
         payload, dtype = _payload(args, kind, size, call.args if call else None)

@@ -53,7 +53,7 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
                 if mesh and lane == "communication":
-                    lanes[place] = f"{stream or 'other'} {label}"
+                    lanes[place] = f"{str(stream) or 'other'} {label}"
                 single = calls[calls["single"]]
                 if lane != "compute":  # the other compute kernels are in the main lane
                     rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)

@@ -60,7 +60,7 @@ def mesh_waits_figure(waits: pd.DataFrame, mesh: Mesh) -> go.Figure:
 
 
 def _value(waits: pd.DataFrame, rank: int) -> float | None:
-    return round(float(waits.at[rank, "wait_ms"]), 3) if rank in waits.index else None
+    return round(float(waits["wait_ms"][rank]), 3) if rank in waits.index else None
 
 
 def _sentence(waits: pd.DataFrame, rank: int) -> str:
