@@ -116,8 +116,8 @@ def expected_calls(record: dict[str, Any], on_mesh: bool, on_device: bool) -> di
     """
     expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part in record["expected_traffic"]:
-        if not (on_mesh and on_device and part["group_size"] == 1):
-            figures = expected[part["dimension"] if on_mesh else "", part["kind"]]
+        if not (on_mesh and on_device and part.get("group_size") == 1):
+            figures = expected[part.get("dimension", "") if on_mesh else "", part["kind"]]
             figures[0] += part["count"]
             figures[1] += part["payload_bytes"]
     return expected
