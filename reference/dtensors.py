@@ -19,8 +19,9 @@ def first_element(parameter: Tensor) -> int:
     """Number of the first element of this rank's shard. Dimension 0 is sharded as by `torch.chunk`."""
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
-    rows = len(parameter)
-    before = -(-rows // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+    rows, mesh = len(parameter), parameter.device_mesh
+    shards = mesh.ndim - 1  # the dimension over which it is sharded; over one before it, shards are replicated
+    before = -(-rows // mesh.size(shards)) * mesh.get_local_rank(shards)
     return min(before, rows) * (parameter.numel() // rows)
 
 

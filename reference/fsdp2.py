@@ -7,6 +7,9 @@ and gathers it again for backward: 3(N-1)/N * P elements on the wire per micro-b
 until its backward pass is done, which saves a third of that. Despite its name it is no ZeRO-2 at rest: it then holds as
 little as `pytorch_zero3`.
 
+With replicas (`sharding.replicas`) the mesh has two dimensions: FSDP2 shards over `shard`, and all-reduces the shards
+of gradients over `replicate` after the last micro-batch.
+
 With `--offload parameters` (`CPUOffloadPolicy`) shards, their gradients and the optimizer's states are in host memory,
 and the CPU updates them. A shard is copied to the device when its unit is gathered, and a reduced gradient from it.
 """
@@ -16,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,6 +35,7 @@ from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
+from training.mesh import REPLICATE, SHARD
 from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize, storage_bytes
 from training.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -44,7 +49,7 @@ class FSDP2(Strategy):
 
     always_averages = True
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    communicates_in_forward = casts_parameters = True
+    communicates_in_forward = casts_parameters = replicates_shards = True
     offloads = frozenset({"parameters"})
     frees_blocks_after_forward: ClassVar[bool]
 
@@ -53,10 +58,10 @@ class FSDP2(Strategy):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and not parameter.numel():  # FSDP2 would fail in backward
                 raise UnsupportedError(f"FSDP2 cannot reduce the gradient of {name}, which has no elements; remove it")
-        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        broadcast_from_rank0([*map(local, self.module.parameters()), *self.module.buffers()], self.process_group)
         placement = Placement.of(self.options)
         settings: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(self.process_group, self.device.type),
+            "mesh": self.mesh(),
             "mp_policy": MixedPrecisionPolicy(placement.param_dtype, placement.reduce_dtype),
         }
         if self.options.offload:
@@ -72,10 +77,20 @@ class FSDP2(Strategy):
             raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
         self._has_run = False
 
+    def mesh(self) -> DeviceMesh:
+        """Over which parameters are sharded. With replicas it has two dimensions, and FSDP2 shards over the second."""
+        kind = self.device.type
+        if self.replicate_group is None or self.replicas == 1:
+            return DeviceMesh.from_group(self.shard_group, kind)
+        ranks = torch.tensor(dist.get_process_group_ranks(self.process_group)).view(self.replicas, self.shard_size)
+        groups = [self.replicate_group, self.shard_group]
+        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=(REPLICATE, SHARD))
+
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
         """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""
+        sharded = dict(self.module.named_parameters())
         unit.unshard()
-        leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if not isinstance(p, DTensor)}
+        leaves: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p is not sharded[n]}
         unit.reshard()
         return leaves
 
@@ -114,8 +129,15 @@ class FSDP2(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: gradients are reduced into shards at every micro-batch."""
-        yield
+        """Gradients are reduced into shards at every micro-batch. Only replicas wait for the last one."""
+        if self.replicas == 1:
+            yield
+            return
+        self.fsdp.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self.fsdp.set_requires_all_reduce(True)
 
     def after_backward(self) -> None:
         """Refuse what FSDP2 would lose: a gradient that came after those of its unit were reduced."""
@@ -131,7 +153,8 @@ class FSDP2(Strategy):
         super().abandon_step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_parts(list(self.gradient_share()), max_norm, self.process_group, self.device)
+        parts = list(self.gradient_tensors())
+        return clip_parts(parts, max_norm, self.process_group, self.device, list(self.gradient_share()))
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.process_group)
@@ -139,25 +162,28 @@ class FSDP2(Strategy):
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
     def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        return self._gradient_pieces() if self.replica == 0 else []
+
+    def _gradient_pieces(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return self.gradient_share()
+        return [gradient for _, gradient in self._gradient_pieces()]
 
     def parameter_tensors(self) -> Iterable[Tensor]:
-        return [*self._shards(), *self._gathered()]
+        return [*self._shards(), *self._whole_leaves()]
 
     def _shards(self) -> list[Tensor]:
         return [local(parameter) for parameter in self.module.parameters()]
 
-    def _gathered(self) -> list[Tensor]:
-        return [leaf for of_unit in self.units.values() for leaf in of_unit.values()]
+    def _whole_leaves(self) -> list[Tensor]:
+        return [local(leaf) for of_unit in self.units.values() for leaf in of_unit.values()]
 
     def optimizer_tensors(self) -> Iterable[Tensor]:
         return map(local, super().optimizer_tensors())
 
     def memory_breakdown(self) -> dict[str, int]:
-        on_device = {"parameters": storage_bytes(self._gathered()), "gradients": 0, "optimizer_state": 0}
+        on_device = {"parameters": storage_bytes(self._whole_leaves()), "gradients": 0, "optimizer_state": 0}
         return super().memory_breakdown() | (on_device if self.options.offload else {})
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
@@ -170,7 +196,7 @@ class FSDP2(Strategy):
         return [*self._shards(), *self.gradient_tensors(), *self.optimizer_tensors()]
 
     def expected_host_bytes(self, size: ModelSize) -> int:
-        return Placement.of(self.options).expected_host_bytes(size, self.data_parallel_size)
+        return Placement.of(self.options).expected_host_bytes(size, self.shard_size)
 
     def parameter_pieces(self) -> list[Piece]:
         return [Piece(name, first_element(p), p) for name, p in self.module.named_parameters()]
@@ -201,19 +227,22 @@ class FSDP2(Strategy):
             local(tensor).copy_(local(received))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        size = self.data_parallel_size
+        size = self.shard_size
         gathered, reduced = [], []
-        for unit, leaves in self.units.items() if size > 1 else ():  # alone, FSDP2 sends nothing
+        for unit, leaves in self.units.items():
             is_regathered = self.frees_blocks_after_forward and unit is not self.fsdp
             if leaves:
-                gathered += [padded_bytes(leaves.values(), size)] * (2 if is_regathered else 1)
-            if trained := [leaf for leaf in leaves.values() if leaf.requires_grad]:
+                gathered += [padded_bytes(map(local, leaves.values()), size)] * (2 if is_regathered else 1)
+            if trained := [local(leaf) for leaf in leaves.values() if leaf.requires_grad]:
                 reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
-        gathered, reduced = gathered * micro_batches, reduced * micro_batches
+        shards = [whole // size for whole in reduced] if self.replicas > 1 else []
+        times = micro_batches if size > 1 else 0  # alone, a rank gathers and scatters nothing
+        gathered, reduced = gathered * times, reduced * times
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
             Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
-            *buffer_broadcasts(self.module, size),
+            Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients"),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sharding.collectives import all_gather
 from sharding.host_memory import Offload
 from sharding.placement import Placement
+from sharding.replicas import ShardRanks
 from training.errors import UnsupportedError
 
 ALIGNMENT = 16
@@ -122,6 +123,7 @@ class FlatParameters:
     Rank 0's values win. Building one is collective.
 
     Args:
+        ranks: Which ranks hold the shards.
         placement: In which dtype the module computes, and whether the shard is in host memory. Frozen parameters stay
             on the device, unless all parameters are offloaded.
 
@@ -141,20 +143,21 @@ class FlatParameters:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
+        ranks: ShardRanks,
         placement: Placement,
     ) -> None:
-        self.parameters, self.group, self.rank = list(parameters), group, dist.get_rank(group)
+        self.parameters, self.ranks = list(parameters), ranks
+        self.group, self.rank = ranks.shard, dist.get_rank(ranks.shard)
         first, offload = parameters[0], placement.offload
         self.is_offloaded = offload is not None and (first.requires_grad or offload.what == "parameters")
         self.update_dtype, self.own_dtype = first.dtype, placement.master_dtype or first.dtype
         dtype = placement.param_dtype or first.dtype
         item_bytes = min(dtype.itemsize, first.element_size())
-        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(group), item_bytes)
+        self.layout = lay_out((p.shape for p in parameters), dist.get_world_size(self.group), item_bytes)
         own = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         for slot, parameter in enumerate(self.parameters):
             self.layout.view(own, slot).copy_(parameter.detach())
-        dist.broadcast(own, group=group, group_src=0)
+        dist.broadcast(own, group=ranks.everyone, group_src=0)
         own = own.to(self.own_dtype)
         self.full = own.to(dtype)
         self.views = [self.layout.view(self.full, slot) for slot in range(len(parameters))]
@@ -227,10 +230,10 @@ class FlatParameters:
     def set_values(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Take rank 0's `values`; what others give is not read. Collective."""
         own = torch.zeros(self.layout.padded_numel, dtype=self.own_dtype, device=self.full.device)
-        if self.rank == 0:
+        if dist.get_rank(self.ranks.everyone) == 0:
             for slot, parameter in enumerate(self.parameters):
                 self.layout.view(own, slot).copy_(values[parameter])
-        dist.broadcast(own, group=self.group, group_src=0)
+        dist.broadcast(own, group=self.ranks.everyone, group_src=0)
         self.shard.copy_(self.layout.shard_of(own, self.rank))
         self.fill_full(own)
 

@@ -1,7 +1,8 @@
 """Buckets of gradients that are reduce-scattered: kept whole (ZeRO-1), or freed once they are reduced (ZeRO-2, 3).
 
 A bucket's life in one backward pass: `place` each gradient as autograd makes it; `start_reduction` when none is
-`missing`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the sum.
+`missing`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the sum; with replicas
+(`sharding.replicas`), after `finish_replicas`.
 """
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sharding.collectives import Pending, free, reduce_scatter
 from sharding.flat import FlatParameters
+from sharding.replicas import SumOverReplicas
 
 
 class GradientBucket:
@@ -29,6 +31,7 @@ class GradientBucket:
 
     def __init__(self, flat: FlatParameters, dtype: torch.dtype | None = None) -> None:
         self.flat, self.dtype = flat, dtype or flat.full.dtype
+        self.replicas = SumOverReplicas(flat.ranks, self.dtype) if flat.ranks.replicate else None
         self.casts = self.dtype != flat.full.dtype
         self._placed: set[int] = set()
         self.allocate()
@@ -42,7 +45,8 @@ class GradientBucket:
 
     def reset(self) -> None:
         """Begin a new step: no gradient is here, and none is in the shard."""
-        if self.in_flight:  # of a step that was abandoned: the reduction may go on in the old tensors
+        to_replicas = self.replicas is not None and self.replicas.abandon()
+        if self.in_flight or to_replicas:  # of a step that was abandoned: the reduction may go on in the old tensors
             self._abandoned.append((self.in_flight, self.tensors()))
             self.allocate()
         self.shard: Tensor | None = None
@@ -79,7 +83,7 @@ class GradientBucket:
         self._abandoned.clear()
 
     def finish_reduction(self) -> None:
-        """Wait for the reduce-scatter, if one is in flight."""
+        """Wait for the reduce-scatter, if one is in flight. With replicas, the sum goes on to them."""
         if self.in_flight:
             self.wait()
             self.in_flight = None
@@ -87,15 +91,42 @@ class GradientBucket:
             for parameter in self.flat.parameters:
                 parameter.grad = None  # what is left there is this rank's own part
             assert self.shard is not None
-            self.shard = self.shard.to(self.flat.update_dtype)
+            self.pass_on(self.shard)
+
+    def pass_on(self, part: Tensor) -> None:
+        """Take a sum over the ranks that shard, in place of the shard or, with replicas, for the sum over them."""
+        if self.replicas is None:
+            self.take(part)
+        else:
+            self.replicas.add(part.to(self.flat.update_dtype), self.averages)
+
+    def finish_replicas(self, is_last: bool) -> None:
+        """Wait for the sum over replicas, if there are any. `is_last`: No further micro-batch follows."""
+        if self.replicas is not None:
+            if is_last:
+                self.replicas.start(self.averages)  # what is left if this micro-batch had no backward pass
+            for total in self.replicas.finish():
+                self.take(total)
+
+    def take(self, total: Tensor) -> None:
+        """Make the sum over all ranks the shard."""
+        self.shard = total.to(self.flat.update_dtype)
 
     def tensors(self) -> list[Tensor]:
-        return [self.full] if self.shard is None else [self.full, self.shard]
+        return [tensor for tensor in (self.full, self.shard, *self._to_replicas()) if tensor is not None]
+
+    def _to_replicas(self) -> list[Tensor]:
+        return [] if self.replicas is None else self.replicas.tensors()
 
     @property
     def full_bytes(self) -> int:
         """What a reduction sends."""
         return self.flat.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """What a sum over replicas sends."""
+        return self.flat.layout.shard_numel * self.dtype.itemsize
 
 
 class ShardedGradientBucket(GradientBucket):
@@ -141,14 +172,18 @@ class ShardedGradientBucket(GradientBucket):
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:
             self.wait()
-            self.shard = self._sum.to(self.flat.update_dtype) if self.shard is None else self.shard.add_(self._sum)
+            self.pass_on(self._sum)
             if self._may_free:  # a gradient that autograd made may share its memory with another
                 free(self.full)
             self.in_flight = self.full = self._sum = None
             self._placed.clear()
 
+    def take(self, total: Tensor) -> None:
+        """Add a micro-batch's sum over all ranks to the shard."""
+        self.shard = total.to(self.flat.update_dtype) if self.shard is None else self.shard.add_(total)
+
     def _empty_full(self) -> Tensor:
         return torch.empty_like(self.flat.full, dtype=self.dtype)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.full, self.shard, self._sum) if tensor is not None]
+        return [tensor for tensor in (self.full, self.shard, self._sum, *self._to_replicas()) if tensor is not None]

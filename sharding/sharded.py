@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import all_gather
@@ -12,6 +13,7 @@ from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.offload import HostUpdate
 from sharding.placement import Placement, cast_inputs
+from sharding.replicas import ShardRanks
 from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
@@ -33,19 +35,21 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    casts_parameters = offloads_to_files = rounds_updates = True
+    casts_parameters = offloads_to_files = rounds_updates = replicates_shards = True
     offloads = frozenset({"optimizer"})
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
     def prepare(self) -> None:
         self.placement = Placement.of(self.options)
+        replicate = self.replicate_group if self.replicas > 1 else None
+        self.ranks = ShardRanks(self.process_group, self.shard_group, replicate)
         if self.placement.param_dtype:
             cast_inputs([self.module, *find_blocks(self.module)], self.placement.param_dtype)
         elements = sum(p.numel() for p in self.trainable.values())
-        if elements < self.data_parallel_size:
+        if elements < self.shard_size:
             raise UnsupportedError(
-                f"{elements} trainable elements cannot be sharded over {self.data_parallel_size} ranks: use fewer "
+                f"{elements} trainable elements cannot be sharded over {self.shard_size} ranks: use fewer "
                 "ranks, or a replicated strategy"
             )
         self.host_update: HostUpdate | None = None
@@ -54,7 +58,7 @@ class ShardedStrategy(Strategy):
             require_fp32(self.trainable)
             self.parameter_dtypes = dict.fromkeys(self.parameter_dtypes, self.placement.master_dtype)
             device = torch.device("cpu") if self.placement.offload else self.device
-            self.rounded_update = RoundedUpdate(device, self.data_parallel_rank, self.data_parallel_size)
+            self.rounded_update = RoundedUpdate(device, dist.get_rank(self.shard_group), self.shard_size)
         self._unused: set[nn.Parameter] = set()
         self._has_zeros = False  # zero_grad has made all gradients zeros
         self.group_of_buffers = self.process_group
@@ -116,8 +120,9 @@ class ShardedStrategy(Strategy):
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Hand the reduced shards to the optimizer."""
+        """Hand the reduced shards to the optimizer, when their sums over replicas are here."""
         for bucket in self.buckets:
+            bucket.finish_replicas(self.ranks.is_last)
             bucket.flat.set_gradient(bucket.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,17 +149,20 @@ class ShardedStrategy(Strategy):
             for parameter in self._unused & bucket.flat.pieces.keys():
                 bucket.flat.pieces[parameter].grad = None
 
-    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        return self._gradient_pieces() if self.replica == 0 else ()
+
+    def _gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for bucket in self.buckets:
             for parameter, piece in bucket.flat.pieces.items():
                 if piece.grad is not None:
                     yield parameter, piece.grad
 
-    def gradient_share(self) -> Iterator[Tensor]:
-        return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
+    def gradient_share(self) -> Iterable[Tensor]:
+        return self.reduced_gradients() if self.replica == 0 else ()
 
     def reduced_gradients(self) -> Iterator[Tensor]:
-        return self.gradient_share()
+        return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
@@ -167,16 +175,16 @@ class ShardedStrategy(Strategy):
             full = full.to(flat.shard.device)
             if bucket.shard is not None:
                 flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
-            all_gather(full, self.process_group).wait()
+            all_gather(full, flat.group).wait()
             for slot, parameter in enumerate(flat.parameters):
                 if parameter not in self._unused:
                     result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        pieces = list(self.gradient_pieces())
-        owned = [gradient for p, gradient in pieces if p in self.owned] if self.model_parallel else None
-        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
+        counted = [g for p, g in self.gradient_pieces() if self.model_parallel is None or p in self.owned]
+        parts = [gradient for _, gradient in self._gradient_pieces()]
+        return clip_parts(parts, max_norm, self.everyone, self.device, counted)
 
     def expected_clipping_traffic(self) -> list[Collective]:
         return clipping_traffic(self.everyone, EVERYONE)
@@ -184,12 +192,10 @@ class ShardedStrategy(Strategy):
     # State -------------------------------------------------------------------------------------------------------
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
-        return super().expected_memory(size) | self.placement.expected_memory(
-            size, self.data_parallel_size, self.shards
-        )
+        return super().expected_memory(size) | self.placement.expected_memory(size, self.shard_size, self.shards)
 
     def expected_host_bytes(self, size: ModelSize) -> int:
-        return self.placement.expected_host_bytes(size, self.data_parallel_size)
+        return self.placement.expected_host_bytes(size, self.shard_size)
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._plain_parameters(), *(tensor for flat in self.flats for tensor in flat.tensors())]
@@ -220,7 +226,7 @@ class ShardedStrategy(Strategy):
                 flat.shard_has_changed()
             else:
                 flat.fill_own_part()
-                all_gather(flat.full, self.process_group).wait()
+                all_gather(flat.full, flat.group).wait()
 
     def updated_pieces(self) -> list[Piece]:
         return self._pieces_of((flat, flat.updated) for flat in self.flats if flat.trainable)

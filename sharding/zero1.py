@@ -31,6 +31,10 @@ from training.blocks import find_blocks
 from training.communication.traffic import Collective
 from training.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
 
+IN_FLIGHT = 2
+"""Buckets that are reduced while one fills, where a rank waits for them in backward. With a single one, the link and
+backward would wait for each other."""
+
 
 class Zero1(ShardedStrategy):
     """Optimizer states are sharded."""
@@ -44,12 +48,14 @@ class Zero1(ShardedStrategy):
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or self._default_cap_mb() * 2**20
         self.flats = [
-            FlatParameters(parameters, self.process_group, self.placement)
+            FlatParameters(parameters, self.ranks, self.placement)
             for segment in self._segments()
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        if self.buffers():  # or forward would not begin before all parameters are gathered
+        if (
+            self.buffers() and self.shard_group is self.process_group
+        ):  # or forward would not begin before all parameters are gathered
             self.group_of_buffers = side_group(self.process_group, self.device)
         self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
@@ -94,6 +100,14 @@ class Zero1(ShardedStrategy):
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
+        if self.ranks.replicate is not None:  # so that the sum over replicas starts in backward, too
+            self.finish_one_before(bucket)
+
+    def finish_one_before(self, bucket: GradientBucket) -> None:
+        """Wait for the bucket that is `IN_FLIGHT` before `bucket`."""
+        index = self.buckets.index(bucket) - IN_FLIGHT
+        if index >= 0:
+            self.buckets[index].finish_reduction()
 
     def finish_gradient_synchronization(self) -> None:
         for bucket in self.order.rest():  # behind a gradient that backward did not make on this rank
@@ -107,7 +121,7 @@ class Zero1(ShardedStrategy):
 
     def publish(self, flat: FlatParameters) -> None:
         flat.fill_own_part()
-        self.arrivals.start(flat, all_gather(flat.full, self.process_group))
+        self.arrivals.start(flat, all_gather(flat.full, flat.group))
 
     def finish_parameter_synchronization(self) -> None:
         self.arrivals.wait()
@@ -117,7 +131,8 @@ class Zero1(ShardedStrategy):
         reductions = [bucket.full_bytes for bucket in self.buckets] * times
         gathers = [bucket.flat.full_bytes for bucket in self.buckets]
         return [
-            expected_reduce_scatters(reductions, self.process_group, device),
-            expected_all_gathers(gathers, self.process_group, device),
+            expected_reduce_scatters(reductions, self.shard_group, device),
+            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
+            expected_all_gathers(gathers, self.shard_group, device),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]

@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from sharding.gradient_buckets import GradientBucket, ShardedGradientBucket
 from sharding.zero1 import Zero1
 
-IN_FLIGHT = 2
-"""Buckets that are reduced while one fills. With a single one, the link and backward would wait for each other."""
-
 
 class Zero2(Zero1):
     """Optimizer states and gradients are sharded."""
@@ -31,14 +28,13 @@ class Zero2(Zero1):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: every micro-batch is reduced."""
-        yield
+        """Every micro-batch is reduced. Only replicas wait for the last one."""
+        with self.ranks.another_follows():
+            yield
 
     def start_reduction(self, bucket: GradientBucket) -> None:
-        super().start_reduction(bucket)
-        started = self.buckets.index(bucket) + 1
-        if started > IN_FLIGHT:
-            self.buckets[started - 1 - IN_FLIGHT].finish_reduction()
+        bucket.start_reduction()
+        self.finish_one_before(bucket)
 
     def after_backward(self) -> None:
         """Finish each micro-batch after its backward pass: its full gradients are freed then."""

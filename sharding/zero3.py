@@ -75,10 +75,10 @@ class Zero3(ShardedStrategy):
         embeddings = find_embeddings(self.module, plans)
         before, after = around_units(self.module, plans, embeddings.parameters)
         casts = self.options.precision != "fp32" and not self.compiled
-        group, placement = self.process_group, self.placement
-        units = [Unit(plan.modules, [plan.parameters], group, placement, casts) for plan in plans]
-        self.root = Unit([self.module], [before, after], group, placement)
-        self.embeddings = Embeddings(embeddings, group, placement)
+        ranks, placement = self.ranks, self.placement
+        units = [Unit(plan.modules, [plan.parameters], ranks, placement, casts) for plan in plans]
+        self.root = Unit([self.module], [before, after], ranks, placement)
+        self.embeddings = Embeddings(embeddings, ranks, placement)
         self.all_units: list[Unit] = [self.root, self.embeddings, *units]
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.buckets = [bucket for unit in self.all_units for bucket in unit.buckets]
@@ -223,10 +223,11 @@ class Zero3(ShardedStrategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every micro-batch is reduced all the same; but the root stays whole for the next one."""
+        """Every micro-batch is reduced all the same. But the root stays whole for the next one, and replicas wait."""
         self.schedule.keeps_root = True
         try:
-            yield
+            with self.ranks.another_follows():
+                yield
         finally:
             self.schedule.keeps_root = False
 
@@ -247,8 +248,9 @@ class Zero3(ShardedStrategy):
         reductions = micro_batches * [bucket.full_bytes for bucket in self.buckets]
         device = self.flats[0].full.device
         return [
-            expected_reduce_scatters(reductions, self.process_group, device),
-            expected_all_gathers(gathers, self.process_group, device),
+            expected_reduce_scatters(reductions, self.shard_group, device),
+            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
+            expected_all_gathers(gathers, self.shard_group, device),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 

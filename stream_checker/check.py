@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp
@@ -17,6 +18,7 @@ from training.config import StrategyOptions
 from training.data.masks import read_no_masks
 from training.errors import NonFiniteError
 from training.loop import Unwatched, train
+from training.mesh import ShardGroups
 from training.step import StepData
 from training.strategy import Strategy
 
@@ -56,6 +58,7 @@ def check(
     options: StrategyOptions | None = None,
     clip_grad_norm: float | None = None,
     is_late: bool = True,
+    shard_size: int | None = None,
     also: Callable[[Strategy], None] = lambda strategy: None,
 ) -> Seen:
     """Train a few steps of `choice` as rank 0 of `RANKS`, and hold every access to memory against the others.
@@ -63,6 +66,7 @@ def check(
     Args:
         make_batch: Makes a micro-batch from a seed.
         is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
+        shard_size: Over how many ranks model states are sharded, if not over all (`sharding.replicas`).
         also: Something else to do with the strategy, between the first recorded step and the others.
     """
     read_no_masks()
@@ -73,7 +77,8 @@ def check(
 
     with default_group(make_group, RANKS, CONFIG), pretended_device(device):
         registry = next(registry for registry in REGISTRIES if choice in registry.names)
-        strategy = registry.load(choice)(make_module(), adamw, options or StrategyOptions())
+        options = replace(options or StrategyOptions(), shard_groups=shard_groups(shard_size) if shard_size else None)
+        strategy = registry.load(choice)(make_module(), adamw, options)
         batches = [make_batch(index) for index in range(micro_batches)]
         step = StepData(RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
 
@@ -103,6 +108,13 @@ def check(
             device.copied_bytes / STEPS,
             losses,
         )
+
+
+def shard_groups(size: int) -> ShardGroups:
+    """Those of rank 0, where neighbours shard."""
+    shard, replicate = dist.new_group(list(range(size))), dist.new_group(list(range(0, RANKS, size)))
+    assert isinstance(shard, dist.ProcessGroup) and isinstance(replicate, dist.ProcessGroup), "rank 0 is in both"
+    return ShardGroups(shard, replicate)
 
 
 def waits_in_backward(strategy: Strategy, device: Device) -> list[int]:

@@ -12,8 +12,14 @@ REGISTRY = Registry(
         "zero1": ("sharding.zero1:Zero1", "layers cut over tp; optimizer states sharded over dp"),
         "zero2": ("sharding.zero2:Zero2", "gradients too"),
         "zero3": ("sharding.zero3:Zero3", "parameters too"),
+        "pytorch_tp": ("reference.pytorch_tp:PyTorchTP", "parallelize_module, without dp"),
+        "pytorch_fsdp_tp": ("reference.pytorch_tp:PyTorchFSDPTP", "parallelize_module, with fully_shard over dp"),
     },
-    parallelize={"": "tensor_parallel.parallelize:parallelize_for"},
+    parallelize={
+        "": "tensor_parallel.parallelize:parallelize_for",
+        "pytorch_tp": "reference.pytorch_tp:parallelize_by_torch",
+        "pytorch_fsdp_tp": "reference.pytorch_tp:parallelize_by_torch",
+    },
 )
 CHOICES = REGISTRY.names
 load = REGISTRY.load

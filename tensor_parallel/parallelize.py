@@ -76,7 +76,7 @@ def parallelize(
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)
     parallelizer.run()
-    return ModelParallel(ranks.group, groups.everyone, parallelizer.parameters.cuts, traffic.of_step)
+    return ModelParallel(ranks.group, groups.everyone, parallelizer.parameters.cuts, traffic=traffic.of_step)
 
 
 class Parallelizer:
@@ -237,7 +237,7 @@ class Parallelizer:
                 for name in held:
                     layer.__dict__.pop(name, None)
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
 
     def _bytes_of(self, parameter: nn.Parameter) -> int:
         return parameter.numel() * self._traffic.precision.rest

@@ -263,7 +263,7 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return module.train()
 
 
-def llama_lm(key_heads: int, tied: bool = False) -> nn.Module:
+def llama_lm(key_heads: int, tied: bool = False, features: int = 31) -> nn.Module:
     """A Llama language model of two layers with 12 thin heads, biases, and a vocabulary and MLP that no number of ranks
     divides."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -271,7 +271,7 @@ def llama_lm(key_heads: int, tied: bool = False) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=24,
-            intermediate_size=31,
+            intermediate_size=features,
             num_hidden_layers=2,
             num_attention_heads=12,
             num_key_value_heads=key_heads,
@@ -354,6 +354,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
         **MODELS,
         **UNUSUAL,
         **LANGUAGE,
+        "lm, even": partial(llama_lm, 12, features=32),
+        "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
         **dict.fromkeys(BRANCHES, Branching),
         "normed": Normed,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.errors import UserError
 from training.link.speed import NONE, canonical
-from training.mesh import Mesh
+from training.mesh import Mesh, ShardGroups
 from training.profiling.chosen_ranks import ranks_in
 from training.recompute import setting as recomputation
 
@@ -71,6 +71,8 @@ class StrategyOptions:
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
         model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
+        shard_groups: Over which ranks model states are sharded, and over which these shards are replicated
+            (`sharding.replicas`). Default: sharded over all ranks of the strategy.
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
@@ -89,6 +91,7 @@ class StrategyOptions:
     compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     model_parallel: "ModelParallel | None" = None
+    shard_groups: "ShardGroups | None" = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -368,6 +371,14 @@ class RunConfig:
         "it is (docs/link.md)",
         parse=link_text,
     )
+    outer_link: str | None = _communication(
+        None,
+        "with --link and --nodes, give each rank a second link of this rate and latency, for what goes between nodes",
+        parse=link_text,
+    )
+    nodes: int | None = _communication(
+        None, "with --outer-link, on how many nodes the ranks are taken to be, neighbours together", at_least=2
+    )
     timeout_minutes: float = _communication(
         10.0, "how long a collective may wait for a missing rank, in minutes", above_zero=True
     )
@@ -452,6 +463,11 @@ class RunConfig:
             if field.metadata["above_zero"]:
                 _require(0 < value < float("inf"), flag, value, "a number above 0")
         object.__setattr__(self, "link", canonical(self.link))
+        if self.outer_link is not None:
+            object.__setattr__(self, "outer_link", canonical(self.outer_link))
+            is_usable = NONE not in (self.link, self.outer_link) and self.nodes is not None
+            _require(is_usable, "--outer-link", self.outer_link, "a rate, with --link RATE and --nodes")
+        _require(self.nodes is None or self.outer_link is not None, "--nodes", self.nodes, "with --outer-link RATE")
         if self.mesh is not None:
             object.__setattr__(self, "mesh", str(Mesh.parse(self.mesh)))
         cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False

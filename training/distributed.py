@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from training.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
 from training.errors import OneRankError, UserError
-from training.link.speed import NONE, Link
+from training.link.speed import NONE, Link, Nodes
 from training.link.world import paced_groups
 from training.mesh import Mesh, MeshGroups, mesh_groups
 from training.process.launcher import LOOKED_FOR, adopt_launcher
@@ -198,7 +198,8 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
             f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
         ) from error
     try:
-        with paced_groups(Link.parse(config.link)):
+        nodes = Nodes.of(config.nodes, config.outer_link, size)
+        with paced_groups(Link.parse(config.link), nodes):
             yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
             gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
             host_barrier()

@@ -63,6 +63,8 @@ class Mesh:
             degrees[name] = int(number)
         if DATA in degrees and degrees.keys() & {REPLICATE, SHARD}:
             raise UserError(f"--mesh {text}: either {DATA}, or {REPLICATE} and {SHARD}")
+        if REPLICATE in degrees and SHARD not in degrees:
+            raise UserError(f"--mesh {text}: {REPLICATE} goes with {SHARD}; without it, write {DATA}")
         order = list(DIMENSIONS)
         for outer, inner in pairwise(degrees):
             if order.index(outer) > order.index(inner):
@@ -145,6 +147,19 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class ShardGroups:
+    """The two parts of the ranks that see different samples, where model states are sharded over some of them alone.
+
+    Attributes:
+        shard: Ranks that hold a shard each.
+        replicate: Ranks that hold the same shard.
+    """
+
+    shard: "dist.ProcessGroup"
+    replicate: "dist.ProcessGroup"
+
+
+@dataclass(frozen=True)
 class MeshGroups:
     """The process groups of this rank.
 
@@ -163,6 +178,11 @@ class MeshGroups:
     shard: "dist.ProcessGroup | None" = None
     replicate: "dist.ProcessGroup | None" = None
     _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
+
+    @property
+    def shard_groups(self) -> ShardGroups | None:
+        """For `StrategyOptions`; None if the mesh does not say over which ranks model states are sharded."""
+        return ShardGroups(self.shard, self.replicate) if self.shard and self.replicate else None
 
     def part_of_model(self, size: int) -> "dist.ProcessGroup":
         """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it."""

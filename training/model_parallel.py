@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from training.communication.traffic import Collective
 from training.config import RunConfig
@@ -66,12 +67,14 @@ class ModelParallel:
     group: The ranks that see the same samples.
     everyone: All ranks of the job.
     cuts: By name of a parameter. All ranks of `group` hold the others.
+    device_mesh: Of torch, where it is torch's own classes that cut the model.
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
     """
 
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
     cuts: Mapping[str, Cut]
+    device_mesh: DeviceMesh | None = None
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
@@ -130,7 +133,8 @@ class ModelParallel:
             if self.rank == 0:
                 parts[name] = cut.part(wholes[name], 0) if cut else wholes[name]
             else:
-                parts[name] = torch.empty(own.shape, dtype=own.dtype)
+                shape = cut.part_shape(own, self.rank) if cut else own.shape
+                parts[name] = torch.empty(shape, dtype=own.dtype)
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts
 

@@ -129,6 +129,7 @@ def train_and_record(
     size = ModelSize.of(workload.model)
     flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
     model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
+    part = ModelSize.of(workload.model)  # this rank's
     strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
@@ -180,7 +181,7 @@ def train_and_record(
     step_data = next(batches_of_steps(config, workload, ranks, steps=1))
     step_memory = record_step_memory(strategy, step_data, config.clip_grad_norm)
     between_steps("finishing")
-    so_far.memory = gather_memory(strategy, size, step_memory)
+    so_far.memory = gather_memory(strategy, part, step_memory)
     so_far.gather_throughput()
     on_every_rank(lambda: require_written(profiler))
     record = so_far.record(Ending(COMPLETED))
@@ -255,7 +256,11 @@ def build_strategy(
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
-        replace(config.strategy_options(), model_parallel=model_parallel),
+        replace(
+            config.strategy_options(),
+            model_parallel=model_parallel,
+            shard_groups=ranks.groups.shard_groups if ranks.groups else None,
+        ),
         group or (ranks.groups.data if ranks.groups else None),
     )
 

@@ -77,6 +77,8 @@ class Strategy(ABC):
     """Whether `options.param_dtype` is supported."""
     rounds_updates = False
     """Whether `options.master_dtype` is supported."""
+    replicates_shards = False
+    """Whether `options.shard_groups` is supported."""
     reduces_in_backward = False
     """Whether a gradient is reduced while backward goes on. Then a parameter must get only one in a micro-batch."""
     communicates_in_forward = False
@@ -108,6 +110,9 @@ class Strategy(ABC):
         self.process_group = group
         self.model_parallel = self.options.model_parallel
         self.everyone = self.model_parallel.everyone if self.model_parallel else group  # who trains this model
+        groups = self.options.shard_groups
+        self.shard_group = groups.shard if groups else group  # whose ranks hold a shard each
+        self.replicate_group = groups.replicate if groups else None  # whose ranks hold the same shard
         self.optimizer_steps = 0
         self.wants_to_stop: Callable[[], bool] = lambda: False
         self.stops_after: int | None = None
@@ -167,6 +172,11 @@ class Strategy(ABC):
         if options.master_dtype and not cls.rounds_updates:
             raise UnsupportedError(
                 "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"
+            )
+        if options.shard_groups and not cls.replicates_shards:
+            raise UnsupportedError(
+                "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, "
+                "zero2, zero3, pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
             )
 
     # What a strategy defines -------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ class Strategy(ABC):
 
     def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Each trainable parameter with this rank's part of its reduced gradient. The parts of all ranks of
-        `process_group` make up the whole.
+        `process_group` make up the whole: of replicas of a shard, the first has it, and the others have nothing.
 
         What is not finite on one rank is not finite in the sum over ranks. So each rank checks only its part.
 
@@ -372,7 +382,7 @@ class Strategy(ABC):
 
     @property
     def saves_shards_of(self) -> frozenset[str]:
-        """Those of `parameters` and `optimizer_state` whose pieces are this rank's alone."""
+        """Those of `parameters` and `optimizer_state` whose pieces are this rank's, and its replicas', alone."""
         return self.shards
 
     def updated_pieces(self) -> list[Piece]:
@@ -550,6 +560,21 @@ class Strategy(ABC):
         return dist.get_world_size(self.process_group)
 
     @property
+    def shard_size(self) -> int:
+        """Over how many ranks model states are sharded, if they are."""
+        return dist.get_world_size(self.shard_group)
+
+    @property
+    def replica(self) -> int:
+        """This rank's place among those that hold the same shard."""
+        return dist.get_rank(self.replicate_group) if self.replicate_group else 0
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return dist.get_world_size(self.replicate_group) if self.replicate_group else 1
+
+    @property
     def settling_steps(self) -> int:
         """How many of the first optimizer steps differ from later ones. They are not profiled, and not counted in
         throughput."""
@@ -578,7 +603,7 @@ class Strategy(ABC):
 
     def expected_memory(self, size: ModelSize) -> dict[str, int]:
         """Bytes by component that this rank should hold after a step, padding and step counters left out."""
-        return expected_state_bytes(size, self.data_parallel_size, self.shards)
+        return expected_state_bytes(size, self.shard_size, self.shards)
 
     def expected_traffic(self, micro_batches: int = 1, clips: bool = False) -> list[Collective]:
         """The collectives that one rank issues in one optimizer step of `micro_batches` micro-batches a rank.

@@ -48,7 +48,8 @@ def of_link(record: dict[str, Any]) -> str:
     """How fast each link was: paced by `--link`, shaped by the link lab, or the machine's own."""
     rate, paced = record.get("link_bits_per_s"), record["config"].get("link", "none")
     if paced != "none":
-        return f"{paced}, paced"
+        outer, nodes = record["config"].get("outer_link"), record["config"].get("nodes")
+        return f"{paced}{f', {outer} between {nodes} nodes' if outer else ''}, paced"
     return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s, shaped"
 
 

@@ -8,12 +8,12 @@ the unit stays whole.
 import time
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from sharding.blocks import UnitPlan
 from sharding.collectives import references
 from sharding.placement import Placement
+from sharding.replicas import ShardRanks
 from sharding.units.unit import Unit
 from training.blocks import uses_of_parameters
 from training.errors import OneRankError
@@ -27,8 +27,8 @@ class Embeddings(Unit):
     read_in_backward: Whether backward reads a weight on any rank. All ranks agree on it in the first step.
     """
 
-    def __init__(self, plan: UnitPlan, group: dist.ProcessGroup, placement: Placement) -> None:
-        super().__init__(plan.modules, [plan.parameters], group, placement)
+    def __init__(self, plan: UnitPlan, ranks: ShardRanks, placement: Placement) -> None:
+        super().__init__(plan.modules, [plan.parameters], ranks, placement)
         self.read_in_backward = False
 
     def unshard(self) -> None:

@@ -7,13 +7,13 @@ At rest a unit holds this rank's shard of its parameters. `unshard` starts the a
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.collectives import Pending, all_gather
 from sharding.flat import FlatParameters, group_by_kind
 from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.placement import Placement
+from sharding.replicas import ShardRanks
 from sharding.units.low_precision import LowPrecisionWeights
 from training.errors import UnsupportedError
 
@@ -26,8 +26,8 @@ class ShardedParameters(FlatParameters):
     write is refused.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, placement: Placement) -> None:
-        super().__init__(parameters, group, placement)
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardRanks, placement: Placement) -> None:
+        super().__init__(parameters, ranks, placement)
         self._resting: Tensor | None = None
         if self.is_offloaded and placement.offload and placement.offload.what == "optimizer":
             self._resting = self.shard.to(self.full.device, self.full.dtype, copy=True)
@@ -106,6 +106,7 @@ class Unit:
 
     Args:
         parameters: Those of `modules`, in one or more parts that share no flat tensor (the root has two).
+        ranks: Which ranks hold the shards.
         placement: Of parameters and gradients.
         casts: The modules run under autocast.
 
@@ -122,13 +123,13 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
-        group: dist.ProcessGroup,
+        ranks: ShardRanks,
         placement: Placement,
         casts: bool = False,
     ) -> None:
         self.modules = list(modules)
         kinds = [kind for part in parameters for kind in group_by_kind(p for p in part if p.numel())]
-        self.flats = [ShardedParameters(kind, group, placement) for kind in kinds]
+        self.flats = [ShardedParameters(kind, ranks, placement) for kind in kinds]
         self.buckets = [ShardedGradientBucket(flat, placement.reduce_dtype) for flat in self.flats if flat.trainable]
         layers = [layer for module in modules for layer in module.modules()] if casts else []
         self.low_precision = LowPrecisionWeights(layers, {p for flat in self.flats for p in flat.parameters})

@@ -54,6 +54,16 @@ def test_no_race_and_no_host_wait(choice: str, model: str, micro_batches: int) -
         assert not late.host_waits and not late.stalls
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("choice", ["zero1", "zero2", "zero3", "pytorch_zero3"])
+def test_replicas(choice: str, micro_batches: int) -> None:
+    late, early = (checked(choice, "normed", micro_batches, shard_size=2, is_late=is_late) for is_late in (True, False))
+    assert not late.races and not early.races
+    assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
+    if choice in HAND_WRITTEN:
+        assert not late.host_waits and not late.stalls
+
+
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero2"])
 def test_unused_parameters(choice: str) -> None:
     assert not checked(choice, "branching", 2, options={"find_unused_parameters": True}).races
@@ -118,8 +128,10 @@ def test_an_abandoned_step_leaves_no_race(choice: str, where: str, micro_batch: 
             strategy.forward_backward([make_batch("llama", 3, index) for index in range(3)])
         handle.remove()
 
-    assert not checked(choice, "llama", 3, also=abandon).races
-    assert len(calls) == micro_batch
+    for shard_size in (None, 2) if choice.startswith("zero") else (None,):
+        calls.clear()
+        assert not checked(choice, "llama", 3, also=abandon, shard_size=shard_size).races
+        assert len(calls) == micro_batch
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import tensor_parallel
+from reference.dtensors import local
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Row, plan_of
 from tensor_parallel.traffic import Precision
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Split, assert_parity, global_batch, options_of, oracle, watch_parameters
 from tests.ranks import RankPool
+from training.config import RunConfig
 from training.mesh import Mesh, mesh_groups
 from training.strategy import Strategy
 
@@ -42,8 +46,15 @@ def strategy_on_mesh(
 ) -> Iterator[Strategy]:
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
+        _clear_sharding_prop_cache()  # which holds meshes of groups that are gone
         module = build(model, seed=dist.get_rank() if seed is None else seed)
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
+        if choice.startswith("pytorch"):
+            config = RunConfig(choice=choice, mesh=mesh, sequence_parallel=sequence_parallel)
+            parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
+            object.__setattr__(settings, "model_parallel", parts)
+            yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
+            return
         plan = PLANS.get(model.partition(",")[0]) or plan_of(module, groups.mesh.model_size)
         precision = Precision.of(settings.precision, settings.param_dtype)
         settings_of_blocks = settings.activation_checkpointing
@@ -86,8 +97,10 @@ def train_on_mesh(
         mesh_of_run = Mesh.parse(mesh)
         result["model_rank"] = dist.get_rank() % mesh_of_run.model_size
         cuts = strategy.model_parallel.cuts
-        result["alike"] = {name: seen[name] for name in seen if name not in cuts and "." in name}
-        result["own_state"] = seen
+        result["alike"] = {
+            name: local(seen[name]) for name in seen if name not in cuts and "." in name and not is_cut(seen[name])
+        }
+        result["own_state"] = {name: local(tensor) for name, tensor in seen.items()}
         return result
 
 
@@ -115,6 +128,11 @@ def check_on_mesh(
         replicas = [result for result in results if result["model_rank"] == model_rank]
         replicas[0] = {**replicas[0], "gradients": results[0]["gradients"], "state": results[0]["state"]}
         assert_parity(replicas, oracle(model, steps, optimizer, clip), {"sgd": 1e-6, "adam": 1e-5}[optimizer])
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether torch has cut it."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
 def even(mesh: str) -> Split:

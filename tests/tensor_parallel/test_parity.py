@@ -53,6 +53,13 @@ def test_uneven_micro_batches(ranks: RankPool, choice: str) -> None:
     check_on_mesh(ranks, "dp=2,tp=2", choice, "lm, gqa", steps, sequence_parallel=True)
 
 
+@pytest.mark.parametrize("mesh, choice", [("tp=2", "pytorch_tp"), ("dp=2,tp=2", "pytorch_fsdp_tp")])
+def test_pytorchs_own(ranks: RankPool, mesh: str, choice: str) -> None:
+    """Of layers that divide evenly; others it cannot cut. Its sequence parallelism takes only such sequences, too."""
+    for model in ("lm, even", "lm, even, tied"):
+        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, clip=0.5)
+
+
 @pytest.mark.parametrize("setting", ["block", "every:2", "selective", "torch:block"])
 def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
     """Backward repeats f and g in the same order on all ranks."""

@@ -35,6 +35,7 @@ from training.distributed import (
     require_own_gpus,
 )
 from training.errors import UserError
+from training.link.speed import Link, Nodes
 from training.run import run, seed_everything, train_and_record
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "profile_wait": 1}
@@ -409,6 +410,25 @@ def test_device_and_backend(
     else:
         device, backend = choose_device_and_backend(RunConfig(**flags))
         assert (str(device), backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"link": "1gbit", "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
+        ({"nodes": 2, "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
+        ({"nodes": 2, "link": "1gbit"}, "--nodes 2: must be with --outer-link RATE"),
+    ],
+)
+def test_links_between_nodes_are_beside_those_within(flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        RunConfig(**flags)
+
+
+def test_ranks_divide_into_nodes() -> None:
+    assert Nodes.of(2, "1gbit", 6) == Nodes(3, Link(10**9))
+    with pytest.raises(UserError, match="--nodes 2: 3 ranks do not divide into 2 nodes"):
+        Nodes.of(2, "1gbit", 3)
 
 
 def test_links_of_several_nodes_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

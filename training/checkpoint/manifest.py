@@ -16,9 +16,10 @@ import msgspec
 
 from training.checkpoint.files import FileInfo, problem_of, write_durably
 from training.errors import UserError
+from training.model_parallel import Cut
 from training.records.record import to_json
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 """In bytes. A longer one is not read."""
@@ -41,6 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     choice: str
     world_size: int
+    data_parallel_size: int
     run_id: str
     job: str | None
     config: dict[str, Any]
@@ -50,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learned: list[list[str]] | None
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
+    cuts: dict[str, Cut]
     train_loss: list[float | None]
     step_samples: list[int]
     step_time_s: list[float | None]

@@ -1,20 +1,27 @@
 """Checkpoints of a strategy in a loop that is not the runner's: its parameters, optimizer states and buffers.
 
-They are written in the format of a run's checkpoints, each rank its part, and can be loaded by any choice on any number
-of ranks. Random numbers, the scheduler and the place in the data belong to the loop.
+They are written in the format of a run's checkpoints, each rank its part, and can be loaded by any choice on any mesh
+of any number of ranks. Random numbers, the scheduler and the place in the data belong to the loop.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+import torch.distributed as dist
+
 from training.checkpoint.files import TensorFiles, write_tensors
+from training.checkpoint.manifest import file_name
+from training.checkpoint.parts import OwnParts
 from training.checkpoint.state import describe_groups, fill, tensors_to_save
 from training.distributed import on_every_rank
 from training.errors import UserError
+from training.model_parallel import Cut
 from training.strategy import Strategy
 
-GROUPS, STEPS = "parameter_groups", "optimizer_steps"
+GROUPS, STEPS, CUTS = "parameter_groups", "optimizer_steps", "cuts"
 
 
 def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
@@ -25,7 +32,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         UserError: it cannot be written on another rank; names the rank.
         UnsupportedError: the optimizer keeps states that belong to no element of a parameter; the choice saves none.
     """
-    folder, rank = Path(folder), strategy.data_parallel_rank
+    folder, rank = Path(folder), dist.get_rank(strategy.everyone)
     unfinished, before = (folder.with_name(f".{folder.name}.{state}") for state in ("saving", "before"))
 
     def begin() -> None:
@@ -35,7 +42,8 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
 
     def write() -> None:
         texts = {GROUPS: json.dumps(describe_groups(strategy.optimizer)), STEPS: str(strategy.optimizer_steps)}
-        write_tensors(unfinished / f"rank_{rank}.safetensors", tensors_to_save(strategy), texts)
+        texts[CUTS] = msgspec.json.encode(OwnParts(strategy).cuts).decode()
+        write_tensors(unfinished / file_name(rank), tensors_to_save(strategy), texts)
 
     def finish() -> None:
         if rank != 0:
@@ -47,23 +55,35 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         shutil.rmtree(before, ignore_errors=True)
 
     for part in (begin, write, finish):
-        on_every_rank(part, strategy.process_group)
+        on_every_rank(part, strategy.everyone)
 
 
 def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
-    """Load what `save_checkpoint` has saved, whatever choice and number of ranks it was saved with.
+    """Load what `save_checkpoint` has saved, whatever choice and mesh it was saved with. Collective.
 
     Raises:
-        UserError: there is nothing, or it is of another model or optimizer.
+        UserError: there is nothing, or it is of another model or optimizer, or damaged.
     """
 
     def load() -> None:
         files = TensorFiles(sorted(Path(folder).glob("rank_*.safetensors")))
-        _, texts = files.of_file("rank_0.safetensors")
+        _, texts = files.of_file(file_name(0))
         if GROUPS not in texts:
             raise UserError(f"{folder}: no checkpoint of a strategy")
-        fill(strategy, files, json.loads(texts[GROUPS]))
+        fill(strategy, files, json.loads(texts[GROUPS]), cuts_of(texts, folder))
         strategy.optimizer_steps = int(texts.get(STEPS, "0"))  # which seeds stochastic rounding
 
-    on_every_rank(load, strategy.process_group)
+    on_every_rank(load, strategy.everyone)
     strategy.parameters_are_loaded()
+
+
+def cuts_of(texts: Mapping[str, str], folder: str | Path) -> dict[str, Cut]:
+    """How the stored parameters are cut over ranks.
+
+    Raises:
+        UserError: that is damaged.
+    """
+    try:
+        return msgspec.json.decode(texts.get(CUTS, "{}"), type=dict[str, Cut])
+    except msgspec.DecodeError as error:  # ValidationError is one too
+        raise UserError(f"{folder} is damaged: {file_name(0)} does not say how parameters are cut: {error}") from error

@@ -61,6 +61,9 @@ MAY_DIFFER = (
     "device",
     "backend",
     "link",
+    "mesh",
+    "sequence_parallel",
+    "plan",
 )
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
@@ -68,6 +71,7 @@ DECIDE_BUCKETS = {
     *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
     "activation_checkpointing",
     "compile",
+    *("mesh", "sequence_parallel", "plan"),
 }
 """If one of these settings has changed, buckets are fitted again."""
 
@@ -205,7 +209,7 @@ def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None
 def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: int) -> dict[str, list[Any]]:
     """Which settings in `MAY_DIFFER` have changed, and whether the number of ranks has: [then, now]."""
     then, now = manifest.config | {"world_size": manifest.world_size}, {**config, "world_size": world_size}
-    return {n: [then.get(n), now[n]] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now[n]}
+    return {n: [then.get(n), now.get(n)] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now.get(n)}
 
 
 def require_same_model(

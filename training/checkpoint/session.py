@@ -16,15 +16,14 @@ from training.checkpoint.origin import (
     require_same_model,
     require_same_settings,
 )
+from training.checkpoint.parts import OwnParts
+from training.checkpoint.random_states import derive_random_states, random_states, restore_random_states
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import (
-    derive_random_states,
     describe,
     describe_groups,
     fill,
     persistent_buffers,
-    random_states,
-    restore_random_states,
     tensors_to_save,
 )
 from training.config import RunConfig
@@ -107,10 +106,11 @@ class Checkpoints:
         if self._ranks.is_main:
             print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
         strategy.optimizer_steps = self.done
-        if manifest.world_size != world_size:
+        now, then = self._sizes(), (manifest.world_size, manifest.data_parallel_size)
+        if now != then:
             strategy.notes.append(
-                f"resumed after step {self.done} with {world_size} ranks instead of {manifest.world_size}: the samples "
-                "and their order are the same, the random numbers of dropout are new"
+                f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
+                "samples and their order are the same, the random numbers of dropout are new"
             )
         if config.compress:
             strategy.notes.append(
@@ -122,11 +122,11 @@ class Checkpoints:
 
     def _load(self, path: Path, manifest: Manifest) -> None:
         files = TensorFiles([path / name for name in manifest.files])
-        fill(self._strategy, files, manifest.parameter_groups)
+        fill(self._strategy, files, manifest.parameter_groups, manifest.cuts)
         tensors, texts = files.of_file(file_name(self._ranks.rank))
-        same_ranks = manifest.world_size == self._ranks.world_size
+        same_ranks = self._sizes() == (manifest.world_size, manifest.data_parallel_size)
         if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
-            derive_random_states(self._settings["seed"], manifest.step, self._ranks.rank)
+            derive_random_states(self._settings["seed"], manifest.step, self._strategy.data_parallel_rank)
 
     def is_due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
@@ -177,10 +177,14 @@ class Checkpoints:
             "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
         }
 
+    def _sizes(self) -> tuple[int, int]:
+        """The number of ranks, and how many of them see different samples."""
+        return self._ranks.world_size, self._strategy.data_parallel_size
+
     def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
         """Parameters, buffers, and the class of the optimizer."""
-        module = self._strategy.module
-        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes)
+        module, shapes = self._strategy.module, OwnParts(self._strategy).shapes
+        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes, shapes)
         buffers = describe(persistent_buffers(module).items())
         return parameters, buffers, type(self._strategy.updating_optimizer).__name__
 
@@ -192,6 +196,7 @@ class Checkpoints:
             step=len(result.loss),
             choice=self._settings["choice"],
             world_size=self._ranks.world_size,
+            data_parallel_size=strategy.data_parallel_size,
             run_id=self._run_id,
             job=current_job(),
             config=self._settings,
@@ -201,8 +206,14 @@ class Checkpoints:
             learned=strategy.learned(),
             parameters=parameters,
             buffers=buffers,
+            cuts=OwnParts(strategy).cuts,
             train_loss=list(result.loss),
             step_samples=list(result.samples),
             step_time_s=list(result.step_time_s),
             files={},
         )
+
+
+def ranks_in_words(world_size: int, data_parallel_size: int) -> str:
+    groups = "" if world_size == data_parallel_size else f" ({data_parallel_size} data-parallel)"
+    return f"{world_size} ranks{groups}"

@@ -1,29 +1,27 @@
-"""What a checkpoint saves of a strategy, and how it is restored: parameters, optimizer states, buffers, random numbers.
+"""What a checkpoint saves of a strategy, and how it is restored: parameters, optimizer states and buffers.
 
 A rank stores flat tensors under these keys. `<start>` is the number of the first element:
-    parameter/<name>/<start>                      values
+    parameter/<name>/<start>                      values; `<name>@<rank>` of a part (`training.checkpoint.parts`)
     optimizer/<state>/<name>/<start>              an optimizer state with a value for each element
     optimizer_count/<state>/<name>/0              an optimizer state with one value for the parameter, such as `step`
     buffer/<name>/0                               rank 0's persistent buffers
     loss_scale/<state>/0                          of fp16: scale and growth_tracker, the same on every rank
-    random/torch, random/cuda                     states of this rank's generators
 """
 
-import hashlib
-import json
-import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.files import DTYPES, TensorFiles
 from training.checkpoint.manifest import TensorInfo
+from training.checkpoint.parts import OwnParts, StoredParts
 from training.checkpoint.ranges import Piece, share
 from training.errors import UnsupportedError, UserError
+from training.model_parallel import Cut
 from training.strategy import Strategy
 
 COUNT = "step"
@@ -31,16 +29,21 @@ COUNT = "step"
 
 
 def describe(
-    tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype] | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, TensorInfo]:
     """Shape and dtype of named tensors, and whether they are trainable. For shards, the shape is that of the whole.
 
     Args:
-        dtypes: By name, where it is not that of the tensor.
+        dtypes, shapes: By name, where it is not that of the tensor.
     """
+    dtypes, shapes = dtypes or {}, shapes or {}
     return {
         name: TensorInfo(
-            list(tensor.shape), str((dtypes or {}).get(name, tensor.dtype)).removeprefix("torch."), tensor.requires_grad
+            list(shapes.get(name, tensor.shape)),
+            str(dtypes.get(name, tensor.dtype)).removeprefix("torch."),
+            tensor.requires_grad,
         )
         for name, tensor in tensors
     }
@@ -73,15 +76,17 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
     """
     strategy.finish_parameter_synchronization()
     tensors: dict[str, Tensor] = {}
-    for piece, start, end in own_share(strategy, strategy.parameter_pieces(), "parameters"):
-        tensors[f"parameter/{piece.name}/{piece.start + start}"] = flat(strategy, piece.tensor)[start:end]
-    for piece, start, end in own_share(strategy, strategy.updated_pieces(), "optimizer_state"):
+    parts = OwnParts(strategy)
+    for piece, start, end in own_share(strategy, parts, strategy.parameter_pieces(), "parameters"):
+        tensors[f"parameter/{parts.key(piece.name)}/{piece.start + start}"] = flat(strategy, piece.tensor)[start:end]
+    for piece, start, end in own_share(strategy, parts, strategy.updated_pieces(), "optimizer_state"):
+        key = f"{parts.key(piece.name)}/{piece.start + start}"
         for name, value in strategy.updating_optimizer.state.get(piece.tensor, {}).items():
             if is_elementwise(name, value, piece.tensor):
-                tensors[f"optimizer/{name}/{piece.name}/{piece.start + start}"] = flat(strategy, value)[start:end]
-            elif piece.start + start == 0:  # the same on every rank that holds a part of the parameter
+                tensors[f"optimizer/{name}/{key}"] = flat(strategy, value)[start:end]
+            elif parts.rank == piece.start + start == 0:  # the same on every rank that holds some of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
-    if strategy.data_parallel_rank == 0:
+    if dist.get_rank(strategy.everyone) == 0:
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
         if strategy.scaler is not None:
@@ -92,13 +97,17 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
     return tensors
 
 
-def own_share(strategy: Strategy, pieces: Sequence[Piece], component: str) -> list[tuple[Piece, int, int]]:
-    """Which elements of which pieces this rank saves: all that only it holds, and its part of what all ranks hold."""
+def own_share(
+    strategy: Strategy, parts: OwnParts, pieces: Sequence[Piece], component: str
+) -> list[tuple[Piece, int, int]]:
+    """Which elements of which pieces this rank saves: its share of what its replicas hold too, or all ranks."""
+    pieces = [piece for piece in pieces if parts.is_saved_here(piece.name)]
     lengths = [strategy.on_this_rank(piece.tensor).numel() for piece in pieces]
     if component in strategy.saves_shards_of:
-        return [(piece, 0, length) for piece, length in zip(pieces, lengths, strict=True) if length]
-    parts = share(lengths, strategy.data_parallel_rank, strategy.data_parallel_size)
-    return [(pieces[index], start, end) for index, start, end in parts]
+        rank, size = strategy.replica, strategy.replicas
+    else:
+        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    return [(pieces[index], start, end) for index, start, end in share(lengths, rank, size)]
 
 
 def flat(strategy: Strategy, tensor: Tensor) -> Tensor:
@@ -125,17 +134,22 @@ def is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set this rank's parameters, buffers and optimizer to the stored values. Reads only what this rank holds.
+def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, Any]], cuts: Mapping[str, Cut]) -> None:
+    """Set this rank's parameters, buffers and optimizer to the stored values. Reads only what this rank holds, if
+    parameters are cut over ranks as they are stored.
+
+    Args:
+        groups, cuts: The stored settings of parameter groups, and how the stored parameters are cut.
 
     Raises:
         UserError: some values are not stored, or the optimizer is another one.
     """
     strategy.finish_parameter_synchronization()
+    stored = StoredParts(files, cuts, OwnParts(strategy))
     for piece in strategy.parameter_pieces():
         here = strategy.on_this_rank(piece.tensor)
         if here.numel():
-            put(here, files.read(f"parameter/{piece.name}", piece.start, piece.start + here.numel()))
+            put(here, stored.read("parameter", piece.name, piece.start, piece.start + here.numel()))
     for name, buffer in persistent_buffers(strategy.module).items():
         put(buffer, files.read(f"buffer/{name}", 0, buffer.numel()))
     for name, value in strategy.scaler.state().items() if strategy.scaler is not None else ():
@@ -146,9 +160,9 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for piece in strategy.updated_pieces():
         state: dict[str, Tensor] = {}
-        for name, key in states[piece.name].items():
+        for name in states[stored.first_key(piece.name)]:
             here = strategy.on_this_rank(piece.tensor)
-            values = files.read(key, piece.start, piece.start + here.numel())
+            values = stored.read(f"optimizer/{name}", piece.name, piece.start, piece.start + here.numel())
             state[name] = torch.empty_like(piece.tensor, dtype=values.dtype)
             put(strategy.on_this_rank(state[name]), values)
         for name, key in counts[piece.name].items():
@@ -187,43 +201,3 @@ def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]
             _, state, name = key.split("/", 2)
             found[name][state] = key
     return found
-
-
-# Random numbers ------------------------------------------------------------------------------------------------------
-
-
-def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """States of this rank's random generators: torch's as tensors, Python's and NumPy's as JSON."""
-    tensors = {"random/torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}  # type: ignore[union-attr]
-    return tensors, {name: json.dumps(state) for name, state in texts.items()}
-
-
-def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device) -> bool:
-    """Restore the states of this rank's generators. Returns False if nothing is stored for this device.
-
-    Raises:
-        UserError: what is stored is no state of a generator.
-    """
-    if "random/torch" not in tensors or (device.type == "cuda" and "random/cuda" not in tensors):
-        return False
-    try:
-        torch.set_rng_state(tensors["random/torch"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random/cuda"], device)
-        version, keys, gauss = json.loads(texts["python_random"])
-        random.setstate((version, tuple(keys), gauss))
-        kind, keys, *rest = json.loads(texts["numpy_random"])
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise UserError(f"cannot restore the stored random numbers: {error}") from error
-    return True
-
-
-def derive_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators, differently for each rank and each step that a run resumes from."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from training.errors import UserError
 from training.link.schedule import Edge, Ring, Schedule
-from training.link.speed import Link
+from training.link.speed import Link, Nodes
 
 GROUPS = 256
 """Most process groups of a run."""
@@ -45,8 +45,8 @@ class _Layout:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.link_size = 1 + 2 * SPANS  # how many times of work follow, then the begin and end of each, in order
-        self.sending, self.receiving = 0, ranks * self.link_size  # of each rank's link
-        self.names = 2 * ranks * self.link_size
+        self.sending, self.receiving = 0, 2 * ranks * self.link_size  # of each rank's link, then of those between nodes
+        self.names = 4 * ranks * self.link_size
         self.connections = self.names + GROUPS  # of each group, sender and receiver: when it is free again
         self.slots = self.connections + GROUPS * ranks * ranks
         self.slot_size = (3 + ranks) * ranks
@@ -61,10 +61,11 @@ class Ledger:
     Args:
         path: A file that `make_file` has made.
         world_size: Ranks, each with a link of its own.
+        nodes: With a second link each.
     """
 
-    def __init__(self, path: Path, world_size: int, link: Link) -> None:
-        self._link, self._layout = link, _Layout(world_size)
+    def __init__(self, path: Path, world_size: int, link: Link, nodes: Nodes | None = None) -> None:
+        self._link, self._nodes, self._layout = link, nodes, _Layout(world_size)
         self._file = path.open("r+b")
         self._cells = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("d")
         self._threads = threading.Lock()
@@ -127,13 +128,14 @@ class Ledger:
 
     def _pass_ring(self, ring: Ring, members: tuple[int, ...], ready: float) -> float:
         """When it ends: when its slowest link is through."""
-        neighbours = members[1:] + members[:1]
-        ends = [self._occupy(*pair, ring.nbytes, ready) for pair in zip(members, neighbours, strict=True)]
-        return max(ends) + ring.hops * self._link.latency_s
+        pairs = list(zip(members, members[1:] + members[:1], strict=True))
+        ends = [self._occupy(*pair, ring.nbytes, ready) for pair in pairs]
+        return max(ends) + ring.hops * max(self._between(*pair).latency_s for pair in pairs)
 
     def _end_for(self, rank: int, edge: Edge, call: "_Call") -> float:
         """When `rank`, one of its two, is done with a message."""
-        return self._end(edge, call) + (self._link.latency_s if rank == edge.receiver else 0)
+        link = self._between(call.members[edge.sender], call.members[edge.receiver])
+        return self._end(edge, call) + (link.latency_s if rank == edge.receiver else 0)
 
     def _end(self, edge: Edge, call: "_Call") -> float:
         """When its last byte leaves. The message goes on its links when a rank first asks for that.
@@ -156,12 +158,18 @@ class Ledger:
 
     def _occupy(self, sender: int, receiver: int, nbytes: float, ready: float) -> float:
         """Send a message in the time that its two links have left; when its last byte has left."""
-        seconds, layout = 8 * nbytes / self._link.bits_per_s, self._layout
+        link, layout = self._between(sender, receiver), self._layout
+        first, seconds = 0 if link is self._link else layout.ranks, 8 * nbytes / link.bits_per_s
         ends = [
-            self._carry(direction + rank * layout.link_size, ready, seconds)
+            self._carry(direction + (first + rank) * layout.link_size, ready, seconds)
             for direction, rank in ((layout.sending, sender), (layout.receiving, receiver))
         ]
         return max(ends)
+
+    def _between(self, sender: int, receiver: int) -> Link:
+        """The link that leads from one rank of the world to the other."""
+        nodes = self._nodes
+        return nodes.link if nodes is not None and nodes.are_between(sender, receiver) else self._link
 
     def _carry(self, link: int, ready: float, seconds: float) -> float:
         """Let the link in cell `link` work so long, in the time from `ready` on in which it is idle; when it is done.

@@ -51,6 +51,37 @@ class Link:
         return f"{rate},{self.latency_s / float(SECONDS[unit]):g}{unit}"
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks stand on nodes, and each has a second link, which leads to the ranks of other nodes.
+
+    Attributes:
+        size: Ranks of a node: neighbours.
+        link: The second link of each.
+    """
+
+    size: int
+    link: Link
+
+    @classmethod
+    def of(cls, count: int | None, outer_link: str | None, world_size: int) -> "Nodes | None":
+        """What `--nodes` and `--outer-link` say; None if they say nothing.
+
+        Raises:
+            UserError: the ranks do not divide into so many nodes.
+        """
+        link = Link.parse(outer_link or NONE)
+        if count is None or link is None:
+            return None
+        if world_size % count:
+            raise UserError(f"--nodes {count}: {world_size} ranks do not divide into {count} nodes")
+        return cls(world_size // count, link)
+
+    def are_between(self, one: int, other: int) -> bool:
+        """Whether these two ranks are on different nodes."""
+        return one // self.size != other // self.size
+
+
 def canonical(text: str) -> str:
     """The one way to write a link: `1gbit` for `1000mbit`.
 

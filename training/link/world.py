@@ -8,20 +8,23 @@ import torch.distributed as dist
 from training.link.group import PacedGroup
 from training.link.ledger import Ledger, make_file
 from training.link.registers import replace_default
-from training.link.speed import Link
+from training.link.speed import Link, Nodes
 
 
 @contextmanager
-def paced_groups(link: Link | None) -> Iterator[None]:
+def paced_groups(link: Link | None, nodes: Nodes | None = None) -> Iterator[None]:
     """Within this context the default process group, and all that are made of it, are paced; not if `link` is None.
 
     Collective.
+
+    Args:
+        nodes: With a link of its own for what goes between nodes. Default: `link` carries all.
     """
     inner = dist.group.WORLD
     if link is None or inner is None:
         yield
         return
-    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link))
+    paced = PacedGroup(inner, range(inner.size()), shared_ledger(inner, link, nodes))
     replace_default(inner, paced)
     try:
         yield
@@ -30,7 +33,7 @@ def paced_groups(link: Link | None) -> Iterator[None]:
         replace_default(paced, inner)
 
 
-def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
+def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> Ledger:
     """The ledger of the default group's ranks. Collective.
 
     Raises:
@@ -40,7 +43,7 @@ def shared_ledger(group: dist.ProcessGroup, link: Link) -> Ledger:
 
     path = from_rank0(lambda: make_file(group.size()))
     try:
-        return on_every_rank(lambda: Ledger(path, group.size(), link))
+        return on_every_rank(lambda: Ledger(path, group.size(), link, nodes))
     finally:
         if group.rank() == 0:
             path.unlink()  # those who have it open keep it

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "buffers")
 """Of model states, in display order. Those that can be sharded come first."""
@@ -28,7 +29,7 @@ def peak_rss_bytes() -> int:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model before a strategy changes it. Tied parameters count once.
+    """The size of a model, or of this rank's part of it, before a strategy changes it. Tied parameters count once.
 
     Attributes:
         elements: Elements of all parameters.
@@ -44,7 +45,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelSize":
-        parameters = list(module.parameters())
+        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
         return cls(
             elements=sum(p.numel() for p in parameters),
             trainable_elements=sum(p.numel() for p in parameters if p.requires_grad),

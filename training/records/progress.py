@@ -56,6 +56,8 @@ def summary_line(label: str, record: dict[str, Any], path: str) -> str:
     parts = [f"{label}: done"]
     if record["config"]["link"] != NONE:
         parts[0] += f" over links of {record['config']['link']}"
+    if record["config"]["outer_link"] is not None:
+        parts[0] += f", and of {record['config']['outer_link']} between {record['config']['nodes']} nodes"
     if record["compile"]:
         parts.append(compiled(record["compile"]))
     if median is not None:

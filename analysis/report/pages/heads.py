@@ -46,9 +46,11 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             "theirs, and it is unknown for which rank a collective waited, and how fast it was."
         )
     if config.get("link", "none") != "none":
+        nodes = config.get("nodes")
+        between = f", and one of {config['outer_link']} between {nodes} nodes (--outer-link)" if nodes else ""
         lines.append(
-            f"Every rank had a link of {config['link']} (--link): a collective ended no earlier than such links could "
-            "have delivered it."
+            f"Every rank had a link of {config['link']} (--link){between}: a collective ended no earlier than such "
+            "links could have delivered it."
         )
     elif record.get("link_bits_per_s"):
         lines.append(f"Each node's link was shaped to {record['link_bits_per_s'] / 1e6:g} Mbit/s.")

@@ -290,6 +290,10 @@ DIFFERENT = {
         {"link_bits_per_s": 1e9, "config": {"link": "1gbit,50us"}},
         "link (not shaped: a; 1gbit,50us, paced: b); train them alike",
     ),
+    "link between nodes": (
+        {"config": {"link": "1gbit", "outer_link": "100mbit", "nodes": 2}},
+        "link (not shaped: a; 1gbit, 100mbit between 2 nodes, paced: b); train them alike",
+    ),
     "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),

@@ -1,5 +1,6 @@
 """Whole runs that resume: the record, the end of a run, profiles, and ranks that are killed under `torchrun`."""
 
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from tests.training.checkpoint.test_choices import choices
 from tests.training.checkpoint.test_files import manifest
 from tests.training.test_run import run_here
 from training.checkpoint.manifest import MANIFEST
+from training.model_parallel import Cut
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "choice": "flat_ddp"}
 
@@ -76,6 +78,7 @@ def test_every_field_of_the_manifest_is_documented() -> None:
     content = msgspec.to_builtins(manifest(1, files={"rank_0.safetensors": {"bytes": 1, "crc32": 1}}))
     fields = {*content, "crc32"}
     fields |= {f"parameters.*.{name}" for name in content["parameters"]["weight"]}
+    fields |= {f"cuts.*.{field.name}" for field in dataclasses.fields(Cut)}
     fields |= {f"files.*.{name}" for name in content["files"]["rank_0.safetensors"]}
     assert set(documented) == fields and MANIFEST in text
     from training.checkpoint.origin import MAY_DIFFER, MUST_EQUAL

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from training.link import ledger, schedule
 from training.link.ledger import SLOTS, Ledger
-from training.link.speed import Link
+from training.link.speed import Link, Nodes
 
 BITS = 8000
 
@@ -20,9 +20,9 @@ BITS = 8000
 class Links:
     """A ledger whose clock the test sets."""
 
-    def __init__(self, size: int, latency_s: float = 0.0) -> None:
+    def __init__(self, size: int, latency_s: float = 0.0, nodes: Nodes | None = None) -> None:
         path = ledger.make_file(size)
-        self.ledger, self.size = Ledger(path, size, Link(BITS, latency_s)), size
+        self.ledger, self.size = Ledger(path, size, Link(BITS, latency_s), nodes), size
         path.unlink()
         self._numbers = itertools.count(1)
         self.group = self.ledger.group("default")
@@ -49,6 +49,22 @@ def test_hops_cost_latency() -> None:
     links = Links(4, latency_s=0.5)
     links.issue(1, at=[1.0] * 4)
     assert links.ends(1, schedule.all_reduce(4, 2000)) == [1.0 + 3.0 + 6 * 0.5] * 4
+
+
+TWO_NODES = Nodes(2, Link(BITS // 10, 0.5))
+
+
+def test_what_goes_between_nodes_takes_the_other_link() -> None:
+    links = Links(4, nodes=TWO_NODES)
+    links.issue(1, at=[1.0] * 4)
+    messages = (schedule.Edge(0, 1, 1000), schedule.Edge(0, 2, 1000), schedule.Edge(3, 2, 2000))
+    assert links.ends(1, messages) == [11.0, 2.0, 11.5, 3.0]
+
+
+def test_a_ring_through_two_nodes_is_as_slow_as_what_is_between_them() -> None:
+    links = Links(4, nodes=TWO_NODES)
+    links.issue(1, at=[1.0] * 4)
+    assert links.ends(1, schedule.all_reduce(4, 2000)) == [1.0 + 30.0 + 6 * 0.5] * 4
 
 
 def test_collectives_queue_on_a_link() -> None:

@@ -1,0 +1,261 @@
+"""PyTorch's own tensor parallelism: `torch.distributed.tensor.parallel.parallelize_module`, with the same plan.
+
+`ColwiseParallel` and `RowwiseParallel` turn weights into `DTensor`s, whose operators find out which collectives they
+need. `PrepareModuleInput` stands where f does, so that queries, keys and values share one all-reduce in backward.
+`loss_parallel` keeps logits cut. `pytorch_tp` is this alone, and `pytorch_fsdp_tp` has FSDP2 around it, over `dp`.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from reference.dtensors import local
+from reference.fsdp2 import FSDP2
+from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of
+from training.checkpoint.ranges import Piece
+from training.communication.clipping import clip_parts, clipping_traffic
+from training.communication.consistency import require_matching_state, shapes_of
+from training.communication.traffic import Collective
+from training.config import RunConfig
+from training.errors import UnsupportedError
+from training.mesh import DATA, TENSOR, MeshGroups
+from training.model_parallel import Cut, ModelParallel
+from training.optimizers import MakeOptimizer
+from training.replicated import ReplicatedStrategy, broadcast_from_rank0
+from training.strategy import Strategy
+
+
+def parallelize_by_torch(
+    module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device
+) -> ModelParallel:
+    """Replace parameters by `DTensor`s, cut as the hand-written plan says.
+
+    Raises:
+        UnsupportedError: DTensor has no style for a layer of the plan.
+    """
+    if config.plan:
+        raise UnsupportedError("--plan: PyTorch's own takes the built-in plans alone; take tp or zero1 to zero3")
+    mesh = groups.device_mesh[TENSOR]
+    cuts_tokens = config.sequence_parallel
+    plan: dict[str, ParallelStyle] = {}
+    for name, style in matched(module, plan_of(module, mesh.size())).items():
+        layer = module.get_submodule(name)
+        if type(layer).__name__ == "Conv1D":
+            raise UnsupportedError(f"{name} is a Conv1D, for which torch has no parallel style; take tp, or a Llama")
+        if isinstance(style, Region):
+            for attribute, value in style.attributes.items():
+                setattr(layer, attribute, value)
+        if isinstance(style, Column) and style.heads and style.heads % mesh.size():
+            raise UnsupportedError(f"{name}: DTensor shares no head between ranks; take tp, or fewer ranks of tp")
+        if isinstance(style, Column | Row):
+            features = layer.weight.shape[0 if isinstance(style, Column) else 1]
+            if features % mesh.size():  # its local results would be taken for equally many
+                raise UnsupportedError(
+                    f"{name}: DTensor cuts {features} features over {mesh.size()} ranks unevenly; take tp"
+                )
+        if (by_torch := style_of(style, name, cuts_tokens)) is not None:
+            plan[name] = by_torch
+    tied = tied_parameters(module)
+    parallelize_module(module, mesh, plan)
+    for first, others in tied.items():
+        for other in others:  # each was turned into a parameter of its own
+            layer, _, name = other.rpartition(".")
+            setattr(module.get_submodule(layer), name, module.get_parameter(first))
+    cuts = {name: cut for name, p in module.named_parameters() if (cut := cut_of(p)) is not None}
+    return ModelParallel(groups.model, groups.everyone, cuts, device_mesh=groups.device_mesh)
+
+
+def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of each parameter that has several."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    others: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name != first[parameter]:
+            others.setdefault(first[parameter], []).append(name)
+    return others
+
+
+def style_of(style: Style, name: str, cuts_tokens: bool) -> ParallelStyle | None:
+    """Torch's style in the place of ours."""
+    between = Shard(1) if cuts_tokens else Replicate()  # hidden states between regions
+    match style:
+        case Column():
+            return ColwiseParallel()
+        case Row():
+            return RowwiseParallel(output_layouts=between)
+        case Region() if name.endswith("attn"):
+            return PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": between},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
+        case Region():
+            return PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+        case Embedding():
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        case Head():
+            return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+        case Shared() if cuts_tokens:
+            return SequenceParallel(use_local_output=True)
+        case Split() if cuts_tokens:
+            return PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            )
+    return None
+
+
+def cut_of(parameter: nn.Parameter) -> Cut | None:
+    """How DTensor cuts a parameter: as `torch.chunk`."""
+    if not isinstance(parameter, DTensor) or not isinstance(parameter.placements[0], Shard):
+        return None
+    dim, size = parameter.placements[0].dim, parameter.device_mesh.size()
+    length = parameter.shape[dim]
+    each = -(-length // size)
+    ranges = tuple(((min(each * rank, length), min(each * (rank + 1), length)),) for rank in range(size))
+    return Cut(dim, length, ranges)
+
+
+class LossParallel(Strategy):
+    """Forward and backward within `loss_parallel`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(loss_parallel())
+            output = super().forward(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._end_backward()
+                self._in_backward = stack.pop_all()
+        if isinstance(getattr(output, "loss", None), DTensor):
+            output.loss = output.loss.to_local()
+        return output
+
+    def _end_backward(self) -> None:
+        self.__dict__.pop("_in_backward", ExitStack()).close()
+
+    def after_backward(self) -> None:
+        super().after_backward()
+        self._end_backward()
+
+    def abandon_step(self) -> None:
+        self._end_backward()
+        super().abandon_step()
+
+
+class PyTorchTP(LossParallel, ReplicatedStrategy):
+    """Tensor parallelism alone: no two ranks see different samples."""
+
+    def prepare(self) -> None:
+        if self.data_parallel_size > 1:
+            raise UnsupportedError("pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp")
+        self.make_compression()
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        return by_mesh(make_optimizer, self.trainable.values())
+
+    def finish_gradient_synchronization(self) -> None:
+        """Some gradients come whole, though their parameters are cut: of the head, over an uneven vocabulary."""
+        for parameter in self.trainable.values():
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        assert self.model_parallel is not None
+        pieces = list(self.gradient_pieces())
+        owned = [gradient for p, gradient in pieces if p in self.owned]
+        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
+
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
+        return {n: local(p.grad).detach().cpu().clone() for n, p in self.trainable.items() if p.grad is not None}
+
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+        return {name: local(tensor).detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.module.state_dict().items():
+            local(tensor).copy_(state[name])
+
+    def parameter_tensors(self) -> Iterable[Tensor]:
+        return map(local, super().parameter_tensors())
+
+    def gradient_tensors(self) -> Iterable[Tensor]:
+        return map(local, super().gradient_tensors())
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        return map(local, super().optimizer_tensors())
+
+    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
+        return self.buffer_traffic()
+
+
+class PyTorchFSDPTP(LossParallel, FSDP2):
+    """FSDP2 over `dp`, around tensor parallelism over `tp`."""
+
+    replicates_shards = False
+
+    frees_blocks_after_forward = True
+
+    def mesh(self) -> DeviceMesh:
+        assert self.model_parallel is not None and self.model_parallel.device_mesh is not None
+        return self.model_parallel.device_mesh[DATA]
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        return by_mesh(make_optimizer, self.trainable.values())
+
+    # `DTensor` knows both dimensions, so whole tensors need no help from `model_parallel`.
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.data_parallel_state_dict()
+        return state if dist.get_rank(self.everyone) == 0 else {}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.data_parallel_gradients()
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(shapes_of(self.module), state, self.everyone)
+        for name, tensor in self.module.state_dict().items():
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if dist.get_rank(self.everyone) == 0:
+                received.copy_(state[name])
+            broadcast_from_rank0([received], self.everyone)
+            if isinstance(tensor, DTensor):
+                received = distribute_tensor(received, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            local(tensor).copy_(local(received))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        pieces = list(self.gradient_pieces())
+        owned = [gradient for p, gradient in pieces if p in self.owned]
+        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        return clipping_traffic(self.everyone)
+
+    def parameter_pieces(self) -> list[Piece]:
+        raise UnsupportedError("pytorch_fsdp_tp can neither save nor resume checkpoints; take zero3")
+
+
+def by_mesh(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer with a group for each mesh: torch's fused ones do not mix `DTensor`s of several, or plain ones."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return make_optimizer([{"params": group} for group in groups.values()])

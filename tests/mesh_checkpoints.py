@@ -1,0 +1,147 @@
+"""Strategies on meshes that save and load, inside ranks (`tests.ranks`), and what all their ranks hold together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ddp_lab
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import plan_of
+from tests.models import build, make_batch
+from training.checkpoint.state import COUNT
+from training.errors import UserError
+from training.mesh import TENSOR, Mesh, mesh_groups
+from training.strategy import Strategy
+
+STEPS = 2
+"""Of each leg of a relay."""
+SAMPLES = 4
+
+
+class Place(NamedTuple):
+    """Where a strategy runs."""
+
+    ranks: int
+    mesh: str
+    choice: str
+
+
+PLACES = {
+    "one rank": Place(1, "tp=1", "zero2"),
+    "zero3 on tp=2": Place(2, "tp=2", "zero3"),
+    "plain": Place(2, "dp=2", "bucket_ddp_async"),
+    "tp=4, whose ranks share keys": Place(4, "tp=4", "bucket_ddp_async"),
+    "zero3 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero3"),
+    "zero1 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero1"),
+}
+
+
+@contextmanager
+def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
+    mesh, module = Mesh.parse(place.mesh), build(model, seed)
+    with mesh_groups(mesh, "cpu") as groups:
+        cut = None
+        if TENSOR in mesh.degrees:
+            cut = parallelize(module, plan_of(module, mesh.model_size), groups, torch.device("cpu"))
+        options = ddp_lab.StrategyOptions(bucket_cap_mb=25.0, model_parallel=cut)
+        yield ddp_lab.load(place.choice)(module, make_optimizer, options, groups.data)
+
+
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    """Its eps is large, or it would magnify the rounding of gradients that should be 0, such as those of key biases."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def train(strategy: Strategy, model: str, first: int) -> list[float]:
+    """The losses of some steps, whose samples are the same on any mesh."""
+    losses = []
+    for step in range(first, first + STEPS):
+        rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+        mine = {name: tensor[rank::size] for name, tensor in make_batch(model, SAMPLES, step).items()}
+        strategy.zero_grad()
+        losses.append(strategy.forward_backward([mine]).item())
+        strategy.step()
+    return losses
+
+
+def held(strategy: Strategy) -> dict[str, Tensor]:
+    """Whole parameters and optimizer states, put together from what all ranks hold. Collective.
+
+    What several ranks hold is the same bit for bit.
+    """
+    parallel, parameters = strategy.model_parallel, dict(strategy.module.named_parameters())
+    own_rank, cuts = (parallel.rank, parallel.cuts) if parallel else (0, {})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [(own_rank, *piece) for piece in held_here(strategy)])
+    parts: dict[tuple[str, str, int], Tensor] = {}
+    for rank, key, name, start, values in (piece for pieces in everyone for piece in pieces):
+        like, cut = torch.empty(parameters[name].shape, device="meta"), cuts.get(name)
+        shape = () if key == COUNT else cut.part_shape(like, rank) if cut else like.shape
+        part = parts.setdefault((key, name, rank), torch.full(shape, torch.nan))
+        put_equal(part.view(-1)[0 if key == COUNT else start :][: len(values)], values)
+    whole: dict[str, Tensor] = {}
+    for (key, name, rank), part in parts.items():
+        assert not part.isnan().any(), f"nobody holds some elements of {key} {name}"
+        cut = None if key == COUNT else cuts.get(name)
+        if cut:
+            cut.put(whole.setdefault(f"{key} {name}", torch.full(cut.whole_shape(part), torch.nan)), part, rank)
+        else:
+            put_equal(whole.setdefault(f"{key} {name}", part), part)
+    return whole
+
+
+def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
+    """Of each state of each piece: what it is, the parameter, the first element, and the elements."""
+    strategy.finish_parameter_synchronization()
+    for name, start, tensor in strategy.parameter_pieces():
+        yield "parameter", name, start, strategy.on_this_rank(tensor).reshape(-1)
+    for name, start, tensor in strategy.updated_pieces():
+        for state, value in strategy.updating_optimizer.state[tensor].items():
+            yield state, name, start, strategy.on_this_rank(value).reshape(-1)
+
+
+def put_equal(place: Tensor, values: Tensor) -> None:
+    """Fill a place where nothing is yet, or there is the same."""
+    assert place.isnan().all() or torch.equal(place, values), "ranks hold different values"
+    place.copy_(values)
+
+
+class Leg(NamedTuple):
+    """What was loaded and what was saved, as `held` shows it; rank 0's state dict, and the losses of the steps."""
+
+    loaded: dict[str, Tensor]
+    saved: dict[str, Tensor]
+    state_dict: dict[str, Tensor]
+    losses: list[float]
+
+
+def run_leg(place: Place, model: str, leg: int, before: Path | None, after: Path | None) -> Leg:
+    with strategy_on(place, model, seed=leg) as strategy:
+        if before:
+            ddp_lab.load_checkpoint(strategy, before)
+        loaded = held(strategy) if before else {}
+        losses = train(strategy, model, leg * STEPS)
+        if after:
+            ddp_lab.save_checkpoint(strategy, after)
+        return Leg(loaded, held(strategy), strategy.full_state_dict(), losses)
+
+
+def straight(model: str, legs: int) -> tuple[dict[str, Tensor], list[float]]:
+    """All steps on one rank, without a stop."""
+    with strategy_on(PLACES["one rank"], model, seed=0) as strategy:
+        losses = [loss for leg in range(legs) for loss in train(strategy, model, leg * STEPS)]
+        return strategy.full_state_dict(), losses
+
+
+def error_of_leg(place: Place, model: str, before: Path) -> str:
+    """The message for the user when the checkpoint is loaded."""
+    try:
+        run_leg(place, model, 1, before, None)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,337 @@
+"""Hybrid sharding: model states are sharded over a part of the ranks, and replicated over the others."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.models import build, make_batch
+from tests.parity import (
+    OPTIMIZERS,
+    TOLERANCE,
+    all_choices,
+    assert_parity,
+    build_and_step,
+    global_batch,
+    is_refused,
+    load,
+    message_of,
+    one_step,
+    options_of,
+    oracle,
+    train_on_rank,
+)
+from tests.ranks import RankPool
+from training.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+from training.checkpoint.state import tensors_to_save
+from training.errors import NonFiniteError, UnsupportedError
+from training.mesh import Mesh, mesh_groups
+from training.profiling.memory import ModelSize
+
+Choice = tuple[str, str]
+CHOICES = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]
+for_each_choice = pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+FOUR, WIDE, TALL = "replicate=2,shard=2", "replicate=2,shard=3", "replicate=3,shard=2"
+UNEVEN = {4: [[2, 1], [3], [1], [1, 1, 2]], 6: [[1], [2, 1], [1], [3, 1], [1, 1], [2]]}
+"""Micro-batch sizes by rank, by world size."""
+Function = Callable[..., Any]
+
+
+def meshed(mesh: str, function: Function, options: dict[str, Any], *arguments: Any) -> Any:
+    """`function(options, *arguments)` with the groups of `mesh` among the options."""
+    with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
+        _clear_sharding_prop_cache()  # which holds meshes of groups that are gone
+        return function({**options, "shard_groups": groups.shard_groups}, *arguments)
+
+
+def run(ranks: RankPool, mesh: str, function: Function, options: dict[str, Any], *arguments: Any) -> list[Any]:
+    return ranks.run(Mesh.parse(mesh).size, meshed, mesh, function, options, *arguments)
+
+
+def trained(options: dict[str, Any], both: dict[str, Any], *arguments: Any) -> dict[str, Any]:
+    return train_on_rank(*arguments, options=options, **both)
+
+
+def check(
+    ranks: RankPool, mesh: str, choice: Choice, model: str, optimizer: str, options: dict[str, Any], **both: Any
+) -> None:
+    """Parity with one process, and between all ranks bit by bit, in steps of several uneven micro-batches."""
+    if is_refused(ranks, choice, model):
+        return
+    steps = [UNEVEN[Mesh.parse(mesh).size]] * 3
+    results = run(ranks, mesh, trained, options, both, choice, model, steps, optimizer)
+    assert_parity(results, oracle(model, steps, optimizer, **both), TOLERANCE[optimizer])
+
+
+SMALL = {"bucket_cap_mb": 0.0005}
+
+
+@for_each_choice
+@pytest.mark.parametrize("model", ["plain", "odd", "adapted"])
+def test_parity(ranks: RankPool, choice: Choice, model: str) -> None:
+    check(ranks, FOUR, choice, model, "sgd" if model == "odd" else "adam", SMALL, clip=0.5)
+
+
+@for_each_choice
+@pytest.mark.parametrize("mesh", [WIDE, TALL])
+def test_parity_of_six_ranks(ranks: RankPool, choice: Choice, mesh: str) -> None:
+    check(ranks, mesh, choice, "tied" if mesh == WIDE else "plain", "adam", SMALL, groups=mesh == TALL)
+
+
+@pytest.mark.exhaustive
+@for_each_choice
+@pytest.mark.parametrize("mesh", [FOUR, WIDE, TALL])
+@pytest.mark.parametrize("model", ["plain", "tied", "frozen", "adapted", "odd", "llama"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_parity_of_all(ranks: RankPool, choice: Choice, mesh: str, model: str, optimizer: str) -> None:
+    for options in ({}, SMALL):
+        check(ranks, mesh, choice, model, optimizer, options, clip=0.5)
+
+
+@for_each_choice
+@pytest.mark.parametrize("mesh", ["replicate=1,shard=4", "replicate=4,shard=1"])
+def test_meshes_of_one_row_or_one_column(ranks: RankPool, choice: Choice, mesh: str) -> None:
+    check(ranks, mesh, choice, "plain", "sgd", {}, clip=0.5)
+
+
+def own_loop(options: dict[str, Any], choice: Choice) -> dict[str, Tensor]:
+    """Gradients of two micro-batches whose averages add up, in a loop that is not the runner's."""
+    strategy = load(choice)(build("plain", dist.get_rank()), OPTIMIZERS["sgd"], options_of(choice, **options))
+    for index, batch in enumerate(global_batch("plain", [[2, 2]] * 4, 0)[dist.get_rank()]):
+        with strategy.micro_batch(last=index == 1):
+            (strategy(**batch).loss / 2).backward()
+    return strategy.full_gradients()
+
+
+@for_each_choice
+def test_own_loop_gives_the_average(ranks: RankPool, choice: Choice) -> None:
+    expected = oracle("plain", [[[2, 2]] * 4])["gradients"]
+    for gradients in run(ranks, FOUR, own_loop, SMALL, choice):
+        for name, wanted in expected.items():
+            assert torch.allclose(gradients[name], wanted, rtol=1e-5, atol=1e-6), name
+
+
+HOOK_ID = 4711
+PAYLOADS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
+    "ALLREDUCE": ("all_reduce", lambda call, size: nbytes(call.input_tensors)),
+    "BROADCAST": ("broadcast", lambda call, size: nbytes(call.input_tensors)),
+    "ALLGATHER": ("all_gather", lambda call, size: nbytes(call.input_tensors) * size),
+    "ALLGATHER_BASE": ("all_gather", lambda call, size: nbytes(call.input_tensors) * size),
+    "REDUCE_SCATTER_BASE": ("reduce_scatter", lambda call, size: nbytes(call.input_tensors)),
+    "SCATTER": ("scatter", lambda call, size: nbytes(call.output_tensors) * size),
+}
+"""What a hook of a process group is told, and the kind and the payload that `Collective` counts."""
+Totals = Counter[tuple[str, int, str]]
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextmanager
+def counted(groups: Iterable[dist.ProcessGroup]) -> Iterator[Totals]:
+    """Calls and bytes in this context, by kind and group size."""
+    totals: Totals = Counter()
+
+    def count(size: int, call: Any) -> None:
+        kind, payload = PAYLOADS[call.name.name]
+        totals[kind, size, "calls"] += 1
+        totals[kind, size, "bytes"] += payload(call, size)
+
+    groups = list(groups)
+    for group in groups:
+        group.register_pre_hook(HOOK_ID, partial(count, group.size()))
+    try:
+        yield totals
+    finally:
+        for group in groups:
+            group.unregister_pre_hook(HOOK_ID)
+
+
+def traffic(options: dict[str, Any], choice: Choice, model: str, micro_batches: int) -> tuple[Totals, Totals]:
+    """What a step announces, and what it issues."""
+    strategy = load(choice)(build(model), OPTIMIZERS["adam"], options_of(choice, **options))
+    batches = [make_batch(model, 3, index) for index in range(micro_batches)]
+    one_step(strategy, batches)
+    one_step(strategy, batches)
+    with counted(dist.distributed_c10d._world.pg_map) as seen:
+        one_step(strategy, batches)
+    announced: Totals = Counter()
+    for collective in strategy.expected_traffic(micro_batches):
+        announced[collective.kind, collective.group_size, "calls"] += collective.count
+        announced[collective.kind, collective.group_size, "bytes"] += collective.payload_bytes
+    return announced, seen
+
+
+@for_each_choice
+@pytest.mark.parametrize("mesh", [FOUR, TALL])
+def test_expected_traffic_is_what_runs(ranks: RankPool, choice: Choice, mesh: str) -> None:
+    """In the group of that size: a row's, a column's or everyone's."""
+    for model, micro_batches in (("plain", 1), ("normed", 3)) if mesh == TALL else (("adapted", 2),):
+        for announced, seen in run(ranks, mesh, traffic, SMALL, choice, model, micro_batches):
+            assert announced == seen, f"{model}, {micro_batches} micro-batches"
+            if mesh == TALL:
+                assert seen["all_reduce", 3, "calls"] > 0
+
+
+def resting_memory(options: dict[str, Any], choice: Choice) -> tuple[dict[str, int], dict[str, int]]:
+    size = ModelSize.of(build("plain"))
+    strategy = build_and_step(choice, options=options_of(choice, **options), optimizer="adam")
+    return strategy.memory_breakdown(), strategy.expected_memory(size)
+
+
+ELEMENTS, ALIGNED = 6 * 11 + 11 + 11 * 7 + 7 + 7 + 1, 4
+"""Of model `plain`; a shard is a multiple of 4 elements long."""
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_a_rank_holds_its_part_of_a_row(ranks: RankPool, name: str) -> None:
+    """To the byte, with one bucket or unit of all elements: 1/S of what is sharded, with S = 3."""
+    shard = -(-ELEMENTS // (3 * ALIGNED)) * ALIGNED
+    whole = 3 * shard
+    held = {"zero1": (whole, whole), "zero2": (whole, shard), "zero3": (shard, shard)}[name]
+    choice, options = ("sharding", name), {"bucket_cap_mb": 25.0}
+    for memory, expected in run(ranks, WIDE, resting_memory, options, choice):
+        states = memory.pop("optimizer_state")
+        assert (memory["parameters"], memory["gradients"]) == (4 * held[0], 4 * held[1])
+        assert (
+            8 * shard - 8 * (whole - ELEMENTS) <= states <= 8 * shard + 4 * 6
+        )  # padding has none; counters of tensors
+        per_rank = -(-4 * ELEMENTS // 3)
+        assert expected["optimizer_state"] == -(-8 * ELEMENTS // 3)
+        assert expected["gradients"] == (4 * ELEMENTS if name == "zero1" else per_rank)
+        assert expected["parameters"] == (per_rank if name == "zero3" else 4 * ELEMENTS)
+
+
+def there_and_back(options: dict[str, Any], choice: Choice, first: dict[str, Tensor]) -> list[Any]:
+    """A state dict of plain DDP goes to `choice`, trains, and goes to DDP, which trains on."""
+    steps = [UNEVEN[4]] * 2
+    found = train_on_rank(choice, "tied", steps, "sgd", options=options, state=first)["state"]
+    shared = [found if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    last = train_on_rank(("ddp", "simple_ddp"), "tied", steps, "sgd", state=shared[0], first_step=2)["state"]
+    return [found, last]
+
+
+@for_each_choice
+def test_state_dicts_go_to_ddp_and_back(ranks: RankPool, choice: Choice) -> None:
+    first = oracle("tied", [UNEVEN[4]])["state"]
+    expected = oracle("tied", [UNEVEN[4]] * 4, state=first)["state"]
+    last = run(ranks, FOUR, there_and_back, {}, choice, first)[0][1]
+    for name, wanted in expected.items():
+        assert torch.allclose(last[name], wanted, rtol=1e-5, atol=1e-6), name
+
+
+def poisoned(options: dict[str, Any], choice: Choice) -> str:
+    strategy = build_and_step(choice, options=options_of(choice, **options))
+    batch = make_batch("plain", 2, 1)
+    if dist.get_rank() == 3:
+        batch["x"][0, 0] = float("nan")
+    strategy.zero_grad()
+    return message_of(NonFiniteError, strategy.forward_backward, [batch])
+
+
+@for_each_choice
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(ranks: RankPool, choice: Choice) -> None:
+    for message in run(ranks, FOUR, poisoned, {}, choice):
+        assert "rank 3" in message and "step 1" in message
+
+
+def with_settings(options: dict[str, Any], choice: Choice) -> tuple[list[Any], list[Any]]:
+    """Digests of this rank's states, and the parameters' values that it computes with."""
+    strategy = load(choice)(build("plain"), OPTIMIZERS["adam"], options_of(choice, **options))
+    for step in range(3):
+        one_step(strategy, global_batch("plain", [[2, 1]] * 4, step)[dist.get_rank()])
+    state = strategy.full_state_dict()
+    held = [strategy.on_this_rank(piece.tensor).clone() for piece in strategy.parameter_pieces()]
+    return held, list(state.values())
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"param_dtype": "bf16"},
+    {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    {"param_dtype": "bf16", "master_dtype": "bf16"},
+    {"offload": "optimizer"},
+    {"offload": "parameters"},
+    {"precision": "fp16"},
+    {"activation_checkpointing": "block"},
+]
+
+
+@for_each_choice
+def test_settings(ranks: RankPool, choice: Choice) -> None:
+    """Replicas hold the same bits under each setting, and nearly what one row of all ranks computes."""
+    for options in SETTINGS:
+        try:
+            load(choice).require_options(options_of(choice, **options))
+        except UnsupportedError:
+            continue
+        own = run(ranks, FOUR, with_settings, options, choice)
+        flat = ranks.run(4, with_settings, options, choice)
+        for one, two in ((own[0], own[2]), (own[1], own[3])):
+            assert all(map(torch.equal, one[0], two[0])), options
+        tolerance = 0.05 if "param_dtype" in options else 1e-3 if "precision" in options else 1e-5
+        for mine, wanted in zip(own[0][1], flat[0][1], strict=True):
+            assert torch.allclose(mine.float(), wanted.float(), atol=tolerance), options
+
+
+@pytest.mark.parametrize("choice", [choice for choice in all_choices() if choice not in CHOICES], ids="-".join)
+def test_others_refuse_it_by_name(ranks: RankPool, choice: Choice) -> None:
+    if choice[1].startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    for message in run(ranks, FOUR, refused, {}, choice):
+        assert "replicate" in message and "zero3" in message
+
+
+def refused(options: dict[str, Any], choice: Choice) -> str:
+    return message_of(UnsupportedError, partial(build_and_step, choice, options=options_of(choice, **options)))
+
+
+def saved_elements(options: dict[str, Any], choice: Choice) -> list[tuple[str, int]]:
+    """Keys and lengths of what this rank saves."""
+    strategy = build_and_step(choice, options=options_of(choice, **options), optimizer="adam")
+    return [(key, tensor.numel()) for key, tensor in tensors_to_save(strategy).items()]
+
+
+@for_each_choice
+def test_one_replica_saves_each_element(ranks: RankPool, choice: Choice) -> None:
+    saved = [entry for of_rank in run(ranks, FOUR, saved_elements, SMALL, choice) for entry in of_rank]
+    for kind in ("parameter/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/"):
+        assert sum(length for key, length in saved if key.startswith(kind)) == ELEMENTS, kind
+    assert len({key for key, _ in saved}) == len(saved)
+
+
+def saved_then_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
+    """What the model is when training goes on without a stop."""
+    strategy = build_and_step(choice, "tied", options_of(choice, **options), "adam")
+    save_checkpoint(strategy, folder)
+    one_step(strategy, [make_batch("tied", 2, 1)])
+    return strategy.full_state_dict()
+
+
+def loaded_and_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
+    strategy = load(choice)(build("tied", 1), OPTIMIZERS["adam"], options_of(choice, **options))
+    load_checkpoint(strategy, folder)
+    one_step(strategy, [make_batch("tied", 2, 1)])
+    return strategy.full_state_dict()
+
+
+@for_each_choice
+def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path: Path, choice: Choice) -> None:
+    """Bit by bit on the same mesh, and nearly on another one and under a choice that shards nothing."""
+    wanted = run(ranks, FOUR, saved_then_trained, SMALL, choice, tmp_path / "saved")[0]
+    same = run(ranks, FOUR, loaded_and_trained, SMALL, choice, tmp_path / "saved")[0]
+    assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
+    other = ranks.run(2, loaded_and_trained, {}, ("ddp", "flat_ddp"), tmp_path / "saved")[0]
+    wide = run(ranks, TALL, loaded_and_trained, {}, choice, tmp_path / "saved")[0]
+    for name, tensor in wanted.items():
+        assert torch.allclose(other[name], tensor, rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(wide[name], tensor, rtol=1e-4, atol=1e-6), name

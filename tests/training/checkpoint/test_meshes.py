@@ -1,0 +1,90 @@
+"""Checkpoints go from any mesh to any other: parameters and optimizer states stay the same bit for bit."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.mesh_checkpoints import PLACES, error_of_leg, run_leg, straight
+from tests.ranks import RankPool
+
+MODELS = ["lm, gpt2", "lm, gqa"]
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() and wanted
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+def elements_in(folder: Path) -> dict[str, int]:
+    """How many elements are stored of parameters, and of optimizer states."""
+    stored = Counter[str]()
+    for file in folder.iterdir():
+        for key, tensor in load_file(file).items():
+            stored[key.split("/")[0]] += tensor.numel()
+    return dict(stored)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
+    """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
+    names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]
+    names += ["zero3 on dp=2,tp=2"] if model == "lm, gqa" else ["zero3 on tp=2"]
+    ((wanted, losses),) = ranks.run(1, straight, model, len(names))
+    legs = []
+    for leg, name in enumerate(names):
+        before, after = tmp_path / str(leg - 1) if leg else None, tmp_path / str(leg)
+        legs.append(ranks.run(PLACES[name].ranks, run_leg, PLACES[name], model, leg, before, after)[0])
+        elements = [value.numel() for key, value in legs[-1].saved.items() if key.startswith("parameter ")]
+        total, count = sum(elements), len(elements)
+        assert elements_in(after) == {"parameter": total, "optimizer": 2 * total, "optimizer_count": count}, name
+    for earlier, later in pairwise(legs):
+        assert_equal(later.loaded, earlier.saved)
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(losses, rel=1e-5)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(legs[-1].state_dict[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("saves", PLACES)
+def test_from_any_mesh_to_any_other(ranks: RankPool, tmp_path: Path, model: str, saves: str) -> None:
+    saved = ranks.run(PLACES[saves].ranks, run_leg, PLACES[saves], model, 0, None, tmp_path / "saved")[0]
+    losses = []
+    for place in PLACES.values():
+        loaded = ranks.run(place.ranks, run_leg, place, model, 1, tmp_path / "saved", None)[0]
+        assert_equal(loaded.loaded, saved.saved)
+        losses.append(loaded.losses)
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
+
+
+def alter(file: Path, cuts: str) -> None:
+    """Let a checkpoint say that its parameters are cut in another way."""
+    with safe_open(str(file), "pt") as opened:
+        texts = opened.metadata()
+    save_file(load_file(file), file, texts | {"cuts": cuts})
+
+
+@pytest.mark.parametrize(
+    ("cuts", "expected"),
+    [
+        ("[", "saved is damaged: rank_0.safetensors does not say how parameters are cut"),
+        ('{"transformer.wte.weight": {"dim": 0}}', "saved is damaged: rank_0.safetensors does not say how"),
+        ('{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}', "is cut wrongly there"),
+        ('{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}', "element 480 of 984 is in no"),
+        ("{}", "parameter/transformer.wte.weight: not stored"),
+    ],
+)
+def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path, cuts: str, expected: str) -> None:
+    place = PLACES["zero3 on tp=2"]
+    ranks.run(2, run_leg, place, "lm, gpt2", 0, None, tmp_path / "saved")
+    alter(tmp_path / "saved" / "rank_0.safetensors", cuts)
+    for message in ranks.run(2, error_of_leg, PLACES["plain"], "lm, gpt2", tmp_path / "saved"):
+        assert expected in message and "\n" not in message
