@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from training.mesh import DATA, DATA_DIMENSIONS, Mesh
+from training.mesh import DATA, DATA_DIMENSIONS, SHARD, Mesh
 
 EVERYONE = "mesh"
 """In the place of a dimension: all ranks of the mesh."""
@@ -43,14 +43,17 @@ class Collective:
 
 def on_mesh(traffic: Iterable[Collective], mesh: Mesh | None) -> list[Collective]:
     """`traffic` with the names of its dimensions on a mesh; without a mesh, of none."""
-    return [replace(one, dimension=dimension_name(one.dimension, mesh) if mesh else "") for one in traffic]
+    return [replace(one, dimension=dimension_name(one, mesh) if mesh else "") for one in traffic]
 
 
-def dimension_name(dimension: str, mesh: Mesh) -> str:
-    """The name of `Collective.dimension`. Ranks that differ in one dimension alone are of that dimension. Those that
-    differ in `replicate` and `shard` are of `dp`."""
+def dimension_name(collective: Collective, mesh: Mesh) -> str:
+    """The name of a collective's dimension. Ranks that differ in one dimension alone are of that dimension. Those that
+    differ in `replicate` and `shard` are of `dp`; fewer of those that see different samples hold shards of one copy."""
+    dimension = collective.dimension
     if dimension not in ("", EVERYONE):
         return dimension
+    if dimension == "" and SHARD in mesh.degrees and collective.group_size < mesh.data_size:
+        return SHARD
     names = [name for name, degree in mesh.degrees.items() if degree > 1 and (dimension or name in DATA_DIMENSIONS)]
     if len(names) == 1:
         return names[0]

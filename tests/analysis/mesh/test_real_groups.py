@@ -89,7 +89,7 @@ def test_without_a_watcher_groups_are_unknown(ranks: RankPool) -> None:
 
 
 def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
-    settings = {"workload": "sample-lm", "train_samples": 20, "eval_samples": 2, "global_batch_size": 4}
+    settings = {"workload": "sample-lm", "train_samples": 40, "eval_samples": 4, "global_batch_size": 8}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
     here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
@@ -98,19 +98,28 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
         train_and_record(config, ranks, REGISTRY.load, None, REGISTRY.load_parallelize)
 
 
-@pytest.mark.parametrize("choice", ["zero2", "simple_ddp"])
-def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(ranks: RankPool, tmp_path: Path, choice: str) -> None:
-    ranks.run(4, train_on_mesh, str(tmp_path), "dp=2,tp=2", choice)
-    (window,) = find_windows(tmp_path / "profile" / f"{choice}@dp2-tp2")
+@pytest.mark.parametrize(
+    ("choice", "mesh", "expected"),
+    [
+        ("zero2", "dp=2,tp=2", {"dp", "tp", "mesh"}),
+        ("simple_ddp", "dp=2,tp=2", {"dp", "tp", "mesh"}),
+        ("zero1", "replicate=2,shard=2", {"replicate", "shard", "dp"}),
+    ],
+)
+def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
+    ranks: RankPool, tmp_path: Path, choice: str, mesh: str, expected: set[str]
+) -> None:
+    ranks.run(4, train_on_mesh, str(tmp_path), mesh, choice)
+    (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
     analysis = analyse_window(window)
     page = write_summary(analysis, choice, tmp_path / "reports").read_text()
     traffic = analysis.audit[analysis.audit["unit"].str.endswith("/step")]
     assert set(traffic["result"]) == {"pass"}, traffic[traffic["result"] != "pass"].to_string()
-    assert {subject.split()[0] for subject in traffic["subject"]} == {"dp", "tp", "mesh"}
+    assert {subject.split()[0] for subject in traffic["subject"]} == expected
     dimensions = pd.read_csv(tmp_path / "reports" / "dimensions.csv")
-    assert set(dimensions["dimension"]) == {"dp", "tp", "mesh"} and set(dimensions["rank"]) == set(range(4))
+    assert set(dimensions["dimension"]) == expected and set(dimensions["rank"]) == set(range(4))
     place = ["rank", "step"]
     parts = dimensions.groupby(place)["exposed_ms"].sum().to_numpy()
     assert parts == pytest.approx(analysis.exposure.steps.set_index(place).sort_index()["exposed_ms"].to_numpy())
     assert analysis.exposure.collectives["wait_ms"].notna().all()
-    assert "Dimensions of the mesh" in page and "tp collectives" in page
+    assert "Dimensions of the mesh" in page and f"{min(expected)} collectives" in page
