@@ -14,6 +14,7 @@ consecutive numbers, so they are on one node, where links are fast.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -190,10 +191,15 @@ class MeshGroups:
 
         if size not in self._parts:
             parts = self.device_mesh.mesh.reshape(-1, size).tolist()  # tp is the innermost dimension
-            own, _ = dist.new_subgroups_by_enumeration(parts)
+            own, _ = dist.new_subgroups_by_enumeration(parts, timeout_of(self.everyone))
             assert isinstance(own, dist.ProcessGroup), "each rank is in one of them"
             self._parts[size] = own
         return self._parts[size]
+
+
+def timeout_of(group: "dist.ProcessGroup") -> timedelta:
+    """How long a collective of `group` may wait for a missing rank."""
+    return group._get_backend(group._device_types[-1]).options._timeout
 
 
 @contextmanager
@@ -216,6 +222,9 @@ def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
     parts = {name: device_mesh.get_group(name) for name in degrees}
     names = tuple(name for name in degrees if name in DATA_DIMENSIONS)
     data = parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("data").get_group()
+    timeout = timeout_of(everyone)  # new groups have torch's default
+    for group in {*parts.values(), data} - {everyone}:
+        dist.set_timeout(timeout, group)
     try:
         yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, parts.get(SHARD), parts.get(REPLICATE))
     finally:
