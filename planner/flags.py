@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
+from training.config import (
+    AUTO,
+    MASTER_DTYPES,
+    OFFLOADS,
+    PARAM_DTYPES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    bucket_cap,
+    mesh_text,
+)
 from training.errors import UserError
 from training.recompute import setting as recomputation
 
@@ -38,6 +47,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
     add("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
+    add(
+        "--mesh",
+        type=mesh_or_auto,
+        help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
+    )
+    add("--sequence-parallel", action="store_true", help="with tp, as the runner's")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
@@ -69,6 +84,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
     add("--html", type=Path, metavar="FILE", help="write a page with table and pictures there")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
+
+
+def mesh_or_auto(text: str) -> str:
+    return text if text == AUTO else mesh_text(text)
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:

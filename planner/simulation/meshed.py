@@ -33,7 +33,7 @@ def load(config: RunConfig) -> type[Strategy]:
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
     if cuts and choice.startswith("pytorch"):
-        raise CannotSimulate(f"{choice}: a DTensor's collectives cannot be simulated; plan tp or zero1 to zero3")
+        raise CannotSimulate("pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated; plan tp, or zero1 to zero3")
     for family in (tensor_parallel,) if cuts else (ddp, sharding):
         if choice in family.CHOICES:
             return family.load(choice)

@@ -5,12 +5,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from planner.contracts import MODEL_STATES
+from planner.costs.cluster import Link
+from planner.costs.links import LinkCosts
 from planner.simulation.network import CannotSimulate
 from planner.simulation.simulate import Simulation, adamw, simulate
 from tensor_parallel.parallelize import parallelize
@@ -143,7 +146,7 @@ def whole_parameters_left() -> int:
 @pytest.mark.parametrize(
     ("mesh", "choice", "model", "error", "message"),
     [
-        ("dp=2,tp=2", "pytorch_tp", "llama", CannotSimulate, "pytorch_tp: a DTensor's collectives cannot be simulated"),
+        ("dp=2,tp=2", "pytorch_tp", "llama", CannotSimulate, "pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated"),
         ("dp=2,tp=2", "plain_ddp", "llama", UserError, "plain_ddp: no such choice on a mesh with tp"),
         ("dp=4", "tp", "llama", UserError, "tp: it cuts layers; give a --mesh with tp above 1"),
         ("dp=2,tp=4", "tp", "llama", UserError, "has 2 x 4 = 8 ranks, and the job has 4"),
@@ -154,3 +157,19 @@ def whole_parameters_left() -> int:
 def test_what_is_refused(mesh: str, choice: str, model: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         simulate(setting(choice, model, mesh=mesh), cluster(4), COSTS)
+
+
+def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:
+    """On 2 nodes of 2 ranks, dp=2,tp=2: the ranks of tp are neighbours in a node, those of dp are in two nodes, whose
+    link two such groups share."""
+    link, slow = Link("fast", 0.0, 1e9), Link("slow", 0.0, 1e6)
+    two_nodes = replace(cluster(4), nodes=2, ranks_per_node=2, inside=link, between=slow)
+    costs = replace(COSTS, collectives=LinkCosts(two_nodes))
+    simulation = Simulation(setting("simple_ddp", "llama", mesh="dp=2,tp=2"), two_nodes, costs, rank=1)
+    with simulation.running():
+        simulation.measure()
+        groups = {issued.ranks for issued in simulation.observer.issued if issued.kind == "all_reduce"}
+    assert groups == {(0, 1), (1, 3), (0, 1, 2, 3)}
+    within, across = (costs.collectives.cost("all_reduce", 1000, ranks) for ranks in ((0, 1), (1, 3)))
+    assert within.link == "inside a node: fast" and within.transfer_s == pytest.approx(1000 / 1e9)
+    assert across.link == "between nodes: slow" and across.transfer_s == pytest.approx(2 * 1000 / 1e6)
