@@ -96,6 +96,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     numbers = "instead of a model: a number of parameters, such as 7.5e9"
     add("--parameters", type=at_least(1, float), help=numbers)
     add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
+    add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
     precisions = "bf16, fp16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
     add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")

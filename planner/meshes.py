@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.accounting import require_heads
 from planner.costs.cluster import Cluster
 from planner.plan import Case
 from tensor_parallel.plan import BY_MODEL_TYPE
@@ -58,12 +59,12 @@ def required(case: Case) -> Case:
     if mesh is not None:
         mesh.require_ranks(case.cluster.world_size, case.cluster.ranks_per_node)
         if mesh.model_size > 1:
-            require_heads(case, mesh.model_size)
+            require_cuttable(case, mesh.model_size)
     assert case.micro_batch_size > 0
     return case
 
 
-def require_heads(case: Case, size: int) -> None:
+def require_cuttable(case: Case, size: int) -> None:
     """Check that the model's layers can be cut over `size` ranks, between heads.
 
     Raises:
@@ -73,7 +74,4 @@ def require_heads(case: Case, size: int) -> None:
     if model.type not in BY_MODEL_TYPE:
         raise UserError(f"--mesh with tp: {model.name} is a {model.type}; only {', '.join(BY_MODEL_TYPE)} can be cut")
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", heads)
-    if heads % size or (kv_heads % size and size % kv_heads):
-        of_keys = f" and {kv_heads} of keys and values" if kv_heads != heads else ""
-        raise UserError(f"--mesh with tp: {model.name} has {heads} heads{of_keys}, which {size} ranks cannot share")
+    require_heads(model.name, heads, getattr(config, "num_key_value_heads", heads), size)

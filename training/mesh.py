@@ -113,8 +113,8 @@ class Mesh:
         return ", ".join(f"{name} {place}" for name, place in self.coordinates(rank).items())
 
     def require_ranks(self, world_size: int, ranks_per_node: int) -> None:
-        """Check that the mesh has as many ranks as the job, and that its innermost dimension stays within a node. `dp` may
-        span nodes.
+        """Check that the mesh has as many ranks as the job, and that its innermost dimension, unless it is `dp`, stays
+        within a node.
 
         Raises:
             UserError: names the numbers.

@@ -47,8 +47,8 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
     found, left_out = on_all_meshes(case("4xL4"), sequence_parallel=False)
     assert [str(one.mesh) for one in found] == ["dp=4"] and found[0].micro_batch_size == 1
-    assert len(left_out) == 2 and left_out[1].startswith("tp=4: --mesh with tp: ")
-    assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks cannot share")
+    assert len(left_out) == 2 and left_out[1].startswith("tp=4: ")
+    assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
     large = replace(case("8xL4"), model=models.from_sizes(64, 96, 1, 8, 2, 50))
     found, left_out = on_all_meshes(large, sequence_parallel=True)
     assert [(str(one.mesh), one.micro_batch_size, one.config.sequence_parallel) for one in found] == [
@@ -87,7 +87,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert table.entrypoint.tolist() == ["main_shard.py", "main_parallel.py", "main_parallel.py"]
     assert table.peak_parameters_bytes[1] < 0.6 * table.peak_parameters_bytes[0]
     assert "micro-batches of 1 or 2 on each rank; fp32, --sequence-parallel." in answer.stdout
-    assert "Left out: tp=4: --mesh with tp: Llama of 1 layers" in answer.stdout
+    assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
     assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout
     assert "zero1@dp2-tp2" in (tmp_path / "plan.html").read_text()
@@ -99,7 +99,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
         (["--mesh", "dp=4,pp=2"], "--mesh dp=4,pp=2: 'pp' is none of dp, replicate, shard, tp"),
         (["--mesh", "automatic"], "--mesh automatic: 'automatic' is none of"),
         (["--mesh", "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
-        (["--mesh", "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks cannot share"),
+        (["--mesh", "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
         (["--mesh", "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),
         (["--mesh", "dp=4", "--choices", "tp"], "--choices: tp does not go with dp=4; these do: simple_ddp"),
         (["--mesh", "dp=2,tp=2", "--heads", "2", "--choices", "flat_ddp"], "flat_ddp does not go with dp=2,tp=2"),
