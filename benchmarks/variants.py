@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from training.cli import exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, split_label
+from training.config import AUTO, RunConfig, bucket_cap
 from training.errors import UserError
 
 LOCAL, RUNTIME = "local", "runtime"
@@ -24,17 +24,21 @@ SETTINGS = {
     "reduce_dtype": str,
     "master_dtype": str,
     "offload": str,
+    "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
+    "sequence_parallel": lambda text: {"on": True, "off": False}[text],
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 
 
 def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
-    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`.
+    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`. A mesh is written
+    as in names of folders: `mesh=dp2-tp2`.
 
     Leaves the process with one line where the text makes no sense.
     """
     label, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
-    choice, backend = split_label(label)
+    choice, _, given = label.partition("@")
+    backend = given or None
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
     fields: dict[str, object] = {"choice": choice}

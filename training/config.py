@@ -39,7 +39,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`training.schedule`)."""
 LOG_TARGETS = ("tensorboard", "wandb")
 
-RECORD_VERSION = 9
+RECORD_VERSION = 10
 """Version of the run record's format (`docs/run-record.md`)."""
 
 

@@ -23,7 +23,7 @@ from training.communication.consistency import (
     require_supported_parameters,
 )
 from training.communication.loss_scale import LossScaler
-from training.communication.traffic import Collective
+from training.communication.traffic import EVERYONE, Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
@@ -615,9 +615,9 @@ class Strategy(ABC):
         results_bytes = RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
         return [
             *self.expected_gradient_traffic(micro_batches),
-            Collective("all_gather", 1, COUNTS_ROW_BYTES * everyone, everyone, "bookkeeping"),
+            Collective("all_gather", 1, COUNTS_ROW_BYTES * everyone, everyone, "bookkeeping", EVERYONE),
             Collective("all_gather", 1, results_bytes * size, size, "bookkeeping"),
-            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping"),
+            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping", EVERYONE),
             *(self.expected_clipping_traffic() if clips else []),
-            *(self.model_parallel.traffic(micro_batches) if self.model_parallel else []),
+            *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),
         ]
