@@ -9,11 +9,13 @@ collectives, temporaries) is in no formula: `scripts/plan.py` without `memory` c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from planner.contracts import MODEL_STATES
 from training.data.reviews import STARS
+from training.errors import UserError
 from training.precision import AUTOCAST
 
 STAGES = {
@@ -60,6 +62,7 @@ class Decoder:
 
     Attributes:
         qkv_biases: Whether queries, keys and values have biases.
+        is_part: Tensor parallelism cuts it. Then an input of several layers is cast once, where it is sent.
     """
 
     d_model: int
@@ -71,6 +74,7 @@ class Decoder:
     vocab: int
     qkv_biases: bool = False
     labels: int = STARS
+    is_part: bool = False
 
     @property
     def d_q(self) -> int:
@@ -95,6 +99,23 @@ class Decoder:
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
             vocab=c.vocab_size,
             qkv_biases=c.model_type == "qwen2",
+        )
+
+    def part(self, ranks: int) -> "Decoder":
+        """What one of so many ranks has where tensor parallelism cuts layers, without sequence parallelism. Where they
+        do not divide, the largest part.
+
+        Raises:
+            UserError: heads do not divide.
+        """
+        require_heads("the model", self.heads, self.kv_heads, ranks)
+        return replace(
+            self,
+            d_ff=ceil(self.d_ff / ranks),
+            heads=self.heads // ranks,
+            kv_heads=max(self.kv_heads // ranks, 1),
+            vocab=ceil(self.vocab / ranks),
+            is_part=ranks > 1,
         )
 
     def parameter_terms(self) -> list[Term]:
@@ -124,7 +145,8 @@ class Decoder:
             return []
         bs, layers, low = samples * tokens, self.layers, HALF if precision in AUTOCAST else FP32
         d, f, q, kv = self.d_model, self.d_ff, self.d_q, self.d_kv
-        inputs = {"attention": 3, "feed-forward": 2} if low == HALF else {"attention": 1, "feed-forward": 1}
+        each_casts = low == HALF and not self.is_part
+        inputs = {"attention": 3, "feed-forward": 2} if each_casts else {"attention": 1, "feed-forward": 1}
         terms = [
             Term("residual stream", "2 layers b s d_model 4", 2 * layers * bs * d * FP32),
             Term("normalized", "2 layers b s (d_model + 1) 4", 2 * layers * bs * (d + 1) * FP32),
@@ -151,6 +173,17 @@ class Decoder:
             terms.append(Term(CASTS, "2 for each of a linear layer", HALF * linear))
             terms.append(Term("head, cast", "2 labels d_model", HALF * self.labels * d))
         return terms
+
+
+def require_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Check that attention can be cut between heads over the ranks of `tp`. Several may hold the same keys and values.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        of_keys = f" and {kv_heads} of keys and values" if kv_heads != heads else ""
+        raise UserError(f"{name} has {heads} heads{of_keys}, which {ranks} ranks of tp cannot share")
 
 
 def total(terms: Sequence[Term]) -> float:

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
-from training.config import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
+from training.config import (
+    AUTO,
+    MASTER_DTYPES,
+    OFFLOADS,
+    PARAM_DTYPES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    bucket_cap,
+    mesh_text,
+)
 from training.errors import UserError
 from training.recompute import setting as recomputation
 
@@ -38,6 +47,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
     add("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
+    add(
+        "--mesh",
+        type=mesh_or_auto,
+        help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
+    )
+    add("--sequence-parallel", action="store_true", help="with tp, as the runner's")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
@@ -71,12 +86,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="FILE", help="write the table there")
 
 
+def mesh_or_auto(text: str) -> str:
+    return text if text == AUTO else mesh_text(text)
+
+
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add = parser.add_argument
     numbers = "instead of a model: a number of parameters, such as 7.5e9"
     add("--parameters", type=at_least(1, float), help=numbers)
     add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
+    add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
     precisions = "bf16, fp16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
     add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
     add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")

@@ -44,12 +44,17 @@ def counted(options: argparse.Namespace) -> tuple[str, Sequence[Term], Sequence[
     if options.parameters is not None:
         if options.model is not None or options.d_model is not None:
             raise UserError("--parameters: does not go with a model; leave one of them out")
-        return "any model", [Term("parameters", "as given", options.parameters)], []
+        formula = f"as given, over {options.tp} ranks of tp" if options.tp > 1 else "as given"
+        return "any model", [Term("parameters", formula, options.parameters / options.tp)], []
     model = chosen_model(options)
     decoder = Decoder.of(model.configuration())
+    if decoder is None and options.tp > 1:
+        raise UserError(f"--tp: no formula is known for {model.name}; plan it with --mesh")
     if decoder is None:
         return model.name, [Term("parameters", "counted on the built module", model.elements())], []
-    return model.name, decoder.parameter_terms(), decoder.activation_terms(*batch)
+    name = f"{model.name}, the part of one of {options.tp} ranks of tp" if options.tp > 1 else model.name
+    part = decoder.part(options.tp)
+    return name, part.parameter_terms(), part.activation_terms(*batch)
 
 
 def show_terms(console: Console, title: str, terms: Sequence[Term], scale: float, unit: str) -> None:

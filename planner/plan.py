@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,22 +10,18 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-import ddp
-import sharding
+from planner.choices import entrypoint_of, families_of
 from planner.contracts import Costs, Setting, Simulated
 from planner.costs.cluster import Cluster
 from planner.costs.sources import LINK_ERROR
 from planner.models import Model
 from planner.report.columns import PLAN_COLUMNS
 from planner.simulation.simulate import simulate
-from training.cli import unknown_name
-from training.config import RunConfig
+from training.config import RunConfig, labelled
 from training.errors import UserError
-from training.registry import Registry
+from training.mesh import Mesh
 
 Result = TypeVar("Result")
-FAMILIES: Mapping[str, Registry] = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
-"""Choices by the entrypoint that trains with them."""
 GIB = 2**30
 CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
 """What a device holds besides tensors: CUDA's context, kernels, workspaces and NCCL's channels; assumed."""
@@ -36,7 +32,7 @@ class Case:
     """What is to be trained, how, and on what.
 
     Attributes:
-        config: Batch, accumulation, precision, buckets and clipping, as the runner takes them.
+        config: Batch, accumulation, precision, buckets, clipping and mesh, as the runner takes them.
         sequence_length: Tokens of a sample, padding included.
         price: Of one device for an hour, in any currency; None if it is not known.
     """
@@ -49,13 +45,17 @@ class Case:
     price: float | None = None
 
     @property
+    def mesh(self) -> Mesh | None:
+        return Mesh.parse(self.config.mesh) if self.config.mesh else None
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch of one rank.
 
         Raises:
             UserError: the global batch does not divide.
         """
-        return self.config.micro_batch_size(self.cluster.world_size)
+        return self.config.micro_batch_size(self.mesh.data_size if self.mesh else self.cluster.world_size)
 
     @property
     def usable_bytes(self) -> int:
@@ -76,28 +76,18 @@ class Outcome:
     Attributes:
         simulated: None if it cannot be simulated.
         reason: Why not.
+        mesh: None without one.
     """
 
     choice: str
     simulated: Simulated | None
     reason: str = ""
+    mesh: Mesh | None = None
 
-
-def choices(wanted: Sequence[str] | None = None) -> list[str]:
-    """All choices of both families in display order, or the wanted ones of them.
-
-    Raises:
-        UserError: one does not exist.
-    """
-    known = [name for registry in FAMILIES.values() for name in registry.sentences]
-    for name in wanted or ():
-        if name not in known:
-            raise UserError(f"--choices: {unknown_name('strategy', name, known)}")
-    return [name for name in known if not wanted or name in wanted]
-
-
-def entrypoint_of(choice: str) -> str:
-    return next(entrypoint for entrypoint, registry in FAMILIES.items() if choice in registry.sentences)
+    @property
+    def name(self) -> str:
+        """As folders of runs are called: `zero2@dp2-tp2`."""
+        return labelled(self.choice, self.mesh.label if self.mesh else None)
 
 
 # Simulating -----------------------------------------------------------------------------------------------------------
@@ -105,13 +95,14 @@ def entrypoint_of(choice: str) -> str:
 
 def outcome(case: Case, choice: str) -> Outcome:
     """Simulate one choice. If it cannot be simulated, the outcome has a reason."""
-    missing = FAMILIES[entrypoint_of(choice)].missing
+    mesh = case.mesh
+    missing = families_of(mesh)[entrypoint_of(choice, mesh)].missing
     if choice in missing:
-        return Outcome(choice, None, f"not installed; run: {missing[choice]}")
+        return Outcome(choice, None, f"not installed; run: {missing[choice]}", mesh)
     try:
-        return Outcome(choice, simulate(case.setting(choice), case.cluster, case.costs))
+        return Outcome(choice, simulate(case.setting(choice), case.cluster, case.costs), mesh=mesh)
     except UserError as error:
-        return Outcome(choice, None, str(error))
+        return Outcome(choice, None, str(error), mesh)
 
 
 def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iterator[Outcome]:
@@ -154,8 +145,12 @@ def interval(simulated: Simulated, costs: Costs) -> tuple[float, float]:
 
 
 def row(outcome: Outcome, case: Case) -> dict[str, Any]:
-    """What the table says of a choice; columns as `planner.report.columns.PLAN_COLUMNS` explains them."""
-    of_choice: dict[str, Any] = {"choice": outcome.choice, "entrypoint": entrypoint_of(outcome.choice)}
+    """The `name` of a choice, and what the table says of it; columns as `planner.report.columns.PLAN_COLUMNS` explains
+    them."""
+    mesh, choice = outcome.mesh, outcome.choice
+    of_choice: dict[str, Any] = {"name": outcome.name, "choice": choice, "entrypoint": entrypoint_of(choice, mesh)}
+    if mesh is not None:
+        of_choice["mesh"] = str(mesh)
     simulated = outcome.simulated
     if simulated is None:
         return {**of_choice, "fits": "unknown", "note": outcome.reason}
@@ -187,10 +182,20 @@ def row(outcome: Outcome, case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A case with the outcome of every choice."""
+    """The outcome of every choice, on each mesh.
 
-    case: Case
+    Attributes:
+        cases: One, or one for each mesh. They differ in nothing else.
+        left_out: A line for each mesh that does not fit.
+    """
+
+    cases: Sequence[Case]
     outcomes: Sequence[Outcome]
+    left_out: Sequence[str] = ()
+
+    @property
+    def case(self) -> Case:
+        return self.cases[0]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:

@@ -10,18 +10,22 @@ from rich.progress import track
 from rich.table import Table
 
 from analysis.columns import Column
+from planner.choices import choices
 from planner.costs import hardware
 from planner.costs.sources import costs_of
 from planner.flags import chosen_model
-from planner.plan import Case, Plan, choices, outcomes
+from planner.meshes import on_all_meshes, required
+from planner.plan import Case, Plan, outcomes
 from planner.report.columns import PLAN_COLUMNS, SHOWN
 from planner.report.page import plan_page
 from planner.report.recommendation import reasons
 from planner.report.wording import certainty, headline, notes
-from training.config import RunConfig
+from training.config import AUTO, RunConfig
 from training.errors import UserError
 
 AS_THE_RUNNERS = (
+    "mesh",
+    "sequence_parallel",
     "global_batch_size",
     "grad_accum_steps",
     "precision",
@@ -43,9 +47,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
         UserError: the command line makes no sense, or a file cannot be written.
     """
     plan = planned(options)
-    console.print(headline(plan.case))
-    console.print("", printed(plan.frame, {name: PLAN_COLUMNS[name] for name in SHOWN}), "")
-    for line in [*notes(plan.rows), *reasons(plan.rows), *certainty(plan)]:
+    console.print(headline(plan))
+    frame = plan.frame if len(plan.cases) == 1 else plan.frame[plan.frame["fits"] != "unknown"]
+    console.print("", printed(frame, {name: PLAN_COLUMNS[name] for name in SHOWN}), "")
+    for line in [*notes(plan), *reasons(plan.rows), *certainty(plan)]:
         console.print(line)
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
@@ -61,22 +66,35 @@ def planned(options: argparse.Namespace) -> Plan:
     Raises:
         UserError: it makes no sense.
     """
-    case = case_of(options)
-    names = choices(options.choices.split(",") if options.choices else None)
-    found, console = outcomes([(case, name) for name in names], options.jobs), Console(stderr=True)
+    cases, left_out = cases_of(options)
+    wanted = options.choices.split(",") if options.choices else None
+    choices(wanted, [case.mesh for case in cases])  # each goes with one of them
+    tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]
+    found, console = outcomes(tasks, options.jobs), Console(stderr=True)
     hidden = not console.is_terminal
-    return Plan(case, list(track(found, "simulating", len(names), console=console, transient=True, disable=hidden)))
+    shown = track(found, "simulating", len(tasks), console=console, transient=True, disable=hidden)
+    return Plan(cases, list(shown), left_out)
 
 
-def case_of(options: argparse.Namespace) -> Case:
-    """What the command line describes.
+def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+    """What the command line describes, on each mesh that fits; and a line for each mesh that does not.
 
     Raises:
         UserError: it makes no sense.
     """
-    config = RunConfig(**{name: getattr(options, name) for name in AS_THE_RUNNERS})
+    case = case_of(options)
+    return on_all_meshes(case, options.sequence_parallel) if options.mesh == AUTO else ([required(case)], [])
+
+
+def case_of(options: argparse.Namespace) -> Case:
+    """What the command line describes, without a mesh where it asks for all.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    given = {name: getattr(options, name) for name in AS_THE_RUNNERS}
+    config = RunConfig(**given | ({"mesh": None, "sequence_parallel": False} if options.mesh == AUTO else {}))
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
-    config.micro_batch_size(cluster.world_size)
     model = chosen_model(options)
     model.require_length(options.sequence_length)
     if options.record and options.efficiency is not None:
@@ -93,7 +111,7 @@ def printed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
     shown = [name for name in columns if name in frame]
     for name in shown:
         column = columns[name]
-        is_text = name in ("choice", "fits", "setting", "note")
+        is_text = name in ("choice", "mesh", "fits", "setting", "note")
         table.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
     for values in frame.to_dict("records"):
         table.add_row(*(columns[name].show(values[name]) for name in shown))

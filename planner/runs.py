@@ -12,6 +12,7 @@ from training.config import CAUSAL_LM, RunConfig
 from training.data.sampling import epoch_windows, rank_micro_batches
 from training.data.workloads import WORKLOADS, build_workload
 from training.errors import UserError
+from training.mesh import Mesh
 from training.strategy import MicroBatch
 
 PAD_TOKEN = 0
@@ -67,14 +68,16 @@ def first_micro_batches(config: RunConfig, world_size: int, rank: int = 0) -> li
         UserError: the global batch does not divide, or the workload is not known here.
     """
     require_known(config)
-    size = config.micro_batch_size(world_size)
+    mesh = Mesh.parse(config.mesh) if config.mesh else None
+    size = config.micro_batch_size(mesh.data_size if mesh else world_size)
     if config.workload in FROM_HUB:
         model = _model_of(config)
         return list(model.micro_batches(config.grad_accum_steps, size, YELP_TOKENS))
     with torch.device("meta"), alone():  # the model has no memory
         workload = build_workload(config)
     window = epoch_windows(len(workload.train), config.global_batch_size, config.seed, 0)[0]
-    indices = rank_micro_batches(window, rank, world_size, size)
+    place, places = (mesh.data_rank(rank), mesh.data_size) if mesh else (rank, world_size)
+    indices = rank_micro_batches(window, place, places, size)
     return [workload.collate([workload.train[index] for index in mine]) for mine in indices]
 
 

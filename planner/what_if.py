@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.choices import choices
 from planner.contracts import Costs, Setting, Simulated
 from planner.costs import hardware
 from planner.costs.cluster import Cluster, Link
 from planner.costs.links import FittedCosts
 from planner.costs.volumes import volume
-from planner.plan import choices
 from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
 from planner.traced_run import TracedRun, read_run
@@ -34,10 +34,14 @@ class WhatIf:
     """Answers for one run.
 
     Raises:
-        UserError: the run's device, model or choice cannot be simulated.
+        UserError: the run's device, model, choice or mesh cannot be simulated.
     """
 
     def __init__(self, run: TracedRun) -> None:
+        if run.config.mesh:
+            raise UserError(
+                f"--mesh {run.config.mesh}: what-if knows runs over one group of ranks; take plan.py --mesh, or savings"
+            )
         self.run = run
         self._device = hardware.device("cpu" if run.kind == "cpu" else str(run.record.get("device_name", "")))
         self._batches = first_micro_batches(run.config, run.world_size)

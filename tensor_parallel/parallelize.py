@@ -145,13 +145,13 @@ class Parallelizer:
 
     def _put_f(self, name: str, layer: nn.Module, features: int) -> None:
         """In front of `layer`."""
-        place = Place(name, features)
+        place, ranks = Place(name, features), self._ranks  # a hook that held `self` would keep the whole parameters
         self._traffic.f.append(place)
 
         def enter(hidden: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 place.has_gradient = hidden.requires_grad
-            return self._ranks.enter(hidden)
+            return ranks.enter(hidden)
 
         layer.register_forward_pre_hook(lambda _, args, kwargs: with_first(args, kwargs, enter), with_kwargs=True)
 
@@ -191,10 +191,8 @@ class Parallelizer:
     def _cut_head(self, name: str, layer: nn.Module) -> None:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
-        if any(isinstance(style, Shared) and style.merges for style in self._styles.values()):
-            self._traffic.sums.append(weight_of(layer).shape[1])
-        else:
-            self._traffic.f.append(Place(name, weight_of(layer).shape[1]))
+        merges = any(isinstance(style, Shared) and style.merges for style in self._styles.values())
+        self._traffic.f.append(Place(name, weight_of(layer).shape[1], is_whole=merges))
         self._traffic.losses += 1
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)

@@ -44,11 +44,13 @@ class Place:
 
     Attributes:
         has_gradient: Whether backward comes here. It does not where the model's samples enter.
+        is_whole: Here all ranks have all tokens, with sequence parallelism too.
     """
 
     module: str
     features: int
     has_gradient: bool = True
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,10 @@ class Traffic:
         tokens, item, cuts = self._ranks.tokens_in_batch, self.precision.products, self._ranks.tokens is not None
         reduced, gathered, scattered = [], [], []
         for place in self.f:
-            payload = (padded(tokens, self._ranks.size) if cuts else tokens) * place.features * item
+            is_cut = cuts and not place.is_whole
+            payload = (padded(tokens, self._ranks.size) if is_cut else tokens) * place.features * item
             in_backward = [payload] * place.has_gradient
-            if cuts:
+            if is_cut:
                 gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
                 scattered += in_backward
             else:

@@ -38,4 +38,4 @@ def case(gpus: str = "2xL4", batch: int = 8, price: float | None = None) -> Case
 def made(price: float | None = None, **simulated: Simulated | None) -> Plan:
     reason = "this one needs data"
     outcomes = [Outcome(name, found, "" if found else reason) for name, found in simulated.items()]
-    return Plan(case(price=price), outcomes)
+    return Plan([case(price=price)], outcomes)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predictions.held import Held, finish
+from planner.choices import choices
 from planner.contracts import CollectiveCosts, Costs, OperatorCosts, Setting
 from planner.costs import hardware, record
 from planner.costs.links import FittedCosts, LinkCosts
-from planner.plan import choices
 from planner.runs import first_micro_batches, module_maker
 from planner.simulation.simulate import simulate
 from training.cli import unknown_name

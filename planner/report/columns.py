@@ -12,6 +12,7 @@ def gib(label: str, meaning: str) -> Column:
 
 PLAN_COLUMNS = {
     "choice": Column("choice", "", "strategy"),
+    "mesh": Column("mesh", "", "ranks by dimension, as --mesh takes them; none without it"),
     "entrypoint": Column("entrypoint", "", "script that trains with it"),
     "fits": Column("fits", "", "yes, no, or unknown where the choice cannot be simulated"),
     "step_time_ms": Column("step", "ms", "duration of an optimizer step"),

@@ -33,7 +33,7 @@ def savings_page(about: str, frame: pd.DataFrame) -> str:
 def plan_page(plan: Plan) -> str:
     """The page."""
     case = plan.case
-    simulated = {outcome.choice: outcome.simulated for outcome in plan.outcomes if outcome.simulated}
+    simulated = {outcome.name: outcome.simulated for outcome in plan.outcomes if outcome.simulated}
     best = recommended(plan.rows)
     sections = [
         Section("What to take", " ".join(reasons(plan.rows))),
@@ -44,7 +44,7 @@ def plan_page(plan: Plan) -> str:
         ),
     ]
     if simulated:
-        shown = best["choice"] if best else next(iter(simulated))
+        shown = best["name"] if best else next(iter(simulated))
         sections += [
             Section(
                 f"Memory over one step: {shown}",
@@ -57,7 +57,7 @@ def plan_page(plan: Plan) -> str:
                 figure=drawing(lanes_figure(simulated)),
             ),
         ]
-    lines = [*headline(case).splitlines(), *notes(plan.rows), *certainty(plan)]
+    lines = [*headline(plan).splitlines(), *notes(plan), *certainty(plan)]
     return render(
         f"Plan: {case.model.name} on {case.cluster.world_size} x {case.cluster.device.name}", lines, sections, BANNER
     )

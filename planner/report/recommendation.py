@@ -41,15 +41,16 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     leanest, best = min(known, key=lambda row: row["peak_bytes"]), recommended(rows)
     if best is None:
         return [
-            f"No choice fits. {leanest['choice']} comes nearest: its peak of {gib(leanest['peak_bytes'])} is "
+            f"No choice fits. {leanest['name']} comes nearest: its peak of {gib(leanest['peak_bytes'])} is "
             f"{gib(-leanest['spare_bytes'])} more than a device has left for tensors."
         ]
     equal = equally_fast(rows)
     slower = [row for row in known if row["fits"] == "yes" and row not in equal]
     too_large = [row for row in known if row["fits"] == "no"]
+    flags = f"--ddp-choice {best['choice']}" + (f" --mesh {best['mesh']}" if "mesh" in best else "")
     sentences = [
-        f"Take {best['choice']} ({best['entrypoint']} --ddp-choice {best['choice']}): {best['step_time_ms']:,.1f} ms a "
-        f"step ({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
+        f"Take {best['name']} ({best['entrypoint']} {flags}): {best['step_time_ms']:,.1f} ms a step "
+        f"({best['step_time_low_ms']:,.1f} to {best['step_time_high_ms']:,.1f}), "
         f"{best['samples_per_second']:,.1f} samples/s; its peak of {gib(best['peak_bytes'])} leaves "
         f"{gib(best['spare_bytes'])} to spare."
     ]
@@ -57,26 +58,25 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         roomy = [row for row in known if row["fits"] == "yes" and is_roomy(row)]
         safer = min(roomy, key=lambda row: row["step_time_ms"], default=None)
         more = (
-            f" With more room the fastest is {safer['choice']}, {safer['step_time_ms']:,.1f} ms a step."
-            if safer
-            else ""
+            f" With more room the fastest is {safer['name']}, {safer['step_time_ms']:,.1f} ms a step." if safer else ""
         )
         sentences.append(f"That is little, since what the allocator keeps unused is not in the peak.{more}")
     if len(equal) > 1:
         why = "it is the simplest of them with ample room" if is_roomy(best) else "its peak is the smallest of them"
-        others = listed(row["choice"] for row in equal if row is not best)
-        sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {best['choice']} is taken since {why}.")
+        others = listed(row["name"] for row in equal if row is not best)
+        sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {best['name']} is taken since {why}.")
     if slower:
         sentences.append(against_slower(best, slower))
+    sentences += by_mesh(known)
     if leanest["peak_bytes"] < 0.95 * best["peak_bytes"]:
         sentences.append(
-            f"For larger batches or models, {leanest['choice']} has the smallest peak: {gib(leanest['peak_bytes'])}, "
+            f"For larger batches or models, {leanest['name']} has the smallest peak: {gib(leanest['peak_bytes'])}, "
             f"at {leanest['step_time_ms'] / best['step_time_ms']:.2f} times the step time."
         )
     if too_large:
         nearest = min(too_large, key=lambda row: row["peak_bytes"])
         sentences.append(
-            f"Not on these devices: {listed(row['choice'] for row in too_large)}; of them {nearest['choice']} comes "
+            f"Not on these devices: {listed(row['name'] for row in too_large)}; of them {nearest['name']} comes "
             f"nearest, short of {gib(-nearest['spare_bytes'])}."
         )
     return sentences
@@ -88,7 +88,19 @@ def against_slower(best: Row, slower: Sequence[Row]) -> str:
     difference = second["step_time_ms"] - best["step_time_ms"]
     exposed = second["exposed_ms"] - best["exposed_ms"]
     why = f", with {exposed:,.1f} ms more of exposed communication" if exposed > difference / 2 else ""
-    return f"Next in speed is {second['choice']}, {difference:,.1f} ms a step slower{why}."
+    return f"Next in speed is {second['name']}, {difference:,.1f} ms a step slower{why}."
+
+
+def by_mesh(known: Sequence[Row]) -> list[str]:
+    """The fastest choice of each mesh that fits, where there are several meshes."""
+    meshes = list(dict.fromkeys(row["mesh"] for row in known if "mesh" in row))
+    if len(meshes) < 2:
+        return []
+    best = {mesh: recommended([row for row in known if row["mesh"] == mesh]) for mesh in meshes}
+    times = [f"{row['name']} {row['step_time_ms']:,.1f} ms" for row in best.values() if row]
+    too_large = [mesh for mesh, row in best.items() if row is None]
+    nothing = f" Nothing fits on {listed(too_large)}." if too_large else ""
+    return [f"Of each mesh: {listed(times)}.{nothing}"]
 
 
 def gib(held: float) -> str:

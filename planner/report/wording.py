@@ -1,43 +1,44 @@
 """What a reader must know of a plan besides its table, in sentences."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from planner.costs import hardware
 from planner.costs.sources import LINK_ERROR
-from planner.plan import Case, Plan
+from planner.plan import Plan
 from training.config import flag_name
 from training.recompute.setting import NONE
 
-NAMED = ("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload")
+NAMED = ("mesh", "param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload")
 """Settings that the headline names where they are given."""
 
 
-def headline(case: Case) -> str:
+def headline(plan: Plan) -> str:
+    case, several = plan.case, len(plan.cases) > 1
     cluster, config = case.cluster, case.config
     nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
     between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
     samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
-    given = {name: getattr(config, name) for name in NAMED}
+    sizes = " or ".join(map(str, sorted({each.micro_batch_size for each in plan.cases})))
+    given = {name: getattr(config, name) for name in NAMED if not (several and name == "mesh")}
     settings = [
         config.precision,
         *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
+        *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
     ]
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
         f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
         f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
-        f"{case.micro_batch_size} on each rank; {', '.join(settings)}."
+        f"{sizes} on each rank; {', '.join(settings)}."
     )
 
 
-def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is not known of a choice, with all choices that it is about."""
+def notes(plan: Plan) -> list[str]:
+    """What is not known of a choice, with all choices that it is about, and which meshes are left out."""
     by_note: dict[str, list[str]] = {}
-    for of_choice in rows:
+    for of_choice in plan.rows:
         if of_choice["note"]:
-            by_note.setdefault(str(of_choice["note"]), []).append(str(of_choice["choice"]))
-    return [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+            by_note.setdefault(str(of_choice["note"]), []).append(str(of_choice["name"]))
+    about = [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+    return about + [f"Left out: {line}" for line in plan.left_out]
 
 
 def certainty(plan: Plan) -> list[str]:

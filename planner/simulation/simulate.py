@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-import ddp
-import sharding
 from planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from planner.costs import hardware
 from planner.costs.cluster import Cluster
@@ -22,6 +20,7 @@ from planner.costs.links import LinkCosts
 from planner.models import first_line
 from planner.simulation.clock import Clock
 from planner.simulation.memory import HOST, MemoryTracker
+from planner.simulation.meshed import groups_of, load, on_mesh
 from planner.simulation.network import CannotSimulate, Issued, Network
 from planner.simulation.observer import StepObserver
 from planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
@@ -86,7 +85,8 @@ class Simulation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within this context the strategy exists, and everything is pretended."""
-        make_strategy = load(self.setting.config.choice)
+        config = self.setting.config
+        make_strategy = load(config)
         # Within FakeTensorMode, the first backward of a process starts a thread for a GPU, after which none can fork.
         torch.ones(1, requires_grad=True).backward()
         self.micro_batches = list(self.setting.make_micro_batches())
@@ -95,6 +95,7 @@ class Simulation:
                 holder, _, name = place.partition(":")
                 stack.enter_context(on_data(import_module(holder), name))
             stack.enter_context(pretended_world(self.network, self.rank))
+            groups = stack.enter_context(groups_of(config, self.network.cluster))
             if self.is_cuda:
                 stack.enter_context(pretended_streams(self.streams))
             stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
@@ -103,11 +104,12 @@ class Simulation:
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
-            options = replace(self.setting.config.strategy_options(), clock=lambda: self.clock.now_s)
+            options = replace(config.strategy_options(), clock=lambda: self.clock.now_s)
             options = replace(options, offload=options.offload and options.offload.partition(":")[0])  # no real file
+            options = on_mesh(options, module, config, groups)
             if options.compile_backend:
                 raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")
-            self.strategy = strategy = make_strategy(module, adamw, options)
+            self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
             for leaf in strategy.gradient_leaves():
@@ -149,9 +151,9 @@ class Simulation:
 
     def _on_issue(self, issued: Issued, tensors: Sequence[Tensor]) -> None:
         self.observer.issued.append(issued)
-        if self.strategy is not None:
+        if self.strategy is not None:  # before, what is broadcast is the model itself
             self.memory.assign(self.strategy.gradient_tensors(), "gradients")
-        self.memory.assign(tensors, "communication", unless=MODEL_STATES)
+            self.memory.assign(tensors, "communication", unless=MODEL_STATES)
 
     def _on_gradient(self, parameter: Any) -> None:
         if parameter.grad is not None:
@@ -186,21 +188,6 @@ def host_of(cluster: Cluster) -> Cluster:
     """The same nodes for tensors in host memory: over Gloo, inside a node over loopback."""
     inside = hardware.link("loopback")
     return replace(cluster, inside=replace(inside, name=f"host, {inside.name}"), backend="gloo")
-
-
-def load(choice: str) -> type[Strategy]:
-    """The strategy of this name.
-
-    Raises:
-        CannotSimulate: it cannot run without data.
-        UserError: there is none.
-    """
-    if choice.startswith("deepspeed"):
-        raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
-    for family in (ddp, sharding):
-        if choice in family.CHOICES:
-            return family.load(choice)
-    raise UserError(f"{choice}: no such choice")
 
 
 def explained(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -11,8 +13,12 @@ from transformers import (
 
 from planner import models
 from planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import plan_of
+from tests.ranks import RankPool
 from training.config import PRECISIONS
 from training.data.masks import without_useless_mask
+from training.mesh import Mesh, mesh_groups
 from training.precision import autocast
 from training.profiling.memory import ModelSize, expected_state_bytes
 
@@ -72,9 +78,18 @@ def test_published_models(name: str) -> None:
         assert decoder is None or model.elements() == total(decoder.parameter_terms())
 
 
-def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -> int:
+TOKENS, VOCABULARY = 24, 100
+
+
+def llama(kv_heads: int) -> LlamaForSequenceClassification:
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+    labels = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 5}
+    config = LlamaConfig(**sizes, **labels, num_key_value_heads=kv_heads, use_cache=False)
+    return LlamaForSequenceClassification(config).train()
+
+
+def kept_bytes(module: nn.Module, samples: int, tokens: int, precision: str) -> int:
     """Storage that autograd keeps after forward, parameters left out; with padding where there are several samples."""
-    module = LlamaForSequenceClassification(config).train()
     left_out = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -86,7 +101,7 @@ def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -
 
     mask = torch.ones(samples, tokens, dtype=torch.long)
     mask[1:, tokens // 2 :] = 0
-    ids = torch.randint(1, config.vocab_size, (samples, tokens)) * mask
+    ids = torch.randint(1, VOCABULARY, (samples, tokens)) * mask
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         autocast("cpu", precision),
@@ -100,12 +115,29 @@ def kept_bytes(config: LlamaConfig, samples: int, tokens: int, precision: str) -
 @pytest.mark.parametrize(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
 def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
     """But for a few numbers a sample, at the head."""
-    tokens = 24
-    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
-    labels = {"vocab_size": 100, "pad_token_id": 0, "num_labels": 5}
-    config = LlamaConfig(**sizes, **labels, num_key_value_heads=kv_heads, use_cache=False)
-    decoder = Decoder.of(config)
+    module = llama(kv_heads)
+    decoder = Decoder.of(module.config)
     assert decoder is not None
-    terms = decoder.activation_terms(samples, tokens, precision)
-    kept = kept_bytes(config, samples, tokens, precision)
-    assert 0 <= kept - total(terms) < 200 * samples
+    kept = kept_bytes(module, samples, TOKENS, precision)
+    assert 0 <= kept - total(decoder.activation_terms(samples, TOKENS, precision)) < 200 * samples
+
+
+def parts_of_a_rank(kv_heads: int, samples: int, precision: str) -> tuple[int, int]:
+    """Elements of its parameters, and what autograd keeps."""
+    module = llama(kv_heads)
+    with mesh_groups(Mesh({"tp": dist.get_world_size()}), "cpu") as groups:
+        parallelize(module, plan_of(module, groups.mesh.model_size), groups, torch.device("cpu"))
+        kept = kept_bytes(module, samples, TOKENS, precision)
+    return sum(parameter.numel() for parameter in module.parameters()), kept
+
+
+@pytest.mark.parametrize(("precision", "samples", "kv_heads", "size"), [("fp32", 1, 2, 2), ("bf16", 3, 2, 4)])
+def test_parts_of_layers_cut_over_ranks(
+    ranks: RankPool, precision: str, samples: int, kv_heads: int, size: int
+) -> None:
+    decoder = Decoder.of(llama(kv_heads).config)
+    assert decoder is not None
+    part = decoder.part(size)
+    for elements, kept in ranks.run(size, parts_of_a_rank, kv_heads, samples, precision):
+        assert elements == total(part.parameter_terms())
+        assert kept == pytest.approx(total(part.activation_terms(samples, TOKENS, precision)), rel=0.02)

@@ -13,10 +13,11 @@ import pytest
 
 import sharding
 from planner import models, plan_command
+from planner.choices import choices
 from planner.contracts import Costs
 from planner.costs import hardware
 from planner.costs.sources import RECORD_ERROR, costs_of
-from planner.plan import choices, interval, outcomes, row
+from planner.plan import interval, outcomes, row
 from planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
 from planner.report.recommendation import reasons, recommended
 from scripts import plan as script
@@ -250,6 +251,6 @@ def test_commands_of_the_guide_can_be_planned() -> None:
     for section in sections:
         (command,) = re.findall(r"^    python scripts/plan.py (.+)$", section, re.MULTILINE)
         options = script.build_parser("plan").parse_args(command.split())
-        plan_command.case_of(options)
+        plan_command.cases_of(options)
         (taken,) = re.findall(r"^- Take (\w+) ", section, re.MULTILINE)
         assert taken in options.choices.split(",") and taken in choices([taken])

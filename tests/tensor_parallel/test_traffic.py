@@ -66,6 +66,7 @@ def counter(group: dist.ProcessGroup, calls: Counter[tuple[str, int]], sizes: Co
         ("tp=4", "simple_ddp", "lm, gqa", 1, False, {}),
         ("tp=2", "tp", "plain", 1, False, {}),
         ("tp=2", "tp", "lm, llama", 1, False, {"precision": "bf16"}),
+        ("tp=2", "tp", "lm, gpt2", 1, True, {"precision": "bf16"}),
         ("tp=2", "zero2", "lm, llama", 1, True, {"param_dtype": "bf16"}),
         ("tp=2", "zero3", "lm, llama", 1, True, {"precision": "bf16"}),
         ("tp=2", "zero1", "lm, llama", 2, False, {"activation_checkpointing": "block"}),

@@ -1,0 +1,175 @@
+"""Choices on a pretended mesh issue and hold what they announce and what real ranks do."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed.distributed_c10d as c10d
+
+from planner.contracts import MODEL_STATES
+from planner.costs.cluster import Link
+from planner.costs.links import LinkCosts
+from planner.simulation.network import CannotSimulate
+from planner.simulation.simulate import Simulation, adamw, simulate
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import plan_of
+from tests.models import build, make_batch
+from tests.parity import load, options_of
+from tests.planner.simulation.test_simulate import COSTS, cluster, setting
+from tests.ranks import RankPool
+from tests.tensor_parallel.meshes import CPU, strategy_on_mesh
+from tests.tensor_parallel.test_traffic import HOOK, Totals, counter
+from training.errors import UnsupportedError, UserError
+from training.mesh import Mesh, mesh_groups
+from training.profiling.memory import storage_bytes
+from training.profiling.memory_timeline import record_step_memory
+from training.step import StepData
+from training.strategy import Strategy
+
+CLIP = 1.0
+CASES = [
+    ("dp=2,tp=2", "tp", "lm, llama", 1, False, {"bucket_cap_mb": 25.0}),
+    ("dp=2,tp=2", "simple_ddp", "lm, gpt2", 2, False, {"precision": "bf16"}),
+    ("dp=2,tp=2", "zero3", "llama", 2, True, {}),
+    ("tp=4", "zero1", "lm, gqa", 1, True, {"activation_checkpointing": "block"}),
+    ("dp=2,tp=2", "zero2", "lm, llama", 1, False, {"activation_checkpointing": "selective"}),
+    ("replicate=2,shard=2", "zero2", "plain", 2, False, {}),
+    ("replicate=2,shard=2", "zero3", "llama", 1, False, {}),
+    ("replicate=2,shard=2", "pytorch_zero3", "llama", 1, False, {}),
+    ("dp=4", "bucket_ddp_async", "plain", 1, False, {}),
+]
+
+
+@contextmanager
+def real_strategy(
+    mesh: str, choice: str, model: str, sequence_parallel: bool, options: dict[str, Any]
+) -> Iterator[Strategy]:
+    if "tp" in mesh:
+        with strategy_on_mesh(mesh, choice, model, sequence_parallel, "adam", **options) as strategy:
+            yield strategy
+        return
+    named = ("sharding" if "shard" in mesh else "ddp", choice)
+    with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
+        settings = options_of(named, shard_groups=groups.shard_groups, **options)
+        yield load(named)(build(model), adamw, settings, groups.data)
+
+
+def step_of(model: str, micro_batches: int) -> StepData:
+    batches = [make_batch(model, 3, index) for index in range(micro_batches)]
+    return StepData(3 * micro_batches, batches)
+
+
+def real_step(
+    mesh: str, choice: str, model: str, micro_batches: int, sequence_parallel: bool, options: dict[str, Any]
+) -> tuple[Totals, dict[str, int], int]:
+    """What a rank issues in a step, by kind and group size; its model states; and the most bytes in a step."""
+    calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    step = step_of(model, micro_batches)
+    with real_strategy(mesh, choice, model, sequence_parallel, options) as strategy:
+        for _ in range(2):  # in the first, not all is there yet
+            recorded = record_step_memory(strategy, step, CLIP)
+        strategy.finish_parameter_synchronization()
+        groups = list({id(group): group for group in c10d._world.pg_map}.values())
+        for group in groups:
+            group.register_pre_hook(HOOK, counter(group, calls, sizes))
+        strategy.zero_grad()
+        strategy.forward_backward(step.micro_batches)
+        strategy.clip_grad_norm_(CLIP)
+        strategy.step()
+        strategy.finish_parameter_synchronization()
+        for group in groups:
+            group.unregister_pre_hook(HOOK)
+        assert recorded is not None
+        batch = storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
+        return (
+            {key: (calls[key], sizes[key]) for key in calls},
+            strategy.memory_breakdown(),
+            recorded["peak_bytes"] + batch,
+        )
+
+
+@pytest.mark.parametrize(("mesh", "choice", "model", "micro_batches", "sequence_parallel", "options"), CASES)
+def test_a_pretended_rank_does_what_a_real_one_does(
+    ranks: RankPool,
+    mesh: str,
+    choice: str,
+    model: str,
+    micro_batches: int,
+    sequence_parallel: bool,
+    options: dict[str, Any],
+) -> None:
+    """Collectives by kind and group size; memory at rest and at the peak."""
+    more = {"mesh": mesh, "sequence_parallel": sequence_parallel, "clip_grad_norm": CLIP}
+    simulation = Simulation(setting(choice, model, micro_batches, **more, **options), cluster(4), COSTS, rank=1)
+    with simulation.running():
+        memory = simulation.measure().memory
+        assert simulation.strategy is not None
+        announced: Totals = {}
+        seen: Totals = {}
+        for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
+            add(announced, (part.kind, part.group_size), part.count, part.payload_bytes)
+        for issued in simulation.observer.issued:
+            add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
+    assert seen == announced
+    issued, held, peak = ranks.run(4, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)[1]
+    assert seen == issued
+    assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
+    assert memory.at_rest["activations"] == memory.at_rest["communication"] == 0
+    if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
+        assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
+    before = totals.get(key, (0, 0))
+    totals[key] = before[0] + calls, before[1] + nbytes
+
+
+def test_nothing_keeps_the_whole_model(ranks: RankPool) -> None:
+    """A hook that did would double what a rank holds, unseen by `memory_breakdown`."""
+    assert ranks.run(2, whole_parameters_left) == [0, 0]
+
+
+def whole_parameters_left() -> int:
+    module = build("lm, llama")
+    whole = [weakref.ref(parameter) for parameter in module.parameters() if parameter.dim() > 1]
+    with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
+        parallelize(module, plan_of(module, 2), groups, CPU)
+        gc.collect()
+        return sum(one() is not None for one in whole)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "choice", "model", "error", "message"),
+    [
+        ("dp=2,tp=2", "pytorch_tp", "llama", CannotSimulate, "pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated"),
+        ("dp=2,tp=2", "plain_ddp", "llama", UserError, "plain_ddp: no such choice on a mesh with tp"),
+        ("dp=4", "tp", "llama", UserError, "tp: it cuts layers; give a --mesh with tp above 1"),
+        ("dp=2,tp=4", "tp", "llama", UserError, "has 2 x 4 = 8 ranks, and the job has 4"),
+        ("tp=4", "tp", "llama", UnsupportedError, "2 heads, which cannot be cut over 4 ranks"),
+        ("replicate=2,shard=2", "flat_ddp", "plain", UnsupportedError, "cannot shard over a part of the ranks"),
+    ],
+)
+def test_what_is_refused(mesh: str, choice: str, model: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        simulate(setting(choice, model, mesh=mesh), cluster(4), COSTS)
+
+
+def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:
+    """On 2 nodes of 2 ranks, dp=2,tp=2: the ranks of tp are neighbours in a node, those of dp are in two nodes, whose
+    link two such groups share."""
+    link, slow = Link("fast", 0.0, 1e9), Link("slow", 0.0, 1e6)
+    two_nodes = replace(cluster(4), nodes=2, ranks_per_node=2, inside=link, between=slow)
+    costs = replace(COSTS, collectives=LinkCosts(two_nodes))
+    simulation = Simulation(setting("simple_ddp", "llama", mesh="dp=2,tp=2"), two_nodes, costs, rank=1)
+    with simulation.running():
+        simulation.measure()
+        groups = {issued.ranks for issued in simulation.observer.issued if issued.kind == "all_reduce"}
+    assert groups == {(0, 1), (1, 3), (0, 1, 2, 3)}
+    within, across = (costs.collectives.cost("all_reduce", 1000, ranks) for ranks in ((0, 1), (1, 3)))
+    assert within.link == "inside a node: fast" and within.transfer_s == pytest.approx(1000 / 1e9)
+    assert across.link == "between nodes: slow" and across.transfer_s == pytest.approx(2 * 1000 / 1e6)

@@ -1,0 +1,130 @@
+"""Plans on meshes: which there are, which are left out and why, and the command as a user runs it."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import pytest
+
+from planner import models
+from planner.choices import choices
+from planner.costs import hardware
+from planner.meshes import all_meshes, on_all_meshes
+from planner.savings import Recorded
+from planner.traced_run import TracedRun
+from planner.what_if import WhatIf
+from scripts import plan as script
+from tests.in_process import run_in_process
+from tests.plans import case
+from training.config import RunConfig
+from training.errors import UserError
+from training.mesh import Mesh
+
+FOUR = ["--gpus", "4xL4", "--link", "pcie4"]
+TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "meshes"),
+    [
+        ("1xL4", ["dp=1"]),
+        ("4xL4", ["dp=4", "dp=2,tp=2", "tp=4"]),
+        ("2x4xL4", ["dp=8", "replicate=2,shard=4", "dp=4,tp=2", "replicate=2,shard=2,tp=2", "dp=2,tp=4"]),
+        ("2x1xL4", ["dp=2"]),
+        ("2x3xL4", ["dp=6", "replicate=2,shard=3", "dp=2,tp=3"]),
+    ],
+)
+def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
+    cluster = hardware.cluster(gpus, "pcie4", "ndr" if gpus.count("x") > 1 else None)
+    found = list(all_meshes(cluster))
+    assert [str(mesh) for mesh in found] == meshes
+    for mesh in found:
+        mesh.require_ranks(cluster.world_size, cluster.ranks_per_node)
+
+
+def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
+    """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
+    found, left_out = on_all_meshes(case("4xL4"), sequence_parallel=False)
+    assert [str(one.mesh) for one in found] == ["dp=4"] and found[0].micro_batch_size == 1
+    assert len(left_out) == 2 and left_out[1].startswith("tp=4: ")
+    assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
+    large = replace(case("8xL4"), model=models.from_sizes(64, 96, 1, 8, 2, 50))
+    found, left_out = on_all_meshes(large, sequence_parallel=True)
+    assert [(str(one.mesh), one.micro_batch_size, one.config.sequence_parallel) for one in found] == [
+        ("dp=4,tp=2", 1, True),
+        ("dp=2,tp=4", 2, True),
+        ("tp=8", 4, True),
+    ]
+    assert left_out[0].startswith("dp=8: --global-batch-size 8 does not divide") and len(left_out) == 1
+    with pytest.raises(UserError, match="--mesh auto: no mesh fits; dp=8: --global-batch-size 8"):
+        on_all_meshes(replace(large, model=models.find("resnet-50")), sequence_parallel=False)
+
+
+def test_choices_are_those_that_the_mesh_is_for() -> None:
+    assert choices(None, [Mesh.parse("dp=4")]) == choices()
+    assert choices(None, [Mesh.parse("dp=2,tp=2")])[:2] == ["tp", "simple_ddp"]
+    assert choices(None, [Mesh.parse("replicate=2,shard=2")])[0] == "baseline"
+    assert choices(["zero3", "flat_ddp"], [Mesh.parse("dp=4"), Mesh.parse("tp=4")]) == ["flat_ddp", "zero3"]
+    with pytest.raises(UserError, match="--choices: tp does not go with no mesh with tp; these do: simple_ddp, "):
+        choices(["tp"])
+
+
+def test_plan_of_all_meshes(tmp_path: Path) -> None:
+    """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table, the page and the reasons name
+    meshes."""
+    files = ["--csv", str(tmp_path / "plan.csv"), "--html", str(tmp_path / "plan.html"), "--jobs", "1"]
+    flags = ["--heads", "2", "--choices", "zero1,pytorch_tp", "--mesh", "auto", "--sequence-parallel"]
+    answer = run_in_process(script, *TINY, *FOUR, *flags, *files)
+    assert answer.returncode == 0, answer.stderr
+    table = pd.read_csv(tmp_path / "plan.csv")
+    assert table.mesh.tolist() == ["dp=4", "dp=2,tp=2", "dp=2,tp=2"] and list(table.columns)[1] == "mesh"
+    assert table.choice.tolist() == ["zero1", "zero1", "pytorch_tp"] and table.fits.tolist() == [
+        "yes",
+        "yes",
+        "unknown",
+    ]
+    assert table.entrypoint.tolist() == ["main_shard.py", "main_parallel.py", "main_parallel.py"]
+    assert table.peak_parameters_bytes[1] < 0.6 * table.peak_parameters_bytes[0]
+    assert "micro-batches of 1 or 2 on each rank; fp32, --sequence-parallel." in answer.stdout
+    assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
+    assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
+    assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout
+    assert "zero1@dp2-tp2" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--mesh", "dp=4,pp=2"], "--mesh dp=4,pp=2: 'pp' is none of dp, replicate, shard, tp"),
+        (["--mesh", "automatic"], "--mesh automatic: 'automatic' is none of"),
+        (["--mesh", "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
+        (["--mesh", "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
+        (["--mesh", "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),
+        (["--mesh", "dp=4", "--choices", "tp"], "--choices: tp does not go with dp=4; these do: simple_ddp"),
+        (["--mesh", "dp=2,tp=2", "--heads", "2", "--choices", "flat_ddp"], "flat_ddp does not go with dp=2,tp=2"),
+        (["--mesh", "auto", "--global-batch-size", "3"], "--mesh auto: no mesh fits; dp=4: --global-batch-size 3"),
+    ],
+)
+def test_wrong_meshes_are_one_line(arguments: list[str], expected: str) -> None:
+    answer = run_in_process(script, *TINY, *FOUR, *arguments)
+    assert answer.returncode == 2 and answer.stdout == "", answer.stdout
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+# Recorded runs ------------------------------------------------------------------------------------------------------
+
+
+def test_savings_of_a_run_on_a_mesh() -> None:
+    """Shards over 2 of 4 ranks: as much as over 2 of 2, with half of the samples."""
+    config = RunConfig(choice="zero3", workload="mlp", depth=2, width=64, global_batch_size=8, grad_accum_steps=2)
+    on_mesh = Recorded(replace(config, mesh="replicate=2,shard=2"), 4, "cpu", "gloo").memory({})
+    of_two = Recorded(replace(config, global_batch_size=4), 2, "cpu", "gloo").memory({})
+    assert on_mesh.at_rest["parameters"] == of_two.at_rest["parameters"] > 0
+    assert on_mesh.at_rest["optimizer_state"] == of_two.at_rest["optimizer_state"] > 0
+
+
+def test_what_if_refuses_a_mesh() -> None:
+    run = mock.Mock(spec=TracedRun, config=RunConfig(mesh="dp=2,tp=2"))
+    with pytest.raises(UserError, match="--mesh dp=2,tp=2: what-if knows runs over one group of ranks"):
+        WhatIf(run)
