@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from sharding.collectives import all_gather, reduce_scatter
+from training.recompute.by_torch import keeps_outputs
 
 
 class Add(torch.autograd.Function):
@@ -38,7 +37,7 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if is_kept():
+        if keeps_outputs():
             term = term.clone()
         else:
             ctx.mark_dirty(term)
@@ -95,12 +94,6 @@ class Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return scattered(gradient, ctx.group), None
-
-
-def is_kept() -> bool:
-    """Whether selective activation checkpointing may keep what the last operator answered."""
-    kinds = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
-    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 def own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

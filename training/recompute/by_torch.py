@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from training.recompute.checkpoint import buffers_kept
 
@@ -78,3 +85,9 @@ def autocast_uncached() -> Iterator[None]:
 def within(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+def keeps_outputs() -> bool:
+    """Whether selective activation checkpointing runs, which may keep what the last operator has answered."""
+    kinds = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
