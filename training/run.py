@@ -109,6 +109,8 @@ def train_and_record(
     config = resolve_workload(config, ranks.device.type == "cuda")
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
     config.require_profiled_ranks(ranks.world_size)
+    strategy_class = load_strategy(config.choice)
+    strategy_class.require_mesh(ranks.groups.mesh if ranks.groups else None)
     require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
@@ -130,7 +132,7 @@ def train_and_record(
     flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
     model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
     part = ModelSize.of(workload.model)  # this rank's
-    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), model_parallel=model_parallel)
+    strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)

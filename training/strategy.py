@@ -28,6 +28,7 @@ from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, upda
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.mesh import REPLICATE, Mesh
 from training.optimizers import MakeOptimizer, checked
 from training.precision import autocast
 from training.process.at_exit import settle_at_exit
@@ -37,6 +38,11 @@ from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
 from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
+
+NO_REPLICAS = (
+    "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, zero2, zero3, "
+    "pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
+)
 
 
 class Strategy(ABC):
@@ -174,10 +180,17 @@ class Strategy(ABC):
                 "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"
             )
         if options.shard_groups and not cls.replicates_shards:
-            raise UnsupportedError(
-                "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, "
-                "zero2, zero3, pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
-            )
+            raise UnsupportedError(NO_REPLICAS)
+
+    @classmethod
+    def require_mesh(cls, mesh: Mesh | None) -> None:
+        """Check that this strategy can train over `mesh`; None: all ranks see different samples.
+
+        Raises:
+            UnsupportedError: says what it needs.
+        """
+        if mesh is not None and REPLICATE in mesh.degrees and not cls.replicates_shards:
+            raise UnsupportedError(NO_REPLICAS)
 
     # What a strategy defines -------------------------------------------------------------------------------------
 
