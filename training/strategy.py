@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.ranges import Piece
-from training.communication.agreement import (
-    COUNTS_ROW_BYTES,
-    RECEIVED_BYTES,
-    RESULTS_ROW_BYTES,
-    StepAgreement,
-)
+from training.communication.agreement import StepAgreement
 from training.communication.consistency import (
     require_castable,
     require_matching_state,
@@ -128,7 +123,8 @@ class Strategy(ABC):
         require_supported_parameters(module)
         if self.options.param_dtype:
             require_castable(module)
-        self._agreement = StepAgreement(group, self.everyone, next(module.parameters()).device)
+        model = self.model_parallel.group if self.model_parallel else None
+        self._agreement = StepAgreement(group, self.everyone, model, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         backend = self.options.compile_backend
         self.compiled = CompiledBlocks(module, backend) if backend else None
@@ -625,11 +621,12 @@ class Strategy(ABC):
             clips: Whether `clip_grad_norm_` is called in the step.
         """
         size, everyone = self.data_parallel_size, dist.get_world_size(self.everyone)
-        results_bytes = RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
+        counts_bytes = self._agreement.counts_row_bytes * everyone
+        results_bytes = self._agreement.results_row_bytes(len(self.trainable)) * size
         return [
             *self.expected_gradient_traffic(micro_batches),
-            Collective("all_gather", 1, COUNTS_ROW_BYTES * everyone, everyone, "bookkeeping"),
-            Collective("all_gather", 1, results_bytes * size, size, "bookkeeping"),
+            Collective("all_gather", 1, counts_bytes, everyone, "bookkeeping"),
+            Collective("all_gather", 1, results_bytes, size, "bookkeeping"),
             Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping"),
             *(self.expected_clipping_traffic() if clips else []),
             *(self.model_parallel.traffic(micro_batches) if self.model_parallel else []),
