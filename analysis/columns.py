@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -121,6 +121,7 @@ COLLECTIVE_COLUMNS = {
     "rank": Column("rank", "", "rank of the process"),
     "step": Column("step", "", "optimizer step in which the collective was issued"),
     "group": Column("group", "", "process group: its ranks and name, or all ranks; empty if the trace does not say"),
+    "dimension": Column("dimension", "", "of the mesh, over whose ranks it is; empty without a mesh, or if unknown"),
     "sequence": Column("place", "", "place among the group's collectives that the rank issued in the step, from 0"),
     "kind": Column("collective", "", "kind of collective"),
     "bytes": Column("payload", "MiB", "payload in bytes, by nccl-tests' definition of size", MIB, 3),
@@ -135,6 +136,27 @@ COLLECTIVE_COLUMNS = {
     "done_after_ms": Column("moving", "ms", "from the last rank's arrival to the last rank's end", 1, 2),
     "algbw_gbps": Column("algbw", "GB/s", "payload over done_after_ms; empty if a rank was done before it", 1, 3),
     "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
+}
+
+DIMENSION_COLUMNS = {
+    "rank": EXPOSURE_COLUMNS["rank"],
+    "step": EXPOSURE_COLUMNS["step"],
+    "dimension": Column("dimension", "", "of the mesh; mesh: all of its ranks; empty: its groups are none of these"),
+    "calls": Column("calls", "calls/step", "collectives that the rank issued in the step"),
+    "bytes": Column("payload", "MiB/step", "their payload in bytes, by nccl-tests' definition of size", MIB, 3),
+    "total_ms": Column("total", "ms/step", "sum of their durations, hidden or not", 1, 2),
+    "running_ms": Column("running", "ms/step", "time of the step in which at least one ran", 1, 2),
+    "exposed_while_ms": Column(
+        "exposed while running",
+        "ms/step",
+        "the part of running_ms without compute; may count for other dimensions too",
+        1,
+        2,
+    ),
+    "exposed_ms": Column(
+        "exposed", "ms/step", "exposed time that counts for the dimension: its collective was issued first", 1, 2
+    ),
+    "exposed_wait_ms": Column("exposed wait", "ms/step", "the part of exposed_ms before the last rank arrived", 1, 2),
 }
 
 STRAGGLER_COLUMNS = {
@@ -249,6 +271,7 @@ OUTCOME_COLUMNS = {
     "loss_difference": Column("off by", "nats", "largest difference of a step's loss from the reference's", 1, 7),
     "audit_failures": Column("audit", "", "checks of audit.csv that fail"),
     "world_size": Column("ranks", "", "ranks in the run"),
+    "mesh": Column("mesh", "", "the ranks by dimension; empty without --mesh"),
     "backend": Column("backend", "", "gloo or nccl"),
     "backend_class": Column("class", "", "torch's class that carried the tensors; ratios are among rows of one class"),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
@@ -280,6 +303,7 @@ CSV_COLUMNS = {
     "summary.csv": SUMMARY_COLUMNS,
     "exposure.csv": EXPOSURE_COLUMNS,
     "collectives.csv": COLLECTIVE_COLUMNS,
+    "dimensions.csv": DIMENSION_COLUMNS,
     "stragglers.csv": STRAGGLER_COLUMNS,
     "audit.csv": AUDIT_COLUMNS,
     "compare.csv": COMPARISON_COLUMNS,

@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis.errors import TraceError, listed
 from analysis.files import failure_of, profiled_ranks, read_record
+from analysis.mesh import mesh_of
 from analysis.metrics.audit import audit
 from analysis.metrics.exposure import Exposure, exposure
 from analysis.metrics.holistic import holistic_figures
@@ -97,7 +98,7 @@ def analyse_window(
         timelines=timelines,
         summary=pd.DataFrame(rows),
         audit=audit(timelines, None if record and failure_of(record) else record),
-        exposure=exposure(timelines, is_complete=not (problems or absent)),
+        exposure=exposure(timelines, not (problems or absent), mesh_of(record)),
         record=record,
         problems=problems,
     )

@@ -19,11 +19,12 @@ from training.data.workload import Workload
 from training.data.workloads import build_workload
 from training.distributed import Ranks
 from training.loop import Unwatched, train
+from training.model_parallel import Parallelize
 from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.profiling.stopwatch import Stopwatch
 from training.replicated import ReplicatedStrategy
-from training.run import build_strategy, seed_everything
+from training.run import build_strategy, cut_over_ranks, no_mesh, seed_everything
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 
@@ -70,6 +71,7 @@ def make_runner(
     ranks: Ranks,
     load_strategy: Callable[[str], type[Strategy]],
     group: dist.ProcessGroup | None = None,
+    load_parallelize: Callable[[str], Parallelize] = no_mesh,
 ) -> Runner:
     """`config.choice` over `group` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)
@@ -77,16 +79,18 @@ def make_runner(
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
         return plain_runner(config.choice, workload, batches, ranks, group)
+    elements = ModelSize.of(workload.model).elements
+    model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
     model_size = ModelSize.of(workload.model)
     strategy_class = Unreduced if config.choice == RUNTIME else load_strategy(config.choice)
-    strategy = build_strategy(config, workload, ranks, strategy_class, group)
+    strategy = build_strategy(config, workload, ranks, strategy_class, group, model_parallel)
 
     def steps(count: int) -> None:
         train(strategy, [StepData(config.global_batch_size, batches)] * count, Unwatched(), None, lambda result: None)
         strategy.finish_parameter_synchronization()
 
     return Runner(
-        elements=model_size.elements,
+        elements=elements,
         steps=steps,
         drop_gradients=strategy.zero_grad,
         state_bytes=lambda: sum(strategy.memory_breakdown().values()),
@@ -99,8 +103,8 @@ def make_runner(
 
 def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> list[MicroBatch]:
     """This rank's micro-batches of the first samples."""
-    size = config.micro_batch_size(ranks.world_size)
-    samples = [workload.train[i] for i in range(ranks.rank, config.global_batch_size, ranks.world_size)]
+    size = config.micro_batch_size(ranks.data_size)
+    samples = [workload.train[i] for i in range(ranks.data_rank, config.global_batch_size, ranks.data_size)]
     return [to_device(workload.collate(samples[i : i + size]), ranks.device) for i in range(0, len(samples), size)]
 
 

@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ if __name__ == "__main__":
 
 import ddp
 import sharding
+import tensor_parallel
 from benchmarks.variants import LOCAL, RUNTIME, SETTINGS, parse_variant
 from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from training.config import BACKENDS, RunConfig, link_text
@@ -44,7 +46,7 @@ from training.data.workloads import WORKLOADS
 from training.errors import UserError
 from training.link.speed import NONE, Link
 
-REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY)
+REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices."""
 MIB = 2**20
@@ -73,6 +75,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="bits per second that a rank can send, for the bound (default: what the link lab sets)",
     )
     parser.add_argument("--link", type=link_text, default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
+    parser.add_argument("--nodes", type=at_least(1), help="as of main_shard.py")
+    parser.add_argument("--outer-link", type=link_text, metavar="RATE[,LATENCY]", help="as of main_shard.py")
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
@@ -97,15 +101,15 @@ def main() -> int:
     from training.run import silence_libraries
 
     silence_libraries()
-    taken_over = ("workload", "global_batch_size", "device", "grad_accum_steps", "backend", "link", "depth", "width")
+    names = "workload global_batch_size device grad_accum_steps backend link nodes outer_link depth width"
     try:
         config = RunConfig(
-            **{name: getattr(options, name) for name in taken_over},
+            **{name: getattr(options, name) for name in names.split()},
             train_samples=options.global_batch_size,
             eval_samples=1,
         )
-        with joined_ranks(config) as ranks:
-            table = measure(options, config, ranks)
+        with joined_ranks(config) as ranks, ExitStack() as stack:
+            table = measure(options, config, ranks, stack)
             if ranks.is_main:
                 show(table, options)
     except UserError as error:
@@ -113,7 +117,7 @@ def main() -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
+def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: ExitStack) -> Any:
     """Measure all choices; the table that docs/command-line.md describes (the same on every rank)."""
     import pandas as pd
 
@@ -122,10 +126,11 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any) -> Any:
     from benchmarks.runners import PLAIN, make_runner, measure_memory
     from training.distributed import backend_class
 
-    runners, rows, groups = {}, [], Groups(ranks)
+    runners, rows, groups = {}, [], Groups(ranks, stack)
     for label, fields in options.variants.items():
-        group = groups.over(fields.get("backend"), label)
-        runner = runners[label] = make_runner(replace(config, **fields), ranks, load_strategy, group)
+        own, on_mesh = replace(config, **fields), groups.on_mesh(fields.get("mesh"))
+        group = on_mesh.groups.data if on_mesh.groups else groups.over(fields.get("backend"), label)
+        runner = runners[label] = make_runner(own, on_mesh, load_strategy, group, load_parallelize)
         resting, peak = measure_memory(runner, ranks.device)
         rows.append(
             {
@@ -174,6 +179,10 @@ def two_causes(classes: Mapping[str, str | None], variants: Mapping[str, Mapping
     base = classes[against]
     others = [label for label, found in classes.items() if found is not None and base is not None and found != base]
     return [label for label in others if variants[label]["choice"] != variants[against]["choice"]]
+
+
+def load_parallelize(name: str) -> Any:
+    return tensor_parallel.REGISTRY.load_parallelize(name)
 
 
 def load_strategy(name: str) -> Any:

@@ -24,12 +24,15 @@ SETTINGS = {
     "reduce_dtype": str,
     "master_dtype": str,
     "offload": str,
+    "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
+    "sequence_parallel": lambda text: {"on": True, "off": False}[text],
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 
 
 def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
-    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`.
+    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`. A mesh is written
+    as in names of folders: `mesh=dp2-tp2`.
 
     Leaves the process with one line where the text makes no sense.
     """

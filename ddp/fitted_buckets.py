@@ -37,9 +37,10 @@ class FittedBuckets:
         self, trainable: Mapping[str, nn.Parameter], group: dist.ProcessGroup, options: StrategyOptions
     ) -> None:
         self._trainable, self._updates_early = trainable, options.overlap_optimizer
-        # Compressed gradients keep the default size: what is timed here are all-reduces of whole gradients.
+        # Compressed gradients keep the default size: what is timed here are all-reduces of whole gradients. So do the
+        # parts of a model: other ranks, with other parts, would decide otherwise.
         self._is_wanted = self.is_watching = options.fixed_bucket_bytes is None and not (
-            options.compress or options.reduce_dtype == "bf16"
+            options.compress or options.reduce_dtype == "bf16" or options.model_parallel
         )
         self._watch = LinkFit(list(trainable.values()), group, options.clock)
         self.note = ""

@@ -241,7 +241,7 @@ class FSDP2(Strategy):
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
             Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
-            Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients"),
+            Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients", REPLICATE),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 

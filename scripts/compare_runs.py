@@ -6,7 +6,9 @@ Exit code 0: compared. 1: not comparable; one line on standard error says why. 2
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,9 +21,11 @@ from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
 from scripts.runs import FAMILIES, report_root_of
 from training.cli import OneLineParser
-from training.config import LEGACY_NCCL, labelled
+from training.config import LEGACY_NCCL, split_label
 
 WORSE_THAN_ALLOWED = 3
+LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")
+"""Of `RunConfig.label`."""
 
 
 def main() -> int:
@@ -83,11 +87,23 @@ def of_family(options: argparse.Namespace) -> int:
     """Compare the latest runs of all choices."""
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    labels = [labelled(name, backend) for backend in (None, LEGACY_NCCL) for name in family.registry.sentences]
-    trained = [label for label in labels if (root / "profile" / label).is_dir()]
+    trained = trained_labels(root / "profile", list(family.registry.sentences))
     page = report_on_choices(root, family.report_root, trained, failed=[], allowed=options.allow_different)
     print(f"\nreport: {page}")
     return 0
+
+
+def trained_labels(profile: Path, choices: Sequence[str]) -> list[str]:
+    """The labels of `choices` that have folders: over one NCCL class first, by choice, and of one by mesh."""
+    folders = [path.name for path in profile.iterdir() if path.is_dir()] if profile.is_dir() else []
+    found = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
+
+    def place(label: str) -> tuple[bool, int, list[str | int]]:
+        choice, backend = split_label(label)
+        meshes = re.split(r"(\d+)", label.removeprefix(choice))
+        return backend is not None, choices.index(choice), [int(part) if part.isdecimal() else part for part in meshes]
+
+    return sorted(found, key=place)
 
 
 def of_choice(options: argparse.Namespace) -> int:

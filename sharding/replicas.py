@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sharding.collectives import Pending, is_gloo
 from training.communication.traffic import Collective
+from training.mesh import REPLICATE
 
 
 class ShardRanks:
@@ -57,7 +58,7 @@ class ShardRanks:
         if self.replicate is None:
             return []
         size = dist.get_world_size(self.replicate)
-        return [Collective("all_reduce", len(payloads), sum(payloads), size, "gradients")]
+        return [Collective("all_reduce", len(payloads), sum(payloads), size, "gradients", REPLICATE)]
 
 
 class SumOverReplicas:

@@ -19,7 +19,7 @@ from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
 from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
-from training.communication.traffic import Collective
+from training.communication.traffic import EVERYONE, Collective
 from training.errors import OneRankError, UnsupportedError
 from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize
@@ -187,7 +187,7 @@ class ShardedStrategy(Strategy):
         return clip_parts(parts, max_norm, self.everyone, self.device, counted)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.everyone)
+        return clipping_traffic(self.everyone, EVERYONE)
 
     # State -------------------------------------------------------------------------------------------------------
 

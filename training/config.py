@@ -41,7 +41,7 @@ SEQUENCE_PARALLEL = "-sp"
 """Behind a mesh in the label of a run."""
 LOG_TARGETS = ("tensorboard", "wandb")
 
-RECORD_VERSION = 9
+RECORD_VERSION = 10
 """Version of the run record's format (`docs/run-record.md`)."""
 
 

@@ -6,7 +6,7 @@ gradients, the count of samples, and whole state dicts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.communication.traffic import Collective
 from training.config import RunConfig
-from training.mesh import MeshGroups
+from training.mesh import TENSOR, MeshGroups
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -76,6 +76,10 @@ class ModelParallel:
     cuts: Mapping[str, Cut]
     device_mesh: DeviceMesh | None = None
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
+
+    def expected_traffic(self, micro_batches: int) -> list[Collective]:
+        """The same, with the name of the dimension."""
+        return [replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)]
 
     @property
     def rank(self) -> int:

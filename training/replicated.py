@@ -14,6 +14,7 @@ from training.communication.compression import Compression
 from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
+from training.mesh import TENSOR
 from training.optimizers import MakeOptimizer
 from training.strategy import Strategy
 
@@ -74,7 +75,7 @@ class ReplicatedStrategy(Strategy):
         return clip_parts(list(found.values()), max_norm, self.model_parallel.group, self.device, owned)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.model_parallel.group) if self.model_parallel else []
+        return clipping_traffic(self.model_parallel.group, TENSOR) if self.model_parallel else []
 
     def data_parallel_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}

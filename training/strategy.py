@@ -18,7 +18,7 @@ from training.communication.consistency import (
     require_supported_parameters,
 )
 from training.communication.loss_scale import LossScaler
-from training.communication.traffic import Collective
+from training.communication.traffic import EVERYONE, Collective
 from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, update_unless
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
@@ -625,9 +625,9 @@ class Strategy(ABC):
         results_bytes = self._agreement.results_row_bytes(len(self.trainable)) * size
         return [
             *self.expected_gradient_traffic(micro_batches),
-            Collective("all_gather", 1, counts_bytes, everyone, "bookkeeping"),
+            Collective("all_gather", 1, counts_bytes, everyone, "bookkeeping", EVERYONE),
             Collective("all_gather", 1, results_bytes, size, "bookkeeping"),
-            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping"),
+            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping", EVERYONE),
             *(self.expected_clipping_traffic() if clips else []),
-            *(self.model_parallel.traffic(micro_batches) if self.model_parallel else []),
+            *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),
         ]

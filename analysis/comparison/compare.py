@@ -188,6 +188,7 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "run_id": record["run_id"],
         "world_size": record["world_size"],
+        "mesh": record["config"].get("mesh"),
         "backend": record["backend"],
         "backend_class": record["backend_class"],
         "timed_steps": len(times),

@@ -2,13 +2,15 @@
 
 A strategy that sends too much, too little or nothing still trains and still has a step time. The audit finds it.
 
-- Traffic: the collectives in the analysed steps of every rank are compared with the strategy's `expected_traffic`. That
-  is the traffic of a full step. The last step of an epoch may have fewer samples, so fewer micro-batches, and in some
+- Traffic: the collectives in the analysed steps of every rank are compared with the strategy's `expected_traffic`. On a
+  mesh those of each dimension are compared by themselves, unless a trace does not say in which groups they ran. The
+  traffic is that of a full step. The last step of an epoch may have fewer samples, so fewer micro-batches, and in some
   strategies every micro-batch communicates. Such steps are left out; each row says how many steps were compared.
 - Memory at rest is compared with the formula of the strategy.
 - Steps and samples are compared with the configuration.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.columns import AUDIT_COLUMNS, COMPONENTS, SHARDABLE
+from analysis.mesh import Mesh, in_order, mesh_of
+from analysis.metrics.dimensions import dimensions
 from analysis.traces.collectives import KINDS
 from analysis.traces.timeline import RankTimeline
 
@@ -81,25 +85,42 @@ def _traffic_checks(timelines: list[RankTimeline], record: dict[str, Any]) -> It
 
     None for one rank on a device: NCCL then copies at most, so no collective is in the trace.
     """
-    expected: dict[str, tuple[int, int]] = {}
-    for part in record["expected_traffic"]:
-        calls, payload = expected.get(part["kind"], (0, 0))
-        expected[part["kind"]] = calls + part["count"], payload + part["payload_bytes"]
+    mesh = mesh_of(record)
+    if any((timeline.collectives["group"] == "").any() for timeline in timelines):
+        mesh = None
     for timeline in timelines:
         if record["world_size"] == 1 and timeline.kind == "cuda":
             continue
         steps = full_steps(timeline, record)
-        measured = calls_by_step(timeline)
-        for kind, label in KINDS.items():
-            if kind not in expected and kind not in measured["kind"].array:
-                continue
-            calls, payload = expected.get(kind, (0, 0))
-            of_kind = measured[measured["kind"] == kind].set_index("step")[["calls", "bytes"]]
-            mine = of_kind.reindex(steps, fill_value=0)
-            for figure, expects, unit in (("calls", calls, "calls/step"), ("bytes", payload, "bytes/step")):
-                subject = f"{label}: {'payload' if figure == 'bytes' else figure}"
-                found = furthest(mine[figure], expects)
-                yield Check(subject, timeline.rank, unit, expects, found, steps=len(steps))
+        measured = calls_by_step(timeline, mesh)
+        expected = expected_calls(record, mesh is not None, timeline.kind == "cuda")
+        kinds = {*expected, *zip(measured["dimension"], measured["kind"], strict=True)}
+        for dimension in in_order(mesh or {}, [name for name, _ in kinds]):
+            for kind, label in KINDS.items():
+                if (dimension, kind) not in kinds:
+                    continue
+                of_kind = measured[(measured["dimension"] == dimension) & (measured["kind"] == kind)]
+                mine = of_kind.set_index("step")[["calls", "bytes"]].reindex(steps, fill_value=0)
+                subject = f"{dimension or 'other groups'} {label}" if mesh else label
+                for column, figure, expects in zip(mine, ("calls", "payload"), expected[dimension, kind], strict=True):
+                    found = furthest(mine[column], expects)
+                    unit = f"{column}/step"
+                    yield Check(f"{subject}: {figure}", timeline.rank, unit, expects, found, steps=len(steps))
+
+
+def expected_calls(record: dict[str, Any], on_mesh: bool, on_device: bool) -> dict[tuple[str, str], list[int]]:
+    """Calls and payload of a full step by dimension (empty unless `on_mesh`) and kind; 0 where none are expected.
+
+    Args:
+        on_device: Leave out groups of one rank, in which NCCL copies at most.
+    """
+    expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for part in record["expected_traffic"]:
+        if not (on_mesh and on_device and part.get("group_size") == 1):
+            figures = expected[part.get("dimension", "") if on_mesh else "", part["kind"]]
+            figures[0] += part["count"]
+            figures[1] += part["payload_bytes"]
+    return expected
 
 
 def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
@@ -112,11 +133,13 @@ def full_steps(timeline: RankTimeline, record: dict[str, Any]) -> list[int]:
     return [number for number in timeline.steps["number"] if samples.get(number) == whole]
 
 
-def calls_by_step(timeline: RankTimeline) -> pd.DataFrame:
-    """What one rank issued in each analysed step: columns step, kind, calls, bytes (NaN if a size is unknown)."""
+def calls_by_step(timeline: RankTimeline, mesh: Mesh | None = None) -> pd.DataFrame:
+    """What one rank issued in each analysed step: columns step, dimension (empty without a mesh), kind, calls, bytes
+    (NaN if a size is unknown)."""
     calls = timeline.collectives_by_step()
-    named = calls.assign(kind=calls["kind"].where(calls["kind"].isin(KINDS), "other"))
-    groups = named.groupby(["step", "kind"])["bytes"]
+    kinds = calls["kind"].where(calls["kind"].isin(KINDS), "other")
+    named = calls.assign(kind=kinds, dimension=dimensions(calls["group"], mesh))
+    groups = named.groupby(["step", "dimension", "kind"])["bytes"]
     table = pd.DataFrame({"calls": groups.size(), "bytes": groups.agg(lambda sizes: sizes.sum(skipna=False))})
     return table.reset_index()
 

@@ -23,7 +23,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.columns import COLLECTIVE_COLUMNS, EXPOSURE_COLUMNS
+from analysis.columns import COLLECTIVE_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS
+from analysis.mesh import Mesh
+from analysis.metrics.dimensions import dimension_steps, dimensions
 from analysis.traces.intervals import Intervals, clip, length, minus, union
 from analysis.traces.matching import KEY, matched_calls
 from analysis.traces.timeline import RankTimeline
@@ -36,28 +38,27 @@ class Exposure:
     Attributes:
         steps: A row a rank and step (`EXPOSURE_COLUMNS`); the parts add up to the step.
         collectives: A row a rank and collective (`COLLECTIVE_COLUMNS`).
+        dimensions: A row a rank, step and dimension (`DIMENSION_COLUMNS`); empty without a mesh.
         clocks: A row a rank: rank, offset_ms (of its clock from the first rank's; subtracted), residual_ms (half of the
             collectives then end within this of each other).
     """
 
     steps: pd.DataFrame
     collectives: pd.DataFrame
+    dimensions: pd.DataFrame
     clocks: pd.DataFrame
 
 
-def exposure(timelines: list[RankTimeline], is_complete: bool = True) -> Exposure:
+def exposure(timelines: list[RankTimeline], is_complete: bool = True, mesh: Mesh | None = None) -> Exposure:
     """Match, align and split the collectives of a window. If ranks are missing, the last rank is unknown."""
     calls, clocks = matched_calls(timelines, is_complete)
-    calls = calls.assign(**_bandwidths(calls))
-    tables = [_split(timeline, calls[calls["rank"] == timeline.rank]) for timeline in timelines]
-    steps = pd.concat([steps for steps, _ in tables], ignore_index=True)
+    calls = calls.assign(**_bandwidths(calls), dimension=dimensions(calls["group"], mesh))
+    tables = [_split(timeline, calls[calls["rank"] == timeline.rank], mesh) for timeline in timelines]
+    steps, collectives, by_dimension = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
     if not is_complete:
         steps[["exposed_wait_ms", "exposed_transfer_ms"]] = np.nan
-    return Exposure(
-        steps=steps,
-        collectives=pd.concat([collectives for _, collectives in tables], ignore_index=True),
-        clocks=clocks,
-    )
+        by_dimension["exposed_wait_ms"] = np.nan
+    return Exposure(steps, collectives, by_dimension, clocks)
 
 
 def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
@@ -77,8 +78,10 @@ def bus_factor(kind: str, ranks: float) -> float:
     return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
 
 
-def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The tables `steps` and `collectives` of one rank; `calls` are in the order of issue."""
+def _split(
+    timeline: RankTimeline, calls: pd.DataFrame, mesh: Mesh | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The tables `steps`, `collectives` and `dimensions` of one rank; `calls` are in the order of issue."""
     compute = union(timeline.intervals("compute"))
     spans = calls[["start", "end"]].to_numpy(float)
     exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
@@ -109,7 +112,10 @@ def _split(timeline: RankTimeline, calls: pd.DataFrame) -> tuple[pd.DataFrame, p
     for name, part in parts.items():
         steps[name] = [length(clip(part, start, end)) / 1000 for start, end in timeline.windows]
     steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
-    return steps[list(EXPOSURE_COLUMNS)], collectives
+    by_dimension = pd.DataFrame(columns=list(DIMENSION_COLUMNS))
+    if mesh is not None:
+        by_dimension = dimension_steps(timeline, calls, compute, (cells, owner, waits), mesh)
+    return steps[list(EXPOSURE_COLUMNS)], collectives, by_dimension
 
 
 def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:

@@ -12,7 +12,6 @@ The name of a kernel says little: all-to-all runs as `SendRecv`, and RCCL calls 
 """
 
 import re
-from bisect import bisect_right
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,10 @@ import pandas as pd
 
 from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, ITEM_BYTES, only_group
 from analysis.traces.gloo_operators import dtype_of, tensor_sizes
+from analysis.traces.groups import call_at, calls_by_thread, shown
 from analysis.traces.reading import COLLECTIVE_KERNEL
 
-LONGEST_NAME = 100
+LONGEST_NAME = 4000
 """Characters that are kept of a group's ranks, and of its name."""
 NCCL_KINDS = (
     ("allreduce", "all_reduce"),
@@ -60,7 +60,7 @@ def device_collectives(
         if isinstance(args, dict) and "Collective name" in args and (operator := _whole(args, "External id")) >= 0
     }
     groups, group = _ranks_by_group(info), only_group(info)
-    operators, spans = (_calls_by_thread(events, prefix) for prefix in ("c10d::", "nccl:"))
+    operators, spans = (calls_by_thread(events, prefix) for prefix in ("c10d::", "nccl:"))
     rows: dict[int, list[Any]] = {}
     for number, kernel in enumerate(kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples()):
         args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
@@ -70,7 +70,8 @@ def device_collectives(
             rows[key][2] = max(rows[key][2], kernel.end)
             continue
         args = {**described.get(operator, {}), **args}
-        call = _call_at(operators, kernel) or _call_at(spans, kernel)
+        thread, moment = str(kernel.launcher), float(kernel.launch)  # type: ignore[arg-type]
+        call = call_at(operators, thread, moment) or call_at(spans, thread, moment)
         kind = _kind(str(args.get("Collective name") or (call.name if call else kernel.name)))
         size = max(_whole(args, "Group size"), 0) or np.nan
         payload, dtype = _payload(args, kind, size, call.args if call else None)
@@ -80,7 +81,7 @@ def device_collectives(
             kernel.start,
             kernel.end,
             payload,
-            _group_name(args, groups),
+            shown(_group_name(args, groups), world_size),
             size,
             dtype,
             stream,
@@ -119,22 +120,6 @@ def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any)
     return elements * ITEM_BYTES.get(dtype, np.nan), dtype if dtype in ITEM_BYTES else ""
 
 
-def _calls_by_thread(events: pd.DataFrame, prefix: str) -> dict[str, list[Any]]:
-    """The host's events whose names begin with `prefix`, in order of start, by process and thread."""
-    found = events[events["cat"].isin(("cpu_op", "user_annotation")) & events["name"].str.startswith(prefix)]
-    threads: dict[str, list[Any]] = {}
-    for call in found[found["name"] != "nccl:coalesced"].itertuples():  # which does not say what it holds
-        threads.setdefault(f"{call.pid} {call.tid}", []).append(call)
-    return threads
-
-
-def _call_at(threads: dict[str, list[Any]], kernel: Any) -> Any:
-    """The call that was under way where and when a kernel was launched; None if there is none."""
-    calls = threads.get(kernel.launcher, [])
-    last = bisect_right(calls, kernel.launch, key=lambda call: call.start) - 1
-    return calls[last] if last >= 0 and calls[last].end >= kernel.launch else None
-
-
 def _whole(args: dict[str, Any], name: str) -> int:
     """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
     value = args.get(name)
@@ -151,8 +136,10 @@ def _ranks_by_group(info: dict[str, Any]) -> dict[str, str]:
 def _group_name(args: dict[str, Any], groups: dict[str, str]) -> str:
     """The process group of an NCCL kernel: its ranks and its name, since two groups may have the same ranks.
 
-    Coalesced calls, and all of ProcessGroupNCCL2, do not name the ranks.
+    Coalesced calls, and all of ProcessGroupNCCL2, do not name the ranks; nor does a kernel all ranks of a large group.
     """
     ranks, name = (str(args.get(f"Process Group {part}", "")).strip("[]") for part in ("Ranks", "Name"))
-    parts = (("ranks", ranks or groups.get(name, "").strip("[]")), ("group", name))
+    if not ranks or "..." in ranks:
+        ranks = groups.get(name, "").strip("[]") or ranks
+    parts = (("ranks", ranks), ("group", name))
     return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

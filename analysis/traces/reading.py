@@ -25,7 +25,9 @@ DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
 COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl|msccl).*kernel", re.IGNORECASE)
 """RCCL names its kernels `ncclDevKernel_Generic`, and those of MSCCL schedules `mscclKernel_Sum_half_Simple_false`."""
-COLLECTIVE_NAME = re.compile(r"^(c10d::|gloo:|record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE)
+COLLECTIVE_NAME = re.compile(
+    r"^(c10d::|gloo:|group ranks |record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE
+)
 OLD_CATEGORIES = {
     "Operator": "cpu_op",
     "Kernel": "kernel",

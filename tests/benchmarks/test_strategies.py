@@ -1,5 +1,6 @@
 """Choices over backends of their own, beside others in one process group's ranks."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +23,8 @@ FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
 def measured(choices: str) -> pd.DataFrame:
     options = parse(["--choices", choices, *FLAGS])
     config = RunConfig(workload="mlp", depth=2, width=8, train_samples=8, eval_samples=1, grad_accum_steps=1)
-    return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
+    with ExitStack() as stack:
+        return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
 
 
 def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None:
@@ -37,9 +39,25 @@ def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None
         assert table["exposed_ms_median"]["bare_loop@gloo"] != table["exposed_ms_median"]["local"]
 
 
+def test_meshes_are_compared_in_one_run(ranks: RankPool) -> None:
+    choices = "tp:mesh=tp2,tp:mesh=tp2:sequence_parallel=on"
+    for table in ranks.run(2, on_meshes, choices):
+        assert table["choice"].tolist() == ["pytorch_ddp", *choices.split(","), "local", "runtime"]
+        assert table["ratio_median"].notna().all()
+        part, whole = table["expected_resting_bytes"][choices.split(",")[0]], table["expected_resting_bytes"]["local"]
+        assert part < 0.6 * whole, "a rank holds its part"
+
+
+def on_meshes(choices: str) -> pd.DataFrame:
+    options = parse(["--choices", choices, "--workload", "sample-lm", "--rounds", "1"])
+    config = RunConfig(workload="sample-lm", task="causal-lm", train_samples=8, eval_samples=1, grad_accum_steps=1)
+    with ExitStack() as stack:
+        return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
+
+
 def groups_here() -> tuple[bool, bool, str]:
     """Whether a second group is another than the default one, and made once; and what is said of NCCL on a CPU."""
-    groups = Groups(Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
+    groups = Groups(Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), ExitStack())
     second = groups.over("gloo", "a")
     with pytest.raises(UserError) as caught:
         groups.over("nccl-legacy", "pytorch_ddp@nccl-legacy")

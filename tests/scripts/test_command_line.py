@@ -87,6 +87,26 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     assert (tmp_path / "reports_sharding" / "zero1" / "summary.html").exists()
 
 
+def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
+    """By choice, and of one choice by mesh. Ratios are to the first reference. Other folders are not runs."""
+    meshes = {"zero1@dp2-tp1": "dp=2,tp=1", "baseline@dp2": "dp=2", "zero1@dp1-tp2": "dp=1,tp=2", "zero1": None}
+    trained(tmp_path, {label: {"choice": split_label(label)[0]} for label in [*meshes, "zero1@My backup"]})
+    for label, mesh in meshes.items():
+        (path,) = (tmp_path / "profile" / label).glob("*.run.json")
+        content = json.loads(path.read_text())
+        content["config"]["mesh"] = mesh
+        content["expected_traffic"][0]["dimension"] = "tp" if mesh == "dp=1,tp=2" else "dp"
+        write(path, content)
+    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
+    assert table.choice.tolist() == ["baseline@dp2", "zero1", "zero1@dp1-tp2", "zero1@dp2-tp1"]
+    assert table.mesh.fillna("").tolist() == ["dp=2", "", "dp=1,tp=2", "dp=2,tp=1"]
+    assert table.verdict.tolist()[0] == "reference"
+    page = (tmp_path / "reports_sharding" / "compare.html").read_text()
+    assert "What differs besides the choice and mesh" in page and "dp=1,tp=2" in page
+
+
 def test_runs_over_two_classes_stand_in_one_table(tmp_path: Path) -> None:
     """Each has its folders, and its class's reference."""
     times = {"baseline": 0.2, "zero1": 0.1, "baseline@nccl-legacy": 0.4, "zero1@nccl-legacy": 0.1}

@@ -22,6 +22,7 @@ from training.config import RunConfig
 from training.mesh import Mesh, mesh_groups
 from training.strategy import Strategy
 
+HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith("pytorch"))
 CPU = torch.device("cpu")
 PLANS: dict[str, Plan] = {
     "plain": {"net.0": Column(), "net.2": Row()},

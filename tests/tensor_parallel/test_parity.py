@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 
-import tensor_parallel
 from tests.models import LANGUAGE
 from tests.ranks import RankPool
-from tests.tensor_parallel.meshes import PLANS, check_on_mesh, even
+from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even
 
 MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
-HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith("pytorch"))
 for_each_mesh = pytest.mark.parametrize("mesh", MESHES)
 for_each_choice = pytest.mark.parametrize("choice", HAND_WRITTEN)
 

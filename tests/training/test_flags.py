@@ -14,7 +14,7 @@ from training.errors import UserError
 from training.flags import build_parser, parse_config, to_toml, with_config_file
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
-GROUPS = ["model and data", "batch", "precision", "memory", "communication", "profiling", "checkpoints", "run"]
+GROUPS = ["model and data", "mesh", "batch", "precision", "memory", "communication", "profiling", "checkpoints", "run"]
 
 
 def parsed(*arguments: str) -> RunConfig:

@@ -35,6 +35,6 @@ def clip_parts(
     return norm
 
 
-def clipping_traffic(group: dist.ProcessGroup) -> list[Collective]:
+def clipping_traffic(group: dist.ProcessGroup, dimension: str = "") -> list[Collective]:
     """What `clip_parts` sends."""
-    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping")]
+    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping", dimension)]

@@ -160,13 +160,16 @@ class PacedGroup(dist.ProcessGroup):
         def issue() -> dist.Work:
             for hook in self._pre_hooks.values():
                 hook(call)
-            return as_operator("_reduce_scatter_base_", (output, whole), lambda: gloo.allreduce([copy], options))
+            return gloo.allreduce([copy], options)
 
         def take_part(_: Any) -> list[Tensor]:
             output.view(-1).copy_(copy.view(self.size(), -1)[self.rank()])
             return [output]
 
-        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), issue, take_part)
+        def shown() -> dist.Work:
+            return as_operator("_reduce_scatter_base_", (output, whole), issue)
+
+        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), shown, take_part)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.communication.traffic import Collective
+from training.communication.traffic import Collective, on_mesh
 from training.config import RECORD_VERSION, RunConfig, choice_folder
 from training.data.workload import Workload
 from training.distributed import Ranks, backend_class
 from training.errors import AgreedError, SequenceError, UserError, tell_torchrun
 from training.link.speed import Link
 from training.loop import TrainingResult
+from training.mesh import Mesh
 from training.process.environment import VARIABLE, scheduling
 from training.profiling.memory import ModelSize
 from training.records.record import device_name, package_versions, step_statistics, write_json
@@ -89,7 +90,8 @@ class RunSoFar:
 
     def _expected_traffic(self) -> list[Collective]:
         clips = self.config.clip_grad_norm is not None
-        return self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
+        traffic = self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
+        return on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
 
     def _statistics(self) -> dict[str, float | None]:
         earlier = self.resumed_from["step"] if self.resumed_from else 0

@@ -4,6 +4,7 @@ If ranks issue collectives in different orders, Gloo mixes those of equal size w
 others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP too).
 The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
 digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
+In a profile, it marks the group (`group_marks`).
 Ranks that see different samples compare digests in the exchange at the end of every step (`communication.agreement`),
 which costs 8 bytes; ranks that see the same ones, in that at the beginning of the next. If digests differ, the ranks
 compare what they have recorded.
@@ -31,6 +32,7 @@ from training.link.delivery import PacedWork
 from training.watch import ranges
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
+from training.watch.group_marks import marking
 from training.watch.mismatch import ADVICE, UNEVEN, find_difference
 from training.watch.names import NUMBERS, RankNames
 from training.watch.on_device import DeviceCollectives, only_orders_streams
@@ -81,11 +83,10 @@ class CollectiveRecorder:
     def follow(self, group: dist.ProcessGroup) -> None:
         """Record the collectives of `group` too."""
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
-        label = group_label(members)
-        if alike := sum(members == others for _, others, _ in self._groups):
-            label += f" ({alike + 1})"
+        alike = sum(members == others for _, others, _ in self._groups)
+        label = group_label(members) + (f" ({alike + 1})" if alike else "")
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label))
+        group.register_pre_hook(HOOK_ID, self._before(name, label, marking(members, alike)))
         group.register_post_hook(HOOK_ID, self._after(name))
         for backend in map(group._get_backend, group._device_types):
             if backend.supports_abort_hooks:
@@ -127,13 +128,14 @@ class CollectiveRecorder:
         error.collective = str(entry)
         return error
 
-    def _before(self, name: str, label: str) -> Callable[[Any], None]:
+    def _before(self, name: str, label: str, mark: Callable[[], None]) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
         known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
         told = "" if len(self._groups) == 1 else label  # the first group is that of all ranks
 
         def hook(call: Any) -> None:
+            mark()
             inputs = call.input_tensors
             tensors = inputs or call.output_tensors
             key = (call.name, tensors[0].dtype if tensors else None)

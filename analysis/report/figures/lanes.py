@@ -4,11 +4,14 @@ Both have a budget, so that a page stays small for any trace.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.mesh import Mesh
+from analysis.metrics.dimensions import dimensions
 from analysis.traces.intervals import Intervals, bridge, clip, minus, union
 from analysis.traces.timeline import PHASES, RankTimeline
 
@@ -26,6 +29,21 @@ def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
     """Start and end of a step; on a device, of its work there."""
     start, end = timeline.windows[timeline.steps["number"] == step][0]
     return float(start), float(end)
+
+
+def with_dimensions(timeline: RankTimeline, mesh: Mesh) -> RankTimeline:
+    """`timeline` with one communication stream for each dimension of the mesh, of its name.
+
+    Each process group has its own streams, or threads of Gloo. So a stream has the dimension of most of its calls.
+    """
+    calls = timeline.collectives
+    dimension = dimensions(calls["group"], mesh)
+    of_stream = dimension.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
+    kernels = timeline.kernels
+    named = kernels["stream"].map(of_stream.to_dict()).fillna("")
+    return replace(
+        timeline, kernels=kernels.assign(stream=named.where(kernels["lane"] == "communication", kernels["stream"]))
+    )
 
 
 def compute_lane(

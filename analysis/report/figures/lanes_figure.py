@@ -7,6 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analysis.comparison.compare import Traced
+from analysis.mesh import Mesh
 from analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, literal, styled
 from analysis.report.figures.lanes import (
     MOST_INTERVALS,
@@ -18,6 +19,7 @@ from analysis.report.figures.lanes import (
     longest,
     merged,
     phase_of,
+    with_dimensions,
 )
 from analysis.traces.intervals import Intervals, clip
 from analysis.traces.timeline import RankTimeline
@@ -28,11 +30,13 @@ STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": 
 PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}
 
 
-def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
-    """One optimizer step of every rank: its compute lane, and below it single kernels by stream.
+def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None = None) -> go.Figure:
+    """One optimizer step of every rank: its compute lane, and below it single kernels by stream, on a mesh collectives
+    by dimension.
 
     Time 0 is the start of the step on that rank's own clock.
     """
+    timelines = [with_dimensions(timeline, mesh) if mesh else timeline for timeline in timelines]
     bars, lanes = [], {}
     shown = [(timeline, step) for timeline in timelines]
     gap = gap_to_close(shown)
@@ -48,6 +52,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int) -> go.Figure:
             for index, (stream, calls) in enumerate(streams):
                 place = f"{main} {label} {index + 1}"
                 lanes[place] = f"{label} {index + 1}" if len(streams) > 1 else label
+                if mesh and lane == "communication":
+                    lanes[place] = f"{str(stream) or 'other'} {label}"
                 single = calls[calls["single"]]
                 if lane != "compute":  # the other compute kernels are in the main lane
                     rest = merged(calls.loc[~calls["single"], ["start", "end"]].to_numpy(float), gap, most // 8)

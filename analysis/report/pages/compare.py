@@ -125,7 +125,11 @@ def comparison_page(compared: Compared) -> str:
         )
     lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
     sections = [
-        fairness_section(compared.differences, "choice", [BACKEND_CLASS] if len(compared.groups) > 1 else []),
+        fairness_section(
+            compared.differences,
+            "choice and mesh" if compared.table["mesh"].nunique(dropna=False) > 1 else "choice",
+            [BACKEND_CLASS] if len(compared.groups) > 1 else [],
+        ),
         conclusion_section(compared),
         Section(
             "Step time",
@@ -147,6 +151,11 @@ def comparison_page(compared: Compared) -> str:
         ),
     ]
     return render("Strategies side by side", lines, sections, banner(compared.differences, "choice"))
+
+
+def with_mesh(comparison: pd.DataFrame) -> pd.DataFrame:
+    """The table with a column for the mesh only if a run has one."""
+    return comparison if comparison["mesh"].notna().any() else comparison.drop(columns="mesh")
 
 
 def utilization_text(record: dict[str, Any]) -> str:
@@ -250,6 +259,6 @@ def loss_section(compared: Compared) -> Section:
     return Section(
         "Training loss",
         text,
-        table=table("outcome", compared.table, CHOICE | OUTCOME_COLUMNS),
+        table=table("outcome", with_mesh(compared.table), CHOICE | OUTCOME_COLUMNS),
         figure=drawing(loss_figure(compared.records)),
     )

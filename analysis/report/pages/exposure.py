@@ -9,6 +9,7 @@ from analysis.metrics.stragglers import by_rank, stragglers, verdict
 from analysis.report.figures.ranks import ranks_figure
 from analysis.report.figures.times import parts_figure
 from analysis.report.page import Section, drawing, table
+from analysis.report.pages.mesh import by_dimension
 from analysis.report.pages.ranks import abridged, representatives
 from analysis.traces.collectives import KINDS
 
@@ -45,7 +46,7 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
     return [
         *sections,
         straggler_section(exposure),
-        bucket_section(exposure.collectives, exposure.steps["step"].nunique()),
+        bucket_section(by_dimension(exposure.collectives), exposure.steps["step"].nunique()),
     ]
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 from analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column, kinds_run
 from analysis.errors import listed
 from analysis.files import failure_of, write_csv, write_text
+from analysis.mesh import Mesh, mesh_of
 from analysis.metrics.stragglers import stragglers
 from analysis.report.figures.lanes import kernels_sentence
 from analysis.report.figures.lanes_figure import lanes_figure
@@ -16,8 +17,9 @@ from analysis.report.figures.traffic import traffic_figure
 from analysis.report.page import Section, drawing, render, table
 from analysis.report.pages.exposure import exposure_sections
 from analysis.report.pages.heads import labels
+from analysis.report.pages.mesh import mesh_section
 from analysis.report.pages.ranks import abridged, ranks_section, representatives
-from analysis.report.pages.tables import audit_table, collectives_table, memory_table
+from analysis.report.pages.tables import audit_table, collectives_table, dimensions_table, memory_table
 from analysis.summary import WindowAnalysis
 from analysis.traces.timeline import RankTimeline
 
@@ -43,6 +45,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     write_csv(folder / "audit.csv", analysis.audit)
     write_csv(folder / "exposure.csv", analysis.exposure.steps)
     write_csv(folder / "collectives.csv", analysis.exposure.collectives)
+    write_csv(folder / "dimensions.csv", analysis.exposure.dimensions)
     write_csv(folder / "stragglers.csv", stragglers(analysis.exposure))
     page = folder / "summary.html"
     write_text(page, summary_page(analysis, choice))
@@ -50,7 +53,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
 
 
 def summary_page(analysis: WindowAnalysis, choice: str) -> str:
-    steps = analysis.exposure.steps
+    steps, mesh = analysis.exposure.steps, mesh_of(analysis.record)
     ranks = representatives(steps)
     timelines = [timeline for timeline in analysis.timelines if timeline.rank in ranks]
     drawn, shown = analysis.summary[analysis.summary["rank"].isin(ranks)], abridged(analysis.summary, ranks)
@@ -67,7 +70,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     names = [f"rank {rank}" for rank in drawn["rank"]]
     sections = [
         *([ranks_section(steps, ranks)] if len(drawn) < len(analysis.summary) else []),
-        lanes_section(timelines, numbers[-1]),
+        lanes_section(timelines, numbers[-1], mesh),
         Section(
             "Where the time went",
             "By Holistic Trace Analysis (HTA). Exposed: communication ran and compute did not. Overlap: the share of "
@@ -75,11 +78,12 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             table=table("time", shown, TIME_COLUMNS),
         ),
         *exposure_sections(analysis.exposure),
+        *mesh_section(analysis.exposure, mesh, ranks),
         *memory_sections(analysis),
         Section(
             "Collectives",
             "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
-            table=collectives_table(shown),
+            table=dimensions_table(analysis.exposure, mesh, ranks) if mesh else collectives_table(shown),
             figure=drawing(traffic_figure(names, drawn, ("ms", "bytes"))) if kinds_run(drawn) else None,
         ),
         audit_section(analysis.audit, list(ranks)),
@@ -101,13 +105,13 @@ def incomplete(analysis: WindowAnalysis) -> str:
     return " ".join(lines)
 
 
-def lanes_section(timelines: Sequence[RankTimeline], step: int) -> Section:
+def lanes_section(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None) -> Section:
     """One step, and which files have the rest."""
     return Section(
         f"One step of every rank (step {step})",
         "A collective is hidden where it lies under compute. Where it is not hidden, the rank's first lane shows "
         f"exposed communication. {kernels_sentence(timelines, step)}",
-        figure=drawing(lanes_figure(timelines, step)),
+        figure=drawing(lanes_figure(timelines, step, mesh)),
         traces=[(timeline.rank, "/".join(timeline.path.parts[-2:])) for timeline in timelines],
     )
 

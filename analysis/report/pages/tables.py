@@ -1,10 +1,13 @@
 """Tables of the summary page: rows by rank and kind or component, from columns that `summary.csv` has side by side."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
 from analysis.columns import AUDIT_COLUMNS, COMPONENTS, KIND_COLUMNS, MEMORY_COLUMNS, Column, kinds_run, mib
+from analysis.mesh import Mesh, in_order
+from analysis.metrics.exposure import Exposure
 from analysis.report.page import BLANK, cell, titled
 from analysis.traces.collectives import KINDS
 
@@ -17,6 +20,7 @@ COLLECTIVES = [
     Column("total time", "ms/step", "sum of durations in one optimizer step, hidden or not"),
     Column("mean time", "ms/call", "total time over calls", 1, 3),
 ]
+DIMENSION = Column("dimension", "", "of the mesh, over whose ranks they are")
 MEMORY = [
     RANK,
     Column("component", "", "what holds the memory"),
@@ -38,6 +42,29 @@ def collectives_table(summary: pd.DataFrame) -> dict[str, Any]:
             mean = cell("", ms / calls if calls else None, COLLECTIVES[-1])
             rows.append([cell("", row["rank"], RANK), cell("", KINDS[kind], RANK), *figures, mean])
     return titled("collectives", COLLECTIVES, rows)
+
+
+def dimensions_table(exposure: Exposure, mesh: Mesh, ranks: Iterable[int]) -> dict[str, Any]:
+    """The same by rank, dimension of the mesh and kind."""
+    steps, rows = exposure.steps["step"].nunique(), []
+    calls = exposure.collectives.assign(
+        kind=exposure.collectives["kind"].where(exposure.collectives["kind"].isin(KINDS), "other")
+    )
+    for rank in ranks:
+        own = calls[calls["rank"] == rank]
+        for dimension in in_order(mesh, own["dimension"].tolist()):
+            for kind, label in KINDS.items():
+                part = own[(own["dimension"] == dimension) & (own["kind"] == kind)]
+                if len(part):
+                    ms = part["duration_ms"].sum()
+                    figures = (len(part) / steps, part["bytes"].sum(skipna=False) / steps, ms / steps)
+                    shown = [
+                        cell("", figure, KIND_COLUMNS[f"{kind}_{name}_per_step"])
+                        for figure, name in zip(figures, ("calls", "bytes", "ms"), strict=True)
+                    ]
+                    named = [cell("", text, RANK) for text in (rank, dimension or "other groups", label)]
+                    rows.append([*named, *shown, cell("", ms / len(part), COLLECTIVES[-1])])
+    return titled("collectives", [COLLECTIVES[0], DIMENSION, *COLLECTIVES[1:]], rows)
 
 
 def memory_table(summary: pd.DataFrame) -> dict[str, Any]:

@@ -361,7 +361,7 @@ def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Com
 
 def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     page = write_comparison(compared(tmp_path), tmp_path)
-    left_out = page_equals_csv(page)
+    left_out = page_equals_csv(page) - {"mesh"}  # no run has one
     table = pd.read_csv(tmp_path / "compare.csv")
     assert {name.rsplit("_", 3)[0] for name in left_out} == {
         "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"

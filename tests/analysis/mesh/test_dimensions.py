@@ -1,0 +1,186 @@
+"""The dimension of a process group, and figures by dimension, worked out by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.errors import TraceError
+from analysis.mesh import coordinates, dimension_of, in_order, mesh_of
+from analysis.metrics.audit import audit
+from analysis.metrics.dimensions import dimensions, waits
+from analysis.metrics.exposure import exposure
+from analysis.report.figures.lanes_figure import lanes_figure
+from analysis.report.figures.mesh_waits import mesh_waits_figure
+from analysis.traces.collectives import gloo_collectives
+from analysis.traces.groups import ranks_of, shown
+from tests.analysis.metrics.test_exposure import timeline
+from tests.traces import event, parsed, record_of_eight_steps
+from training.communication.traffic import EVERYONE, Collective, on_mesh
+from training.mesh import DATA_DIMENSIONS, Mesh
+from training.watch.group_marks import ranks_text
+
+MESHES = ("dp=2,tp=2", "dp=4", "tp=4", "dp=1,tp=2", "replicate=2,shard=2", "replicate=2,shard=3,tp=2", "dp=3,tp=1")
+SQUARE = {"dp": 2, "tp": 2}
+
+
+def of_text(text: str) -> dict[str, int]:
+    mesh = mesh_of({"config": {"mesh": text}})
+    assert mesh is not None
+    return mesh
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40, unique=True).map(sorted), st.integers(0, 2))
+def test_ranks_are_read_from_the_name_of_a_mark(ranks: list[int], alike: int) -> None:
+    name = f"ranks {ranks_text(ranks)}" + (f" ({alike + 1})" if alike else "")
+    assert ranks_of(name, 1000) == tuple(ranks) and shown(name, 1000) == name
+    assert ranks_of(f"ranks {str(ranks).strip('[]')}, group 7", 1000) == tuple(ranks)
+
+
+def test_names_of_groups() -> None:
+    named = {(0, 2): "0,2", (0, 1, 2, 3): "0-3", (1, 3, 5): "1-5 by 2", (4,): "4", (0, 1, 5): "0,1,5"}
+    assert {ranks: ranks_text(ranks) for ranks in named} == named
+    assert shown("ranks 0-3", 4) == "all ranks" and shown("ranks 0-3 (2)", 4) == "all ranks (2)"
+    assert shown("ranks 0, 1, group 5", 2) == "all ranks, group 5" and shown("group 5", 2) == "group 5"
+    assert ranks_of("all ranks (2)", 3) == (0, 1, 2)
+    for unknown in ("", "group 3", "ranks ", "ranks 0-99999999999", "ranks 0, 1, ..., 63, group 0", "ranks 1-x"):
+        assert ranks_of(unknown, 4) == ()
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_coordinates_and_dimensions_agree_with_those_of_training(text: str) -> None:
+    theirs, mesh = Mesh.parse(text), of_text(text)
+    assert [coordinates(mesh, rank) for rank in range(theirs.size)] == [
+        theirs.coordinates(rank) for rank in range(theirs.size)
+    ]
+    data = [rank for rank in range(theirs.size) if rank % theirs.model_size == 0]
+    groups = {"": data, "tp": range(theirs.model_size), EVERYONE: range(theirs.size)}
+    for dimension, ranks in groups.items():
+        (announced,) = on_mesh([Collective("all_reduce", 1, 4, len(ranks), "gradients", dimension)], theirs)
+        if len(ranks) > 1 or dimension == "":
+            assert dimension_of(mesh, list(ranks)) == announced.dimension
+    (nowhere,) = on_mesh([Collective("all_reduce", 1, 4, 2, "gradients", EVERYONE)], None)
+    assert nowhere.dimension == ""
+
+
+def test_dimensions_of_groups() -> None:
+    mesh = of_text("replicate=2,shard=2,tp=4")
+    expected: dict[tuple[int, ...], str] = {
+        (0, 1, 2, 3): "tp",
+        (6, 7): "tp",  # a part of the four
+        (1, 5): "shard",
+        (2, 10): "replicate",
+        (3, 7, 11, 15): "dp",
+        tuple(range(16)): "mesh",
+        tuple(range(8)): "",
+        (): "",
+    }
+    assert {ranks: dimension_of(mesh, ranks) for ranks in expected} == expected
+    assert in_order(mesh, ["", "mesh", "tp", "dp", "tp", "shard"]) == ["shard", "tp", "dp", "mesh", ""]
+    assert mesh_of(None) is None and mesh_of({"config": {}}) is None
+    with pytest.raises(TraceError, match=r"config\.mesh: dp"):
+        mesh_of({"config": {"mesh": "dp"}})
+    assert set(DATA_DIMENSIONS) == {"dp", "replicate", "shard"}
+
+
+DP, TP = "ranks 0,2", "ranks 0,1"
+
+
+def call(start: float, group: str, elements: int) -> list[Any]:
+    """An all-reduce as a calling thread shows it."""
+    return [
+        event("cpu_op", "c10d::allreduce_", start, 5, **{"Input Dims": [[[elements]], [], []]}),
+        event("cpu_op", f"group {group}", start + 1, 0),
+    ]
+
+
+def span(start: float, tid: int, elements: int) -> Any:
+    shape = {"Input Dims": [[elements]], "Input type": ["float"]}
+    return event("user_annotation", "gloo:all_reduce", start, 10, tid, **shape)
+
+
+def test_equal_calls_of_two_groups_are_told_apart_by_their_threads() -> None:
+    """The call over dp comes first, but its thread is still busy when that of tp begins."""
+    events = [*call(0, DP, 3), span(10, 7, 3), *call(30, TP, 4), span(40, 8, 4)]
+    events += [*call(60, DP, 9), *call(70, TP, 9), span(80, 8, 9), span(90, 7, 9)]
+    seen = gloo_collectives(parsed(*events).events, 4, "")
+    assert seen["group"].tolist() == [DP, TP, DP, TP] and seen["start"].tolist() == [10, 40, 90, 80]
+    assert seen["group_size"].eq(2).all() and seen["bytes"].tolist() == [12, 16, 36, 36]
+
+
+def test_no_call_is_lost_where_threads_cannot_be_told_apart() -> None:
+    events = [*call(0, DP, 9), *call(5, TP, 9), *call(10, DP, 9), span(20, 8, 9), span(21, 7, 9), span(40, 8, 9)]
+    assert gloo_collectives(parsed(*events).events, 4, "")["group"].tolist() == [DP, TP, DP]
+
+
+def test_exposed_time_by_dimension() -> None:
+    """Compute until 40. dp from 30 to 70, tp from 60 to 90: exposed 50 in all, of which 10 are of both."""
+    calls = [("all_reduce", 8, 30, 70, DP, 2), ("all_reduce", 16, 60, 90, TP, 2)]
+    found = exposure([timeline(0, [(0, 100)], [(0, 40)], calls, world_size=4)], False, SQUARE)
+    table = found.dimensions.set_index("dimension")
+    assert table.index.tolist() == ["dp", "tp"]
+    assert table["exposed_ms"].tolist() == [0.03, 0.02] and table["exposed_while_ms"].tolist() == [0.03, 0.03]
+    assert table["running_ms"].tolist() == [0.04, 0.03] and table["bytes"].tolist() == [8, 16]
+    assert table["exposed_ms"].sum() == pytest.approx(found.steps["exposed_ms"].sum())
+    assert found.collectives["dimension"].tolist() == ["dp", "tp"]
+    without = exposure([timeline(0, [(0, 100)], [(0, 40)], calls, world_size=4)], False)
+    assert without.dimensions.empty and without.collectives["dimension"].eq("").all()
+
+
+def on_square(start: dict[int, float]) -> list[Any]:
+    """Ranks of the mesh, in each an all-reduce over tp that it starts at `start`, and one over dp, all at once."""
+    made = []
+    for rank, at in start.items():
+        tp, dp = f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}", f"ranks {rank % 2},{rank % 2 + 2}"
+        calls = [("all_reduce", 8, at, 50, tp, 2), ("all_reduce", 16, 60, 70, dp, 2)]
+        made.append(timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=4))
+    return made
+
+
+def test_who_waits_for_whom() -> None:
+    """Rank 3 starts 20 us after rank 2; ranks 0 and 1 start together."""
+    made = on_square({0: 10, 1: 10, 2: 10, 3: 30})
+    table = waits(exposure(made, True, SQUARE).collectives, 1).set_index(["dimension", "rank"])
+    assert table["wait_ms"].to_dict() == {
+        (d, r): 0.02 if (d, r) == ("tp", 2) else 0 for d in ("dp", "tp") for r in range(4)
+    }
+    assert table.loc[("tp", 2), "late_rank"] == 3 and table.loc[("tp", 2), "late_ms"] == 0.02
+    figure = mesh_waits_figure(table.reset_index(), SQUARE)
+    dp, tp = figure.data
+    assert (dp.name, tp.name) == ("dp", "tp") and tp.x == ("tp 0", "tp 1") and tp.y == ("dp 0", "dp 1")
+    assert [list(row) for row in tp.z] == [[0, 0], [0.02, 0]]
+    assert tp.text[1][0] == "rank 2 waits 0.02 ms a step, 0.02 of them for rank 3"
+
+
+def test_lanes_by_dimension() -> None:
+    (first, *_) = on_square({0: 10})
+    streams = ["gloo 7", "gloo 8"]
+    kernels = first.kernels.assign(stream=["compute", *streams])
+    first = replace(first, kernels=kernels, collectives=first.collectives.assign(stream=streams))
+    figure = lanes_figure([first], 0, SQUARE)
+    assert set(figure.layout.yaxis.ticktext) == {"<b>rank 0</b>", "kernels", "dp collectives", "tp collectives"}
+
+
+def test_the_audit_tells_dimensions_apart() -> None:
+    """Two ranks of four on a mesh. A payload on the wrong dimension is right by kind alone."""
+    made = [replace(each, steps=each.steps.assign(number=5)) for each in on_square({0: 10, 1: 10})]
+    run = record_of_eight_steps("x", 0.1)
+    run["config"]["mesh"] = "dp=2,tp=2"
+    part = {"kind": "all_reduce", "count": 1, "group_size": 2, "purpose": "gradients"}
+    right = [{**part, "payload_bytes": 8, "dimension": "tp"}, {**part, "payload_bytes": 16, "dimension": "dp"}]
+    swapped = [{**part, "payload_bytes": 16, "dimension": "tp"}, {**part, "payload_bytes": 8, "dimension": "dp"}]
+
+    def failing(traffic: list[Any], timelines: list[Any]) -> set[str]:
+        table = audit(timelines, {**run, "expected_traffic": traffic})
+        table = table[table["unit"].str.endswith("/step")]
+        assert len(table)
+        return set(table.loc[table["result"] != "pass", "subject"])
+
+    assert failing(right, made) == set()
+    assert failing(swapped, made) == {"dp all-reduce: payload", "tp all-reduce: payload"}
+    unmarked = [replace(each, collectives=each.collectives.assign(group="")) for each in made]
+    assert failing(swapped, unmarked) == set()  # the trace does not say: by kind, as without a mesh
+    assert dimensions(pd.Series(["", "ranks 0,3"]), SQUARE).tolist() == ["", ""]

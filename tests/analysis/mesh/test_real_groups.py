@@ -1,0 +1,125 @@
+"""Real ranks on a mesh: traces say in which group each collective ran, and a run's audit passes by dimension."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from analysis.report.pages.summary import write_summary
+from analysis.summary import analyse_window
+from analysis.traces.collectives import gloo_collectives, only_group
+from analysis.traces.finding import find_windows
+from analysis.traces.reading import read_trace
+from tensor_parallel import REGISTRY
+from tests.ranks import RankPool
+from training.config import RunConfig
+from training.distributed import Ranks, meshed
+from training.link.speed import Link
+from training.link.world import paced_groups
+from training.mesh import Mesh, mesh_groups
+from training.run import train_and_record
+from training.watch.flight_recorder import FlightRecorder
+from training.watch.sequence import recorded_collectives
+
+SIZES, ALIKE = (10, 20, 30), 10
+"""Elements of a rank's share in each group, and of the all-reduces, which are alike in all."""
+
+
+def issued(paced: bool, watched: bool) -> tuple[list[tuple[str, str, float]], str]:
+    """Group, kind and bytes of collectives over dp, tp and all ranks, several under way at once; and `only_group`."""
+    with tempfile.TemporaryDirectory() as folder, paced_groups(Link(10**9, 1e-5) if paced else None):
+        recording = recorded_collectives(FlightRecorder.create(dist.get_rank()))
+        if watched:
+            recording.__enter__()
+        try:
+            with mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups:
+                dist.barrier()
+                with profile(
+                    activities=[ProfilerActivity.CPU],
+                    record_shapes=True,
+                    experimental_config=_ExperimentalConfig(profile_all_threads=True),
+                ) as profiler:
+                    works = []
+                    for size, group in zip(SIZES, (groups.data, groups.model, groups.everyone), strict=True):
+                        ranks = dist.get_world_size(group)
+                        whole, own = torch.ones(ranks * size), torch.ones(size)
+                        works += [
+                            dist.all_reduce(torch.ones(ALIKE), group=group, async_op=True),
+                            dist.reduce_scatter_tensor(own, whole, group=group, async_op=True),
+                            dist.all_gather_into_tensor(torch.empty(ranks * size), own, group=group, async_op=True),
+                        ]
+                    for work in works:
+                        work.wait()
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                works.clear()
+        finally:
+            if watched:
+                recording.__exit__(None, None, None)
+        trace = read_trace(path)
+        unmarked = only_group(trace.info)
+        seen = gloo_collectives(trace.events, 4, unmarked)
+    assert (seen["end"] >= seen["start"]).all() and (seen["start"] >= seen["issued"]).all()
+    return list(zip(seen["group"], seen["kind"], seen["bytes"], strict=True)), unmarked
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
+    for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced, True)):
+        data, model = f"ranks {rank % 2},{rank % 2 + 2}", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}"
+        assert unmarked == ""
+        assert seen == [
+            (group, kind, 4 * (ALIKE if kind == "all_reduce" else size * share))
+            for share, (group, size) in zip(SIZES, ((data, 2), (model, 2), ("all ranks", 4)), strict=True)
+            for kind in ("all_reduce", "reduce_scatter", "all_gather")
+        ]
+
+
+def test_without_a_watcher_groups_are_unknown(ranks: RankPool) -> None:
+    for seen, unmarked in ranks.run(4, issued, False, False):
+        assert unmarked == "" and {group for group, _, _ in seen} == {""}
+        assert [kind for _, kind, _ in seen] == ["all_reduce", "reduce_scatter", "all_gather"] * 3
+        assert [payload for _, kind, payload in seen if kind == "all_reduce"] == [40.0] * 3
+
+
+def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
+    settings = {"workload": "sample-lm", "train_samples": 40, "eval_samples": 4, "global_batch_size": 8}
+    settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
+    rank = dist.get_rank()
+    here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
+    config = RunConfig(**(settings | changes), output_dir=folder)  # type: ignore[arg-type]
+    with recorded_collectives(FlightRecorder.create(rank)), meshed(here, mesh) as ranks:
+        train_and_record(config, ranks, REGISTRY.load, None, REGISTRY.load_parallelize)
+
+
+@pytest.mark.parametrize(
+    ("choice", "mesh", "expected"),
+    [
+        ("zero2", "dp=2,tp=2", {"dp", "tp", "mesh"}),
+        ("simple_ddp", "dp=2,tp=2", {"dp", "tp", "mesh"}),
+        ("zero1", "replicate=2,shard=2", {"replicate", "shard", "dp"}),
+    ],
+)
+def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
+    ranks: RankPool, tmp_path: Path, choice: str, mesh: str, expected: set[str]
+) -> None:
+    ranks.run(4, train_on_mesh, str(tmp_path), mesh, choice)
+    (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
+    analysis = analyse_window(window)
+    page = write_summary(analysis, choice, tmp_path / "reports").read_text()
+    traffic = analysis.audit[analysis.audit["unit"].str.endswith("/step")]
+    assert set(traffic["result"]) == {"pass"}, traffic[traffic["result"] != "pass"].to_string()
+    assert {subject.split()[0] for subject in traffic["subject"]} == expected
+    dimensions = pd.read_csv(tmp_path / "reports" / "dimensions.csv")
+    assert set(dimensions["dimension"]) == expected and set(dimensions["rank"]) == set(range(4))
+    place = ["rank", "step"]
+    parts = dimensions.groupby(place)["exposed_ms"].sum().to_numpy()
+    assert parts == pytest.approx(analysis.exposure.steps.set_index(place).sort_index()["exposed_ms"].to_numpy())
+    assert analysis.exposure.collectives["wait_ms"].notna().all()
+    assert "Dimensions of the mesh" in page and f"{min(expected)} collectives" in page

@@ -1,0 +1,228 @@
+"""The silent errors of tensor parallelism: what must be the same on all ranks, what must differ, what counts once."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import tensor_parallel
+from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
+from tensor_parallel.cuts import cut_evenly
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import Column, Region, Row, Shared, plan_of
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, message_of, one_step, options_of, oracle, weight_decay_groups
+from tests.ranks import RankPool
+from tests.tensor_parallel.meshes import CPU, HAND_WRITTEN, strategy_on_mesh
+from training.errors import NonFiniteError, UnsupportedError
+from training.mesh import Mesh, mesh_groups
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm")
+
+
+def norms_after_training(names_norms: bool) -> dict[str, torch.Tensor]:
+    """Weights of norms after two steps with sequence parallelism, with a plan that names the norms, or does not."""
+    with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
+        module = build("lm, llama")
+        plan = {k: style for k, style in plan_of(module, 2).items() if names_norms or not isinstance(style, Shared)}
+        options = options_of(("", "simple_ddp"))
+        object.__setattr__(options, "model_parallel", parallelize(module, plan, groups, CPU, sequence_parallel=True))
+        strategy = tensor_parallel.load("simple_ddp")(module, OPTIMIZERS["sgd"], options, groups.data)
+        for step in range(2):
+            one_step(strategy, [make_batch("lm, llama", 3, step)])
+        return {name: p.detach().clone() for name, p in module.named_parameters() if any(n in name for n in NORMS)}
+
+
+def test_norms_do_not_drift_apart(ranks: RankPool) -> None:
+    """Each rank norms its own tokens. Without f in front of its weight, a norm would learn from these alone."""
+    for names_norms in (True, False):
+        first, second = ranks.run(2, norms_after_training, names_norms)
+        alike = [torch.equal(tensor, second[name]) for name, tensor in first.items()]
+        assert len(alike) == 5 and (all(alike) if names_norms else not any(alike))
+
+
+def clipped(choice: str, sequence_parallel: bool) -> list[float]:
+    with strategy_on_mesh("dp=2,tp=2", choice, "lm, gqa", sequence_parallel, seed=0) as strategy:
+        strategy.forward_backward([make_batch("lm, gqa", 2, 100 * strategy.data_parallel_rank)])
+        norms = [strategy.clip_grad_norm_(most).item() for most in (0.1, 1.0)]
+        return [strategy.verdict.loss_and_norm[1], *norms]
+
+
+@pytest.mark.parametrize("choice", HAND_WRITTEN)
+def test_clipping_counts_each_element_once(ranks: RankPool, choice: str) -> None:
+    """Of cut, replicated and tied parameters; the second norm shows that all were scaled alike."""
+    wanted = oracle("lm, gqa", [[[2], [2]]], clip=0.1)["norm"][0]
+    for found in ranks.run(4, clipped, choice, choice != "tp"):
+        assert found == pytest.approx([wanted, wanted, 0.1], rel=1e-5)
+
+
+def decayed(choice: str) -> dict[str, torch.Tensor]:
+    with strategy_on_mesh(
+        "dp=2,tp=2", choice, "plain", optimizer="adam", seed=0, parameter_groups=weight_decay_groups
+    ) as strategy:
+        for step in range(3):
+            one_step(strategy, [make_batch("plain", 2, 1000 * step + 100 * strategy.data_parallel_rank)])
+        return strategy.full_state_dict()
+
+
+@pytest.mark.parametrize("choice", ["tp", "zero2"])
+def test_parameter_groups_and_weight_decay(ranks: RankPool, choice: str) -> None:
+    wanted = oracle("plain", [[[2], [2]]] * 3, "adam", groups=True)["state"]
+    found = ranks.run(4, decayed, choice)[0]
+    assert all(torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6) for name, tensor in wanted.items())
+
+
+def tied_after_a_step(choice: str) -> bool:
+    with strategy_on_mesh("tp=2", choice, "lm, gqa") as strategy:
+        one_step(strategy, [make_batch("lm, gqa", 2, 0)])
+        return strategy.module.lm_head.weight is strategy.module.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
+    for choice in HAND_WRITTEN:
+        assert all(ranks.run(2, tied_after_a_step, choice))
+
+
+def break_a_gradient(choice: str, whole: bool) -> str:
+    """What rank 1 of dp=2,tp=2 makes the others say: a NaN in the gradient of its part alone."""
+    with strategy_on_mesh("dp=2,tp=2", choice, "lm, llama") as strategy:
+        if dist.get_rank() == 1:
+            name = "model.layers.1.mlp.up_proj.weight"
+            strategy.trainable[name].register_hook(lambda gradient: gradient * float("nan"))
+        return message_of(NonFiniteError, one_step, strategy, [make_batch("lm, llama", 2, 0)])
+
+
+@pytest.mark.parametrize("choice", ["tp", "zero1", "zero3"])
+def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str) -> None:
+    """Though no other rank has that part of the model, and its replica has another number."""
+    for message in ranks.run(4, break_a_gradient, choice, False):
+        assert "step 0: a gradient is not finite on rank 1;" in message
+
+
+def draw(sequence_parallel: bool) -> dict[str, Any]:
+    """Which elements dropout keeps, and the states of the generator within a region."""
+    with strategy_on_mesh("tp=2", "tp", "lm, gpt2, dropout", sequence_parallel) as strategy:
+        torch.manual_seed(7)  # as the runner: the same for ranks with the same samples
+        seen: dict[str, Any] = {}
+
+        def keep(name: str) -> Any:
+            def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+                seen.setdefault(name, (output != 0).flatten(0, -2))
+
+            return hook
+
+        def keep_state(*_: Any) -> None:
+            seen.setdefault("inside", torch.get_rng_state())
+
+        body = strategy.module.transformer
+        body.drop.register_forward_hook(keep("embedding"))
+        body.h[0].mlp.dropout.register_forward_hook(keep("between"))
+        body.h[0].attn.c_attn.register_forward_hook(keep_state)
+        strategy.module.train()
+        one_step(strategy, [make_batch("lm, gpt2, dropout", 2, 0)])
+        seen["after"] = torch.get_rng_state()
+        return seen
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout(ranks: RankPool, sequence_parallel: bool) -> None:
+    """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
+    go on with the same numbers."""
+    first, second = ranks.run(2, draw, sequence_parallel)
+    assert torch.equal(first["embedding"], second["embedding"])
+    assert torch.equal(first["between"], second["between"]) is not sequence_parallel
+    assert not torch.equal(first["inside"], second["inside"])
+    assert torch.equal(first["after"], second["after"])
+
+
+def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[torch.Tensor, ...]:
+    """Loss and gradient of cut logits on this rank, and what torch says of the whole."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(9, vocabulary, generator=generator) * scale).to(dtype)
+    targets = torch.randint(vocabulary, (9,), generator=generator)
+    targets[2] = -100
+    ((first, end),) = cut_evenly("head", "entries", vocabulary, 1, size).ranges[rank]
+    part, whole = logits[:, first:end].clone().requires_grad_(), logits.clone().requires_grad_()
+    losses = VocabularyParallelCrossEntropy.apply(part, targets, first, dist.group.WORLD)
+    (losses.where(targets >= 0, 0).sum() / 8).backward()
+    expected = functional.cross_entropy(whole.float(), targets)
+    expected.backward()
+    assert part.grad is not None and whole.grad is not None
+    return losses[targets >= 0].mean().detach(), expected.detach(), part.grad, whole.grad[:, first:end]
+
+
+@pytest.mark.parametrize("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
+def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int) -> None:
+    """Also of logits whose exponentials overflow, and over unequal parts."""
+    for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
+        for loss, expected, gradient, wanted in ranks.run(world_size, cross_entropy, scale, dtype, vocabulary):
+            assert torch.allclose(loss, expected, rtol=1e-6) and gradient.dtype == dtype
+            assert torch.allclose(gradient, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+
+
+def resting(choice: str, sequence_parallel: bool) -> tuple[dict[str, int], int, int]:
+    """Bytes at rest, and the elements of this rank's part and its number of tensors, from the whole model."""
+    with strategy_on_mesh("dp=2,tp=2", choice, "lm, even", sequence_parallel, optimizer="adam") as strategy:
+        one_step(strategy, [make_batch("lm, even", 2, 0)])
+        assert strategy.model_parallel is not None
+        strategy.finish_communication()
+        elements, count = 0, 0
+        for name, p in build("lm, even").named_parameters():
+            cut = strategy.model_parallel.cuts.get(name)
+            part = p.numel() if cut is None else torch.empty(cut.part_shape(p, strategy.model_parallel.rank)).numel()
+            elements, count = elements + part, count + 1
+        return strategy.memory_breakdown(), elements, count
+
+
+def test_memory_at_rest(ranks: RankPool) -> None:
+    """16 bytes for each element of a rank's part of the model, and 4 for each of Adam's step counters."""
+    for memory, elements, tensors in ranks.run(4, resting, "simple_ddp", True):
+        assert memory["parameters"] == memory["gradients"] == 4 * elements
+        assert memory["optimizer_state"] == 8 * elements + 4 * tensors
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = False) -> str:
+    def cut() -> None:
+        with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
+            module = build(model)
+            parallelize(module, plan or plan_of(module, groups.mesh.model_size), groups, CPU, sequence_parallel)
+
+    return message_of(UnsupportedError, cut)
+
+
+@pytest.mark.parametrize(
+    "model, plan, wanted",
+    [
+        (
+            "lm, gqa",
+            None,
+            "--mesh: model.layers.0.self_attn.k_proj has 2 heads, which cannot be cut over 3 ranks",
+        ),
+        ("plain", {"net.0": Column(heads=2)}, "--plan: net.0 has 11 outputs, which are not 2 equal heads"),
+        ("plain", {"net.0": Column(parts=2)}, "--plan: net.0 has 11 outputs, which are not 2 equal parts"),
+        ("plain", {"net.9": Column()}, '--plan: "net.9" matches no module of Plain'),
+        ("plain", {"net.0": Column(), "net.*": Row()}, "--plan: net.0 is matched by several patterns"),
+        ("plain", {"net.1": Column()}, "--plan: Tanh is no linear layer, and cannot be cut"),
+        ("plain", None, "--mesh with tp: no plan for Plain, only for llama, mistral, qwen2, gpt2"),
+        (
+            "tied",
+            {"first": Column(), "last": Row()},
+            "--plan: last.weight is tied to a parameter that is cut in",
+        ),
+        ("adapted", {"blocks.*": Region(), "blocks.*.base": Column()}, "adapter.weight is in region blocks.0, where"),
+    ],
+)
+def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str) -> None:
+    for message in ranks.run(3, refuse, "tp=3", model, plan):
+        assert wanted in message
+
+
+def test_sequence_parallelism_needs_a_place_to_begin(ranks: RankPool) -> None:
+    for message in ranks.run(2, refuse, "tp=2", "plain", {"net.0": Column(), "net.2": Row()}, True):
+        assert message == "--sequence-parallel: the plan does not say where tokens are split"
