@@ -10,8 +10,8 @@ from pathlib import Path
 import ddp
 import sharding
 import tensor_parallel
-from scripts.meshes import mesh_flags, mesh_labels
-from training.config import LEGACY_NCCL, RunConfig, labelled
+from scripts.meshes import mesh_flags, mesh_labels, mesh_setting
+from training.config import LEGACY_NCCL, RunConfig, labelled, split_label
 from training.errors import UnsupportedError, UserError
 from training.flags import parse_config
 from training.mesh import Mesh
@@ -50,10 +50,12 @@ FAMILIES = {
 
 
 def report_root_of(label: str) -> str:
-    """Root folder of the reports on a run; that of the replicated choices for a choice that no registry has."""
-    choice, *settings = label.split("@")
-    families = list(FAMILIES.values())
-    if any(setting != LEGACY_NCCL for setting in settings):  # a mesh
+    """Root folder of the reports on a run; on a mesh, that of main_parallel.py if it has the choice.
+
+    It is that of the replicated choices for a choice that no registry has.
+    """
+    choice, families = split_label(label)[0], list(FAMILIES.values())
+    if mesh_setting(label):
         families.reverse()
     of_choice = (family.report_root for family in families if choice in family.registry.sentences)
     return next(of_choice, FAMILIES["ddp"].report_root)
