@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from training.cli import exit_with_error, unknown_name
-from training.config import AUTO, RunConfig, bucket_cap, split_label
+from training.config import AUTO, RunConfig, bucket_cap
 from training.errors import UserError
 
 LOCAL, RUNTIME = "local", "runtime"
@@ -37,7 +37,8 @@ def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
     Leaves the process with one line where the text makes no sense.
     """
     label, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
-    choice, backend = split_label(label)
+    choice, _, given = label.partition("@")
+    backend = given or None
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
     fields: dict[str, object] = {"choice": choice}

@@ -361,7 +361,7 @@ def test_many_kernels_stay_light(tmp_path: Path) -> None:
         )
 
     timelines = [timeline(0), timeline(1)]
-    section = lanes_section(timelines, 5)
+    section = lanes_section(timelines, 5, None)
     assert len(render("many kernels", [], [section])) < LARGEST_PAGE - 500_000, "room for the other sections"
     assert "of 40,000 kernels of the step" in section.text
     figure = lanes_figure(timelines, 5)
