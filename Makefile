@@ -13,9 +13,10 @@ lint: ## style and types
 	uv run mypy
 	$(PYTHON) benchmarks/publish.py --check
 
-sweep: ## train with every strategy on two processes, and compare (10 minutes)
+sweep: ## train with every strategy on two processes, and on meshes of four, and compare (20 minutes)
 	./run_experiment_ddp.sh 2
 	./run_experiment_shard.sh 2
+	./run_experiment_parallel.sh 4
 
 results: ## measure docs/results.md anew, on a quiet machine (20 minutes)
 	$(PYTHON) benchmarks/publish.py

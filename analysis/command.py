@@ -1,4 +1,5 @@
-"""The command line of `scripts/analyze_traces_ddp.py` and `scripts/analyze_traces_sharding.py`."""
+"""The command line of `scripts/analyze_traces_ddp.py`, `scripts/analyze_traces_sharding.py` and
+`scripts/analyze_traces_parallel.py`."""
 
 import argparse
 import re

@@ -33,11 +33,13 @@ from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.config import RunConfig
 from training.errors import UnsupportedError
-from training.mesh import DATA, TENSOR, MeshGroups
+from training.mesh import DATA, SHARD, TENSOR, Mesh, MeshGroups
 from training.model_parallel import Cut, ModelParallel
 from training.optimizers import MakeOptimizer
 from training.replicated import ReplicatedStrategy, broadcast_from_rank0
 from training.strategy import Strategy
+
+NO_DATA_DIMENSION = "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp"
 
 
 def parallelize_by_torch(
@@ -133,6 +135,14 @@ def cut_of(parameter: nn.Parameter) -> Cut | None:
 class LossParallel(Strategy):
     """Forward and backward within `loss_parallel`."""
 
+    @classmethod
+    def require_mesh(cls, mesh: Mesh | None) -> None:
+        super().require_mesh(mesh)
+        if mesh is None or mesh.model_size == 1:
+            raise UnsupportedError(
+                "--mesh without tp: parallelize_module has nothing to cut; take zero3, or tp above 1"
+            )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(loss_parallel())
@@ -159,9 +169,15 @@ class LossParallel(Strategy):
 class PyTorchTP(LossParallel, ReplicatedStrategy):
     """Tensor parallelism alone: no two ranks see different samples."""
 
+    @classmethod
+    def require_mesh(cls, mesh: Mesh | None) -> None:
+        super().require_mesh(mesh)
+        if mesh is not None and mesh.data_size > 1:
+            raise UnsupportedError(NO_DATA_DIMENSION)
+
     def prepare(self) -> None:
         if self.data_parallel_size > 1:
-            raise UnsupportedError("pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp")
+            raise UnsupportedError(NO_DATA_DIMENSION)
         self.make_compression()
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
@@ -213,6 +229,12 @@ class PyTorchFSDPTP(LossParallel, FSDP2):
     replicates_shards = False
 
     frees_blocks_after_forward = True
+
+    @classmethod
+    def require_mesh(cls, mesh: Mesh | None) -> None:
+        super().require_mesh(mesh)
+        if mesh is not None and SHARD in mesh.degrees:
+            raise UnsupportedError("--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3")
 
     def mesh(self) -> DeviceMesh:
         assert self.model_parallel is not None and self.model_parallel.device_mesh is not None

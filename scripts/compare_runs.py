@@ -8,7 +8,6 @@ Exit code 0: compared. 1: not comparable; one line on standard error says why. 2
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,7 +18,8 @@ from analysis.comparison.choices import report_on_choices
 from analysis.comparison.fairness import FIELDS
 from analysis.comparison.two_runs import report_on_two_runs
 from analysis.errors import TraceError
-from scripts.runs import FAMILIES, report_root_of
+from scripts.meshes import place
+from scripts.runs import FAMILIES, Family, report_root_of
 from training.cli import OneLineParser
 from training.config import LEGACY_NCCL, split_label
 
@@ -54,7 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="FAMILY|FOLDER",
-        help="ddp or sharding: all choices of main_ddp.py or main_shard.py; or profile/<choice>: two runs in it",
+        help="ddp, sharding or parallel: all runs of main_ddp.py, main_shard.py or main_parallel.py; or "
+        "profile/<choice>: two runs in it",
     )
     parser.add_argument("--output-dir", type=Path, help="root of profile/ and of the reports (default: in place)")
     parser.add_argument(
@@ -87,23 +88,21 @@ def of_family(options: argparse.Namespace) -> int:
     """Compare the latest runs of all choices."""
     family = FAMILIES[options.what]
     root = options.output_dir or Path()
-    trained = trained_labels(root / "profile", list(family.registry.sentences))
+    trained = trained_labels(root / "profile", family)
     page = report_on_choices(root, family.report_root, trained, failed=[], allowed=options.allow_different)
     print(f"\nreport: {page}")
     return 0
 
 
-def trained_labels(profile: Path, choices: Sequence[str]) -> list[str]:
-    """The labels of `choices` that have folders: over one NCCL class first, by choice, and of one by mesh."""
+def trained_labels(profile: Path, family: Family) -> list[str]:
+    """The labels of a family's runs that have folders, in the order of `scripts.meshes.place`."""
     folders = [path.name for path in profile.iterdir() if path.is_dir()] if profile.is_dir() else []
+    choices = list(family.registry.sentences)
     found = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
-
-    def place(label: str) -> tuple[bool, int, list[str | int]]:
-        choice, backend = split_label(label)
-        meshes = re.split(r"(\d+)", label.removeprefix(choice))
-        return backend is not None, choices.index(choice), [int(part) if part.isdecimal() else part for part in meshes]
-
-    return sorted(found, key=place)
+    return sorted(
+        (label for label in found if report_root_of(label) == family.report_root),
+        key=lambda label: place(label, choices),
+    )
 
 
 def of_choice(options: argparse.Namespace) -> int:

@@ -1,39 +1,63 @@
-"""The two families of strategies, and one run of a sweep over a family."""
+"""The families of strategies, and one run of a sweep over a family."""
 
 import logging
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import ddp
 import sharding
+import tensor_parallel
+from scripts.meshes import mesh_flags, mesh_labels, mesh_setting
 from training.config import LEGACY_NCCL, RunConfig, labelled, split_label
-from training.errors import UnsupportedError
+from training.errors import UnsupportedError, UserError
 from training.flags import parse_config
+from training.mesh import Mesh
 from training.registry import Registry
 
 
 @dataclass(frozen=True)
 class Family:
-    """One entrypoint, the command that sweeps its choices, and the root folder of their reports."""
+    """One entrypoint, the command that sweeps its choices, and the root folder of their reports.
+
+    Attributes:
+        workload: On which a sweep trains by default. Default: that of the entrypoint.
+        on_meshes: Labels of a sweep's runs on so many ranks, where `--mesh` does not name one. Default: every choice.
+    """
 
     script: str
     sweep: str
     registry: Registry
     report_root: str
+    workload: str | None = None
+    on_meshes: Callable[[int], list[str]] | None = None
 
 
 FAMILIES = {
     "ddp": Family("main_ddp.py", "run_experiment_ddp.sh", ddp.REGISTRY, "reports"),
     "sharding": Family("main_shard.py", "run_experiment_shard.sh", sharding.REGISTRY, "reports_sharding"),
+    "parallel": Family(
+        "main_parallel.py",
+        "run_experiment_parallel.sh",
+        tensor_parallel.REGISTRY,
+        "reports_parallel",
+        "sample-lm",
+        mesh_labels,
+    ),
 }
 
 
 def report_root_of(label: str) -> str:
-    """Root folder of the reports on a choice; that of the replicated ones for a choice that no registry has."""
-    choice, _ = split_label(label)
-    of_choice = (family.report_root for family in FAMILIES.values() if choice in family.registry.sentences)
+    """Root folder of the reports on a run; on a mesh, that of main_parallel.py if it has the choice.
+
+    It is that of the replicated choices for a choice that no registry has.
+    """
+    choice, families = split_label(label)[0], list(FAMILIES.values())
+    if mesh_setting(label):
+        families.reverse()
+    of_choice = (family.report_root for family in families if choice in family.registry.sentences)
     return next(of_choice, FAMILIES["ddp"].report_root)
 
 
@@ -52,22 +76,32 @@ class Runs:
     checkpoint_dir: Path | None
     flags: list[str]
 
+    def gives(self, *names: str) -> bool:
+        """Whether the user has given one of these flags."""
+        return any(flag.split("=")[0] in names for flag in self.flags)
+
+    def names(self) -> list[str]:
+        """Each choice, or labels where they tell more."""
+        if self.family.on_meshes is None or self.gives("--mesh"):
+            return list(self.family.registry.names)
+        return self.family.on_meshes(self.ranks)
+
     def labels(self) -> list[str]:
-        """Names of all runs: a run of each choice, and where torch has two NCCL classes, runs over the older one."""
+        """Labels of all runs: those of `names`, and where torch has two NCCL classes, runs over the older one."""
         from training.distributed import has_two_nccl_classes  # imports torch
 
         registry = self.family.registry
-        labels = [self.config(name).label for name in registry.names]
+        labels = [self.config(name).label for name in self.names()]
         if has_two_nccl_classes(self.config(registry.names[0])):
             labels += [labelled(name, LEGACY_NCCL) for name in registry.on_legacy_nccl]
         return labels
 
     def arguments(self, label: str) -> list[str]:
         """The run's own command line."""
-        choice, backend = split_label(label)
+        choice, *settings = label.split("@")
         arguments = ["--ddp-choice", choice, "--output-dir", str(self.output_dir), *self.flags]
-        if backend is not None:
-            arguments += ["--backend", backend]
+        for setting in settings:
+            arguments += ["--backend", setting] if setting == LEGACY_NCCL else mesh_flags(setting)
         if self.checkpoint_dir is not None:  # each run needs its own folder
             arguments += ["--checkpoint-dir", str(self.checkpoint_dir / label)]
         return arguments
@@ -76,11 +110,29 @@ class Runs:
         """Exits with one line where the flags make no sense."""
         return parse_config("", self.family.registry, arguments=self.arguments(label))
 
+    def require_fit(self) -> RunConfig:
+        """Check that the batch and each mesh fit the ranks, and return the settings of the first run.
+
+        Raises:
+            UserError: they do not.
+        """
+        if self.names() != list(self.family.registry.names) and self.gives("--sequence-parallel"):
+            raise UserError("--sequence-parallel: goes with --mesh; without it, some runs have it and others do not")
+        configs = [self.config(name) for name in self.names()]
+        for config in configs:
+            mesh = Mesh.parse(config.mesh) if config.mesh else None
+            if mesh is not None:
+                mesh.require_ranks(self.ranks, self.ranks)
+            config.micro_batch_size(mesh.data_size if mesh else self.ranks)
+        return configs[0]
+
     def refusal(self, label: str) -> str:
         """Why this run's choice cannot do what the flags ask for; empty if it can."""
         config = self.config(label)
+        strategy = self.family.registry.load(config.choice)
         try:
-            self.family.registry.load(config.choice).require_options(config.strategy_options())
+            strategy.require_options(config.strategy_options())
+            strategy.require_mesh(Mesh.parse(config.mesh) if config.mesh else None)
         except UnsupportedError as error:
             return str(error)
         return ""

@@ -1,6 +1,6 @@
 """Train with every choice, one after the other, report on each, and compare them.
 
-run_experiment_ddp.sh and run_experiment_shard.sh start it.
+run_experiment_ddp.sh, run_experiment_shard.sh and run_experiment_parallel.sh start it.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
         usage=usage.format(known.script if known else "the entrypoint"),
         allow_abbrev=False,
     )
-    help_on_family = argparse.SUPPRESS if known else "ddp or sharding"  # run_experiment_*.sh give it
+    help_on_family = argparse.SUPPRESS if known else ", ".join(FAMILIES)  # run_experiment_*.sh give it
     parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=help_on_family)
     parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one per GPU if it has GPUs")
     folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
@@ -98,13 +98,14 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
             parser.error(f"{flag}: a sweep trains with every choice; for one, use torchrun {family.script}")
     if options.ranks < 1:
         parser.error(f"RANKS {options.ranks}: must be at least 1")
-    if not any(flag.split("=")[0] in ("--max-steps", "--epochs") for flag in flags):
-        flags += ["--max-steps", str(SWEEP_STEPS)]
     runs = Runs(family, options.ranks, options.output_dir, options.checkpoint_dir, flags)
-    config = runs.config(family.registry.names[0])
-    if not any(flag.split("=")[0] == "--link" for flag in flags) and not has_gpu(config.device):
-        runs = replace(runs, flags=[*flags, "--link", SWEEP_LINK])
-    config.micro_batch_size(options.ranks)
+    if not runs.gives("--max-steps", "--epochs"):
+        runs = replace(runs, flags=[*runs.flags, "--max-steps", str(SWEEP_STEPS)])
+    if family.workload and not runs.gives("--workload", "--task", "--model", "--dataset"):
+        runs = replace(runs, flags=[*runs.flags, "--workload", family.workload])
+    config = runs.require_fit()
+    if not runs.gives("--link") and not has_gpu(config.device):
+        runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     config.require_profiled_ranks(options.ranks)
     if config.nsys:
         find_nsys()
@@ -139,7 +140,7 @@ def given_to_resume(arguments: list[str]) -> str:
 
 def link_sentence(runs: Runs) -> str:
     """The first line of a sweep."""
-    link = runs.config(runs.family.registry.names[0]).link
+    link = runs.config(runs.names()[0]).link
     if link == NONE:
         return "links: as this machine is"
     return f"links: {link} for each rank; --link none is the machine as it is (docs/link.md)"

@@ -37,6 +37,8 @@ OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`training.schedule`)."""
+SEQUENCE_PARALLEL = "-sp"
+"""Behind a mesh in the label of a run."""
 LOG_TARGETS = ("tensorboard", "wandb")
 
 RECORD_VERSION = 10
@@ -511,7 +513,7 @@ class RunConfig:
         `zero2@dp2-tp2`."""
         mesh = Mesh.parse(self.mesh).label if self.mesh else None
         if mesh and self.sequence_parallel:
-            mesh += "-sp"
+            mesh += SEQUENCE_PARALLEL
         return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)
 
     def strategy_options(self) -> StrategyOptions:

@@ -11,6 +11,7 @@ consecutive numbers, so they are on one node, where links are fast.
 `Mesh` is arithmetic. `MeshGroups` are its process groups.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,11 @@ class Mesh:
             if order.index(outer) > order.index(inner):
                 raise UserError(f"--mesh {text}: {inner} must stand before {outer}: the outermost is first")
         return cls(degrees)
+
+    @classmethod
+    def of_label(cls, label: str) -> "Mesh":
+        """The mesh that has this `label`."""
+        return cls({name: int(degree) for name, degree in re.findall(r"([a-z]+)(\d+)", label)})
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())

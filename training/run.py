@@ -27,6 +27,7 @@ from training.errors import AgreedError, NonFiniteError, OneRankError, UserError
 from training.flags import to_toml
 from training.generation import generate, require_generates
 from training.loop import Plan, TrainingResult, evaluate, train
+from training.mesh import Mesh
 from training.model_parallel import ModelParallel, Parallelize
 from training.process.lazy_compiler import compiler_postponed
 from training.process.stop_request import stop_requests
@@ -49,6 +50,7 @@ from training.schedule import learning_rates
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 from training.watch.cause import COMPLETED, STOPPED, Ending
+from training.watch.names import RankNames
 from training.watch.phases import between_steps
 from training.watch.watcher import watched
 
@@ -66,13 +68,13 @@ def run(
 ) -> int:
     """Train as `config` says, and return the exit code. An error that a user can put right is one line on rank 0."""
     silence_libraries()
-    so_far = RunSoFar(config)
+    so_far, mesh = RunSoFar(config), Mesh.parse(config.mesh) if config.mesh else None
     try:
         with (
             stop_requests(config.checkpoint_every is not None) as so_far.stop_request,
             joined_ranks(config) as ranks,
             so_far.saying_errors(ranks.is_main),
-            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight),
+            watched(ranks.rank, ranks.world_size, so_far.report, so_far.keep_flight, RankNames(mesh)),
             compiler_postponed(),
             meshed(ranks, config.mesh) as ranks_on_mesh,
         ):
@@ -109,6 +111,8 @@ def train_and_record(
     config = resolve_workload(config, ranks.device.type == "cuda")
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
     config.require_profiled_ranks(ranks.world_size)
+    strategy_class = load_strategy(config.choice)
+    strategy_class.require_mesh(ranks.groups.mesh if ranks.groups else None)
     require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
@@ -130,7 +134,7 @@ def train_and_record(
     flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
     model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
     part = ModelSize.of(workload.model)  # this rank's
-    strategy = build_strategy(config, workload, ranks, load_strategy(config.choice), model_parallel=model_parallel)
+    strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)

@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.ranges import Piece
-from training.communication.agreement import (
-    COUNTS_ROW_BYTES,
-    RECEIVED_BYTES,
-    RESULTS_ROW_BYTES,
-    StepAgreement,
-)
+from training.communication.agreement import StepAgreement
 from training.communication.consistency import (
     require_castable,
     require_matching_state,
@@ -28,6 +23,7 @@ from training.communication.verdict import VERDICT_BYTES, Verdict, norm_of, upda
 from training.compilation import SETTLING_STEPS, CompiledBlocks
 from training.config import StrategyOptions
 from training.errors import UnsupportedError
+from training.mesh import REPLICATE, Mesh
 from training.optimizers import MakeOptimizer, checked
 from training.precision import autocast
 from training.process.at_exit import settle_at_exit
@@ -37,6 +33,11 @@ from training.step import MicroBatch, StepRunner
 from training.watch.gradient_watch import GradientWatch
 from training.watch.phases import phase
 from training.watch.sequence import follow_gradients
+
+NO_REPLICAS = (
+    "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, zero2, zero3, "
+    "pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
+)
 
 
 class Strategy(ABC):
@@ -122,7 +123,8 @@ class Strategy(ABC):
         require_supported_parameters(module)
         if self.options.param_dtype:
             require_castable(module)
-        self._agreement = StepAgreement(group, self.everyone, next(module.parameters()).device)
+        model = self.model_parallel.group if self.model_parallel else None
+        self._agreement = StepAgreement(group, self.everyone, model, next(module.parameters()).device)
         require_same_parameters(module, group, self._agreement.device)
         backend = self.options.compile_backend
         self.compiled = CompiledBlocks(module, backend) if backend else None
@@ -174,10 +176,17 @@ class Strategy(ABC):
                 "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"
             )
         if options.shard_groups and not cls.replicates_shards:
-            raise UnsupportedError(
-                "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, "
-                "zero2, zero3, pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
-            )
+            raise UnsupportedError(NO_REPLICAS)
+
+    @classmethod
+    def require_mesh(cls, mesh: Mesh | None) -> None:
+        """Check that this strategy can train over `mesh`; None: all ranks see different samples.
+
+        Raises:
+            UnsupportedError: says what it needs.
+        """
+        if mesh is not None and REPLICATE in mesh.degrees and not cls.replicates_shards:
+            raise UnsupportedError(NO_REPLICAS)
 
     # What a strategy defines -------------------------------------------------------------------------------------
 
@@ -612,11 +621,12 @@ class Strategy(ABC):
             clips: Whether `clip_grad_norm_` is called in the step.
         """
         size, everyone = self.data_parallel_size, dist.get_world_size(self.everyone)
-        results_bytes = RESULTS_ROW_BYTES + RECEIVED_BYTES * len(self.trainable)
+        counts_bytes = self._agreement.counts_row_bytes * everyone
+        results_bytes = self._agreement.results_row_bytes(len(self.trainable)) * size
         return [
             *self.expected_gradient_traffic(micro_batches),
-            Collective("all_gather", 1, COUNTS_ROW_BYTES * everyone, everyone, "bookkeeping", EVERYONE),
-            Collective("all_gather", 1, results_bytes * size, size, "bookkeeping"),
+            Collective("all_gather", 1, counts_bytes, everyone, "bookkeeping", EVERYONE),
+            Collective("all_gather", 1, results_bytes, size, "bookkeeping"),
             Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping", EVERYONE),
             *(self.expected_clipping_traffic() if clips else []),
             *(self.model_parallel.expected_traffic(micro_batches) if self.model_parallel else []),

@@ -43,7 +43,7 @@ def report_on_choices(
 
     Args:
         output_dir: Root of `profile/` and of the reports.
-        report_root: Folder of the reports in it: `reports` or `reports_sharding`.
+        report_root: Folder of the reports in it: `reports`, `reports_sharding` or `reports_parallel`.
         choices: Labels of trained choices (`training.config.labelled`). The latest run of each counts.
         failed: Choices without a result, which the page names. A choice whose traces are broken is added.
         allowed: Settings in which the runs may differ, named as in `analysis.comparison.fairness.FIELDS`.

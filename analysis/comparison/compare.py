@@ -17,7 +17,7 @@ from analysis.metrics.utilization import mfu
 from analysis.summary import WindowAnalysis
 from analysis.traces.timeline import RankTimeline
 
-REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline"}
+REFERENCE = {"reports": "pytorch_ddp", "reports_sharding": "baseline", "reports_parallel": "tp"}
 """The choice that ratios refer to, by report folder."""
 IS_REFERENCE, UNKNOWN = "reference", "unknown"
 VERDICTS = {-1: "faster", 0: "no difference seen", 1: "slower", None: UNKNOWN}

@@ -1,4 +1,6 @@
-"""main_ddp.py and main_shard.py with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
+"""An entrypoint with one planted fault: torchrun ... tests/faults/main_faulty.py --ddp-choice zero3
+
+It is main_parallel.py with --mesh, else main_ddp.py or main_shard.py.
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`. `kind` is one of `FAULTS`. `at` is
 `forward`, `backward`, `optimizer`, `trace`, or `collective` (the first one after forward). Ranks that torchrun has
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import ddp
 import sharding
+import tensor_parallel
 from training.flags import train_from_command_line
 from training.registry import Registry
 
@@ -68,6 +71,14 @@ def extra_collective(strategy: Any) -> None:
     import torch.distributed as dist
 
     dist.broadcast(torch.zeros(5), src=0)
+
+
+def extra_in_model(strategy: Any) -> None:
+    """The same among ranks that hold parts of one model."""
+    import torch
+    import torch.distributed as dist
+
+    dist.broadcast(torch.zeros(5), group_src=0, group=strategy.model_parallel.group)
 
 
 def spoiled_collective(change: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
@@ -162,6 +173,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "exit": lambda strategy: os._exit(0),
     "memory": eat_memory,
     "extra": extra_collective,
+    "extra_in_model": extra_in_model,
     "shape": spoiled_collective(lambda tensor: [tensor.new_zeros(tensor.numel() + 3)]),
     "dtype": spoiled_collective(lambda tensor: [tensor.double()]),
     "order": swap_gradients,
@@ -239,7 +251,8 @@ def main() -> int:
         on_late_device()
     plan = Plan(os.environ["FAULT"])
     choice = sys.argv[sys.argv.index("--ddp-choice") + 1]
-    registry = (ddp if choice in ddp.CHOICES else sharding).REGISTRY
+    of_one_dimension = ddp if choice in ddp.CHOICES else sharding
+    registry = (tensor_parallel if "--mesh" in sys.argv else of_one_dimension).REGISTRY
 
     class FaultyRegistry(Registry):
         def load(self, name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from training.checkpoint.saver import LOCK
+from training.mesh import Mesh
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = "tests/faults/main_faulty.py"
@@ -46,6 +47,7 @@ class Scenario:
         only: The choices in which it can be planted; empty for all.
         flags: Of the run, in addition to the usual ones.
         device: `late` for a device that pretends (`late_device.py`).
+        mesh: Of the ranks, which the message must then name with their places. Default: two ranks without a mesh.
     """
 
     name: str
@@ -58,6 +60,16 @@ class Scenario:
     only: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     device: str = ""
+    mesh: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return Mesh.parse(self.mesh).size if self.mesh else 2
+
+    @property
+    def named(self) -> str:
+        """The rank in the message."""
+        return f"rank {self.rank}" + (f" ({Mesh.parse(self.mesh).describe(self.rank)})" if self.mesh else "")
 
     def fits(self, choice: str) -> bool:
         """Whether the fault can be planted in `choice`."""
@@ -109,6 +121,17 @@ ON_LATE_DEVICE = (
 )
 """Faults of ranks whose gradients a device reduces."""
 
+SMALL_LM = ("--workload", "sample-lm", "--sequence-length", "16", "--no-profile")
+ON_MESH = tuple(
+    Scenario(name, fault, how, says, rank=3, flags=SMALL_LM, mesh="dp=2,tp=2")
+    for name, fault, how, says in (
+        ("killed in backward", "kill:at=backward", "killed", "was killed"),
+        ("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
+        ("another collective in tp", "extra_in_model:at=forward", "mismatched", "rank 3 (dp 1, tp 1) broadcast of 5"),
+    )
+)
+"""No collective times out: the ranks end since they watch each other."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -149,7 +172,7 @@ class Outcome:
         if fails and self.errors and scenario.says not in self.errors[0]:
             found.append(f"the message lacks '{scenario.says}': {self.errors[0]}")
         if scenario.names_place and self.errors:
-            words = [f"step {FAULT_STEP}"] + [f"rank {scenario.rank}"] * (scenario.how != "mismatched")
+            words = [f"step {FAULT_STEP}"] + [scenario.named] * (scenario.how != "mismatched")
             found += [f"the message lacks '{word}': {self.errors[0]}" for word in words if word not in self.errors[0]]
         if fails and self.errors and self.errors[0] not in self.output.rpartition("Root Cause")[2]:
             found.append("torchrun's root cause is not the message")
@@ -169,15 +192,17 @@ class Outcome:
 
 
 def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float = 120.0) -> Outcome:
-    """One run of `choice` on two ranks under torchrun, with the fault in it."""
+    """One run of `choice` under torchrun, with the fault in it."""
     mark, moment = uuid.uuid4().hex, folder / "fault_time"
     flags = ["--ddp-choice", choice, *TINY, *WINDOW, *scenario.flags, "--output-dir", str(folder)]
     flags += ["--bucket-cap-mb", "25"] * (choice == "bucket_ddp_async")  # fitted ones would move the windows
+    flags += ["--mesh", scenario.mesh] if scenario.mesh else []
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = os.environ | {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment)}
     environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "DEVICE": scenario.device}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT, *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scenario.ranks}"]
+    command = [*launcher, SCRIPT, *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

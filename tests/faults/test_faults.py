@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.faults.scenarios import MARK, ON_LATE_DEVICE, ROOT, SCENARIOS, TINY, Scenario, processes_of, run_scenario
+from tests.faults.scenarios import (
+    MARK,
+    ON_LATE_DEVICE,
+    ON_MESH,
+    ROOT,
+    SCENARIOS,
+    TINY,
+    Scenario,
+    processes_of,
+    run_scenario,
+)
 from tests.training.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
@@ -56,6 +66,14 @@ def test_faults_of_ranks_whose_collectives_a_device_runs(tmp_path: Path, name: s
     """Where `Work.wait` does not wait, as on NCCL."""
     (scenario,) = [scenario for scenario in ON_LATE_DEVICE if scenario.name == name]
     require_ends_well(replace(scenario, device="late"), "simple_ddp", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(ON_MESH)))]
+)
+def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path: Path, number: int) -> None:
+    """The message names the rank with its place."""
+    require_ends_well(ON_MESH[number], "tp", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,9 @@ def test_compare_what_has_been_trained(tmp_path: Path) -> None:
 
 
 def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
-    """By choice, and of one choice by mesh. Ratios are to the first reference. Other folders are not runs."""
-    meshes = {"zero1@dp2-tp1": "dp=2,tp=1", "baseline@dp2": "dp=2", "zero1@dp1-tp2": "dp=1,tp=2", "zero1": None}
+    """By mesh, and on one mesh by choice. Ratios are to the first reference. Other folders are not such runs."""
+    meshes = {"zero1@dp2-tp1": "dp=2,tp=1", "zero1@dp2": "dp=2", "tp@dp2": "dp=2", "zero1@dp1-tp2-sp": "dp=1,tp=2"}
+    meshes |= {"zero1": None}  # of main_shard.py
     trained(tmp_path, {label: {"choice": split_label(label)[0]} for label in [*meshes, "zero1@My backup"]})
     for label, mesh in meshes.items():
         (path,) = (tmp_path / "profile" / label).glob("*.run.json")
@@ -97,13 +98,13 @@ def test_runs_on_several_meshes_stand_in_one_table(tmp_path: Path) -> None:
         content["config"]["mesh"] = mesh
         content["expected_traffic"][0]["dimension"] = "tp" if mesh == "dp=1,tp=2" else "dp"
         write(path, content)
-    answer = compare_runs("sharding", "--output-dir", str(tmp_path))
+    answer = compare_runs("parallel", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
-    table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
-    assert table.choice.tolist() == ["baseline@dp2", "zero1", "zero1@dp1-tp2", "zero1@dp2-tp1"]
-    assert table.mesh.fillna("").tolist() == ["dp=2", "", "dp=1,tp=2", "dp=2,tp=1"]
-    assert table.verdict.tolist()[0] == "reference"
-    page = (tmp_path / "reports_sharding" / "compare.html").read_text()
+    table = pd.read_csv(tmp_path / "reports_parallel" / "compare.csv")
+    assert table.choice.tolist() == ["zero1@dp1-tp2-sp", "tp@dp2", "zero1@dp2", "zero1@dp2-tp1"]
+    assert table.mesh.tolist() == ["dp=1,tp=2", "dp=2", "dp=2", "dp=2,tp=1"]
+    assert table.verdict.tolist()[1] == "reference"
+    page = (tmp_path / "reports_parallel" / "compare.html").read_text()
     assert "What differs besides the choice and mesh" in page and "dp=1,tp=2" in page
 
 

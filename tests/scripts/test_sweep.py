@@ -14,10 +14,14 @@ from unittest import mock
 import pytest
 
 import ddp
+import tensor_parallel
 from analysis.errors import TraceError
 from scripts import sweep as script
+from scripts.meshes import mesh_flags, mesh_labels, mesh_setting, place
+from scripts.runs import report_root_of
 from training.checkpoint.manifest import folder_name
 from training.flags import parse_config
+from training.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 CHOICES = list(ddp.CHOICES)
@@ -25,7 +29,7 @@ Train = Callable[[str, list[str]], bool]
 
 
 class Sweep:
-    """`scripts/sweep.py ddp 2` in `folder`, in this process.
+    """`scripts/sweep.py ddp 2` in `folder`, in this process; or of another family, on other ranks.
 
     Attributes:
         asked: The arguments of each run that it starts.
@@ -34,6 +38,7 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.of = ["ddp", "2"]
         self.asked: dict[str, list[str]] = {}
         self.report_problem: BaseException | None = None
 
@@ -50,7 +55,7 @@ class Sweep:
             return self.folder / "compare.html"
 
         out, error = io.StringIO(), io.StringIO()
-        command = ["sweep.py", "ddp", "2", "--output-dir", str(self.folder), *arguments]
+        command = ["sweep.py", *self.of, "--output-dir", str(self.folder), *arguments]
         with (
             mock.patch.object(sys, "argv", command),
             mock.patch.object(script, "train", started),
@@ -257,6 +262,112 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
     (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[1:]), choice="") for run in sweep.asked.values()}
     assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
     assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
+
+
+# Over meshes ---------------------------------------------------------------------------------------------------------
+
+ON_FOUR = ["tp@tp4", "tp@tp4-sp", "pytorch_tp@tp4", "tp@dp2-tp2", "zero1@dp2-tp2", "zero1@dp2-tp2-sp"]
+ON_FOUR += ["zero3@dp2-tp2", "zero3@dp2-tp2-sp", "pytorch_fsdp_tp@dp2-tp2", "zero3@dp4", "zero3@replicate2-shard2"]
+
+
+@pytest.fixture
+def mesh_sweep(sweep: Sweep) -> Sweep:
+    sweep.of = ["parallel", "4"]
+    return sweep
+
+
+def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
+    """Each run in folders of its own, on the language model that ships with the project."""
+    answer = mesh_sweep.run("--lr", "0.1", train=stopped_in("zero3@dp2-tp2-sp"))
+    assert answer.returncode == 130
+    assert mesh_sweep.run("--lr", "0.1", "--resume").returncode == 0
+    assert list(mesh_sweep.asked) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
+    assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.asked) == ON_FOUR
+    for label, arguments in mesh_sweep.asked.items():
+        config = parse_config("", tensor_parallel.REGISTRY, (), arguments[1:])
+        assert config.label == label and (config.workload, config.lr) == ("sample-lm", 0.1)
+        assert arguments[0].endswith("main_parallel.py")
+    for flags, workload in ((["--workload", "mlp"], "mlp"), (["--task", "causal-lm", "--model", "M"], "auto")):
+        mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
+        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][1:]).workload == workload
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6, 8, 12, 64])
+def test_meshes_of_the_short_list_fit(ranks: int) -> None:
+    labels = mesh_labels(ranks)
+    assert labels == sorted(set(labels), key=lambda label: place(label, tensor_parallel.CHOICES))
+    for label in labels:
+        flags = ["--ddp-choice", label.split("@")[0], *mesh_flags(mesh_setting(label))]
+        config = parse_config("", tensor_parallel.REGISTRY, (), flags)
+        mesh = Mesh.parse(config.mesh or "")
+        assert config.label == label and mesh.size == ranks and mesh.degree("tp") <= 4
+        tensor_parallel.load(config.choice).require_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "left_out"),
+    [
+        ("dp=2,tp=2", {"pytorch_tp": "pytorch_tp has no data-parallel dimension"}),
+        ("tp=4", {}),
+        ("dp=4", dict.fromkeys(["pytorch_tp", "pytorch_fsdp_tp"], "--mesh without tp: parallelize_module has nothing")),
+        (
+            "replicate=2,shard=2",
+            dict.fromkeys(["tp", "simple_ddp", "pytorch_tp", "pytorch_fsdp_tp"], "--mesh with replicate and shard"),
+        ),
+        (
+            "shard=2,tp=2",
+            {"pytorch_tp": "pytorch_tp has no", "pytorch_fsdp_tp": "--mesh with shard: pytorch_fsdp_tp shards over dp"},
+        ),
+    ],
+)
+def test_a_sweep_over_one_mesh_runs_every_choice(mesh_sweep: Sweep, mesh: str, left_out: dict[str, str]) -> None:
+    """But for those that cannot train over it, which it names with the reason."""
+    answer = mesh_sweep.run("--mesh", mesh)
+    behind = Mesh.parse(mesh).label
+    assert answer.returncode == 0
+    assert list(mesh_sweep.asked) == [f"{one}@{behind}" for one in tensor_parallel.CHOICES if one not in left_out]
+    for choice, reason in left_out.items():
+        assert f"{choice}@{behind}: left out: {reason}" in answer.stdout
+    assert answer.stdout.count("left out") == len(left_out)
+
+
+def test_sequence_parallel_goes_with_one_mesh(mesh_sweep: Sweep) -> None:
+    assert mesh_sweep.run("--mesh=dp=2,tp=2", "--sequence-parallel").returncode == 0
+    assert "zero2@dp2-tp2-sp" in mesh_sweep.asked and "zero2@dp2-tp2" not in mesh_sweep.asked
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "expected"),
+    [
+        ("4", ["--sequence-parallel"], "--sequence-parallel: goes with --mesh; without it, some runs have it"),
+        ("4", ["--mesh", "dp=2,tp=4"], "--mesh dp=2,tp=4 has 2 x 4 = 8 ranks, and the job has 4"),
+        ("4", ["--mesh", "pp=4"], "'pp' is none of dp, replicate, shard, tp"),
+        ("4", ["--global-batch-size", "12"], "--grad-accum-steps 2 x 4 ranks = 8; the nearest that does: 8 or 16"),
+        ("4", ["--plan", "mine.toml"], "--plan mine.toml: must be with --mesh and tp above 1"),
+        ("1", [], "RANKS 1: a mesh to compare has at least 2; give more, or --mesh"),
+    ],
+)
+def test_mistakes_in_meshes_are_one_line(mesh_sweep: Sweep, ranks: str, arguments: list[str], expected: str) -> None:
+    mesh_sweep.of = ["parallel", ranks]
+    answer = mesh_sweep.run(*arguments)
+    assert answer.returncode == 2 and answer.stdout == "" and not mesh_sweep.asked
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("label", "root"),
+    [
+        ("zero3", "reports_sharding"),
+        ("zero3@dp2-tp2-sp", "reports_parallel"),
+        ("zero3@replicate2-shard2", "reports_parallel"),
+        ("pytorch_zero3@replicate2-shard2", "reports_sharding"),
+        ("pytorch_ddp@nccl-legacy", "reports"),
+        ("simple_ddp", "reports"),
+        ("no_such_choice", "reports"),
+    ],
+)
+def test_where_reports_on_a_run_belong(label: str, root: str) -> None:
+    assert report_root_of(label) == root
 
 
 def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:

@@ -12,9 +12,9 @@ from training.errors import NonFiniteError, UnsupportedError
 from training.watch import sequence
 
 COUNTS_ROW_BYTES = 4 * 8
-RESULTS_ROW_BYTES = 8
-RECEIVED_BYTES = 8
+DIGEST_BYTES = RECEIVED_BYTES = 8
 """Bytes that a rank sends, in fp64: four counts; a digest, and a flag for each trainable parameter."""
+UPDATED = "parameters are updated with what came of the step before: resume from a checkpoint of an earlier one"
 
 LACKS_ANY, WANTS_TO_STOP = 1, 2
 """What the third count adds up from."""
@@ -81,36 +81,55 @@ class StepAgreement:
         group: Ranks that see different samples.
         everyone: These, and ranks that see the same samples and hold other parts of the model. They agree on how many
             micro-batches there are.
+        model: Ranks that see the same samples, with consecutive numbers in `everyone`; None if there is only this one.
         module_device: Where the exchanges run if the group cannot carry CPU tensors. The CPU is better: an exchange on
             a GPU makes the host wait for all that is queued there.
     """
 
-    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup, module_device: torch.device) -> None:
-        self._group, self._everyone = group, everyone
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        model: dist.ProcessGroup | None,
+        module_device: torch.device,
+    ) -> None:
+        self._group, self._everyone, self._model = group, everyone, model
         self._copies = dist.get_world_size(everyone) // dist.get_world_size(group)  # ranks with the same samples
         self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
+
+    @property
+    def counts_row_bytes(self) -> int:
+        return COUNTS_ROW_BYTES + (DIGEST_BYTES if self._model is not None else 0)
+
+    def results_row_bytes(self, parameters: int) -> int:
+        """`parameters`: how many are trainable."""
+        return DIGEST_BYTES + RECEIVED_BYTES * parameters
 
     def begin_counts(
         self, weight: float, micro_batches: int, lacks_any: bool, wants_to_stop: bool, tokens: int = 0
     ) -> Pending:
-        """Tell the others what this rank holds.
+        """Tell the others what this rank holds, and what it has issued to ranks that see the same samples.
 
         Args:
             lacks_any: It has no micro-batch to repeat if others hold more.
             wants_to_stop: It has been asked to stop after a step.
         """
         flags = LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop
-        return self._begin([weight, micro_batches, flags, tokens], self._everyone)
+        digests = [sequence.digest(self._model)] if self._model is not None else []
+        return self._begin([weight, micro_batches, flags, tokens, *digests], self._everyone)
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
         """What all ranks together hold.
 
         Raises:
             UnsupportedError: on every rank, if that is nothing, or a rank has nothing to run.
+            SequenceError: on every rank, if ranks that see the same samples issued different collectives until now.
         """
         table, work = exchange
         work.wait()
-        weights, micro_batches, flags, tokens = table.cpu().unbind(1)
+        weights, micro_batches, flags, tokens, *digests = table.cpu().unbind(1)
+        if self._model is not None:
+            self._require_same_in_model(digests[0].view(-1, self._copies))
         if (flags % WANTS_TO_STOP).any() or not weights.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
             raise UnsupportedError(
@@ -120,6 +139,14 @@ class StepAgreement:
         is_last = bool((flags >= WANTS_TO_STOP).any())
         weight, all_tokens = weights.sum().item() / self._copies, int(tokens.sum()) // self._copies
         return GlobalBatch(weight, int(micro_batches.max()), all_tokens, is_last)
+
+    def _require_same_in_model(self, digests: Tensor) -> None:
+        """`digests`: a row for each set of ranks that see the same samples."""
+        assert self._model is not None
+        if (digests == digests[:, :1]).all():
+            return
+        if problem := sequence.agree_on_sequence(self._model, self._everyone, UPDATED):
+            raise problem
 
     def begin_results(self, received: Sequence[bool]) -> Pending:
         """Tell the others how the step went here.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from training.watch.exit_reason import ExitReason
 from training.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
+from training.watch.names import NUMBERS, RankNames
 from training.watch.rank_state import ON_DEVICE, Entry, RankState
 
 COMPLETED, STOPPED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
@@ -62,12 +63,13 @@ Reports = Mapping[int, RankReport]
 """By rank."""
 
 
-def first_cause(reports: Reports, out_of_memory: bool = False) -> Ending:
+def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames = NUMBERS) -> Ending:
     """What ended the run.
 
     Args:
         reports: Of all ranks.
         out_of_memory: Since the run began, the kernel has killed a process because memory ran out.
+        names: How the message names ranks.
     """
     reasons = {rank: report.reason for rank, report in reports.items() if report.reason is not None}
 
@@ -77,22 +79,23 @@ def first_cause(reports: Reports, out_of_memory: bool = False) -> Ending:
 
     states = {rank: report.state for rank, report in reports.items() if report.state is not None}
     alive = {rank: state for rank, state in states.items() if not reports[rank].is_gone}
-    mismatch = find_difference({rank: state.entries for rank, state in states.items()}) or find_deadlock(alive)
+    issued = {rank: state.entries for rank, state in states.items()}
+    mismatch = find_difference(issued, names) or find_deadlock(alive, names)
     gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
     failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
     if failed and not gone:
-        return _failed(reports, failed[0])
+        return _failed(reports, failed[0], names)
     if mismatch and (gone or not signalled):
         return _mismatched(states, mismatch)
     if gone:
-        return _killed(reports, gone, out_of_memory)
+        return _killed(reports, gone, out_of_memory, names)
     if signalled:
-        return _interrupted(reports, signalled)
+        return _interrupted(reports, signalled, names)
     if timed_out := ranks_with("timeout"):
-        return _hung(reports, timed_out)
+        return _hung(reports, timed_out, names)
     if in_collective := ranks_with("collective"):
-        return _failed(reports, in_collective[0])
-    return _lost(reports)
+        return _failed(reports, in_collective[0], names)
+    return _lost(reports, names)
 
 
 def _ending(how: str, rank: int, state: RankState | None, message: str, traceback: str | None = None) -> Ending:
@@ -102,18 +105,18 @@ def _ending(how: str, rank: int, state: RankState | None, message: str, tracebac
     return Ending(how, rank, step, state.phase, state.collective, message, traceback)
 
 
-def _failed(reports: Reports, rank: int) -> Ending:
+def _failed(reports: Reports, rank: int, names: RankNames) -> Ending:
     state, reason = reports[rank].state, reports[rank].reason
     assert reason is not None
     if reason.kind in ("error", "agreed"):
         return _ending(FAILED, rank, state, reason.text)
-    return _ending(FAILED, rank, state, f"rank {rank} failed {state or ''}: {reason.text}", reason.traceback)
+    return _ending(FAILED, rank, state, f"rank {names(rank)} failed {state or ''}: {reason.text}", reason.traceback)
 
 
-def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool) -> Ending:
+def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool, names: RankNames) -> Ending:
     first = _least_recent(reports, gone)
     state, crash = reports[first].state, reports[first].crash
-    ranks = f"rank {first}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}; first rank {first}"
+    ranks = f"rank {names(first)}" if len(gone) == 1 else f"ranks {names(*gone)}; first rank {names(first)}"
     if crash:
         what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
     else:
@@ -133,15 +136,15 @@ def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
     return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.entries[rank]))
 
 
-def _interrupted(reports: Reports, ranks: Sequence[int]) -> Ending:
+def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> Ending:
     state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
     assert reason is not None
-    who = "" if len(ranks) == len(reports) else f"rank {', '.join(map(str, sorted(ranks)))} was "
+    who = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
     message = f"{who}stopped by {reason.text}" + (f" {state.when}" if state else "")
     return _ending(INTERRUPTED, min(ranks), state, message)
 
 
-def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
+def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Ending:
     """Ranks waited in a collective until its timeout. The cause is the rank that did not join it."""
     waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
     awaited = _awaited(reports[waiting].state)
@@ -156,7 +159,7 @@ def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
     state = reports[waiting].state
     seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
     if not missing:
-        message = f"every rank waits for another; rank {waiting} for {seconds} {state or ''}"
+        message = f"every rank waits for another; rank {names(waiting)} for {seconds} {state or ''}"
         return _ending(HUNG, waiting, state, message)
     first = missing[0]
     report = reports[first]
@@ -165,11 +168,11 @@ def _hung(reports: Reports, timed_out: Sequence[int]) -> Ending:
         what = "is stopped (SIGSTOP)"
     elif slow_devices:
         what = "hangs on its device"
-    message = f"rank {first} {what} {report.state or ''}".rstrip()
+    message = f"rank {names(first)} {what} {report.state or ''}".rstrip()
     if len(missing) > 1:
-        message = f"ranks {', '.join(map(str, missing))} did not join; {message}"
+        message = f"ranks {names(*missing)} did not join; {message}"
     if waiting not in missing:
-        message += f"; rank {waiting} waited {seconds} for it in {awaited or 'a collective'}"
+        message += f"; rank {names(waiting)} waited {seconds} for it in {awaited or 'a collective'}"
     return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
 
 
@@ -211,13 +214,12 @@ def _is_behind(state: RankState | None, awaited: Entry | None) -> bool:
     return max(issued, default=0) < awaited.seq
 
 
-def _lost(reports: Reports) -> Ending:
+def _lost(reports: Reports, names: RankNames) -> Ending:
     """Connections broke, and no rank is known to have failed."""
     silent = [rank for rank, report in reports.items() if report.reason is None]
     if silent:
         where = next((report.state for report in reports.values() if report.reason and report.state), None)
-        ranks = ", ".join(map(str, silent))
-        message = f"rank {ranks} cannot be reached any more (its node or the link is down); {where or ''}"
+        message = f"rank {names(*silent)} cannot be reached any more (its node or the link is down); {where or ''}"
         return _ending(LOST, silent[0], reports[silent[0]].state, message)
     first, reason = min(
         ((rank, report.reason) for rank, report in reports.items() if report.reason), key=lambda pair: pair[1].time_s
@@ -225,4 +227,4 @@ def _lost(reports: Reports) -> Ending:
     state = reports[first].state
     if reason.kind == "orphaned":
         return _ending(INTERRUPTED, first, state, f"torchrun has gone, so the ranks ended {state}")
-    return _ending(LOST, first, state, f"rank {first} lost a connection {state}: {reason.text}")
+    return _ending(LOST, first, state, f"rank {names(first)} lost a connection {state}: {reason.text}")

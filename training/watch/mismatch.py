@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from training.watch.names import NUMBERS, RankNames
 from training.watch.rank_state import Entry, RankState
 
 UNEVEN = frozenset(("all_to_all", "send", "recv"))
@@ -25,7 +26,7 @@ class Mismatch:
     entries: Mapping[int, Entry]
 
 
-def find_difference(issued: Mapping[int, Sequence[Entry]]) -> Mismatch | None:
+def find_difference(issued: Mapping[int, Sequence[Entry]], names: RankNames = NUMBERS) -> Mismatch | None:
     """The first collective of a process group that is not the same on all ranks that have issued it.
 
     Args:
@@ -46,7 +47,7 @@ def find_difference(issued: Mapping[int, Sequence[Entry]]) -> Mismatch | None:
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for rank, entry in first.items():
         ranks_by_text[describe(entry)].append(rank)
-    parts = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in ranks_by_text.items())
+    parts = "; ".join(f"rank {names(*ranks)} {text}" for text, ranks in ranks_by_text.items())
     seq = next(iter(first.values())).seq
     return Mismatch(f"collective #{seq} differs between ranks: {parts}", first)
 
@@ -68,7 +69,7 @@ def describe(entry: Entry) -> str:
     return text + (f" (gradient of trainable parameter {entry.parameter - 1})" if entry.parameter else "")
 
 
-def find_deadlock(states: Mapping[int, RankState]) -> Mismatch | None:
+def find_deadlock(states: Mapping[int, RankState], names: RankNames = NUMBERS) -> Mismatch | None:
     """Ranks that wait for each other for ever in collectives of different process groups.
 
     They do if every rank waits for a collective that another one of them has not issued: then no rank issues anything
@@ -83,6 +84,6 @@ def find_deadlock(states: Mapping[int, RankState]) -> Mismatch | None:
         missing = [other for other, seqs in latest.items() if seqs.get(awaited.group, awaited.seq) < awaited.seq]
         if not missing:
             return None
-        others = ", ".join(map(str, missing))
-        parts.append(f"rank {rank} waits in {awaited} ({awaited.group}), which rank {others} has not issued")
+        text = f"waits in {awaited} ({awaited.group}), which rank {names(*missing)} has not issued"
+        parts.append(f"rank {names(rank)} {text}")
     return Mismatch(f"collective differs between ranks: {'; '.join(parts)}", waiting)

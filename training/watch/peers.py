@@ -16,6 +16,7 @@ from training.distributed import host_barrier
 from training.watch.cause import RankReport
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.mismatch import Mismatch, find_deadlock, find_difference
+from training.watch.names import RankNames
 from training.watch.processes import is_stopped, node_name
 
 SETTLE_S = 2.5
@@ -60,14 +61,14 @@ class Peers:
         """How many collectives each rank on this node has issued."""
         return [flight.count for flight, _ in self._here.values()] + [self._flight.count]
 
-    def find_mismatch(self) -> Mismatch | None:
+    def find_mismatch(self, names: RankNames) -> Mismatch | None:
         """Between the ranks on this node."""
         flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
         states = {rank: flight.state() for rank, flight in flights.items()}
-        difference = find_difference({rank: state.entries for rank, state in states.items()})
+        difference = find_difference({rank: state.entries for rank, state in states.items()}, names)
         if difference or not all(flight.is_blocked for flight in flights.values()):  # the others may issue more
             return difference
-        return find_deadlock(states)
+        return find_deadlock(states, names)
 
     # The end -----------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, whi
 The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
 digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
 In a profile, it marks the group (`group_marks`).
-Ranks compare digests in the exchange at the end of every step (`communication.agreement`), which costs 8 bytes. If the
-digests differ, the ranks compare what they have recorded.
+Ranks that see different samples compare digests in the exchange at the end of every step (`communication.agreement`),
+which costs 8 bytes; ranks that see the same ones, in that at the beginning of the next. If digests differ, the ranks
+compare what they have recorded.
 
 A collective is completed once `Work.wait` has returned. Where that only orders streams, as on NCCL, `on_device.py`
 follows it further.
@@ -33,6 +34,7 @@ from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
 from training.watch.group_marks import marking
 from training.watch.mismatch import ADVICE, UNEVEN, find_difference
+from training.watch.names import NUMBERS, RankNames
 from training.watch.on_device import DeviceCollectives, only_orders_streams
 from training.watch.phases import current_step
 
@@ -64,8 +66,10 @@ SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
 class CollectiveRecorder:
     """Writes the collectives of this process into `flight`. Use it through `recorded_collectives`."""
 
-    def __init__(self, flight: FlightRecorder, on_device: DeviceCollectives, on_abort: Callable[[], None]) -> None:
-        self._flight, self._on_device, self._on_abort = flight, on_device, on_abort
+    def __init__(
+        self, flight: FlightRecorder, on_device: DeviceCollectives, on_abort: Callable[[], None], names: RankNames
+    ) -> None:
+        self._flight, self._on_device, self._on_abort, self._names = flight, on_device, on_abort, names
         self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []  # with its ranks and its name
         self._aborting: list[Backend] = []  # those that tell before they end the process
         self._digests: dict[str, int] = defaultdict(int)  # by name of a group
@@ -103,20 +107,23 @@ class CollectiveRecorder:
 
     def digest(self, group: dist.ProcessGroup) -> int:
         """Of all collectives so far in groups with the same ranks as `group`."""
-        members = tuple(dist.get_process_group_ranks(group))
-        total = sum(self._digests[name] for _, others, name in self._groups if others == members)
-        return total % 2**DIGEST_BITS
+        return sum(self._digests[name] for name in self._alike(group)) % 2**DIGEST_BITS
 
-    def compare(self, group: dist.ProcessGroup) -> SequenceError | None:
+    def _alike(self, group: dist.ProcessGroup) -> list[str]:
+        """Names of the groups with the same ranks."""
+        members = tuple(dist.get_process_group_ranks(group))
+        return [name for _, others, name in self._groups if others == members]
+
+    def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup, so_far: str) -> SequenceError | None:
         """See `agree_on_sequence`."""
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, self._flight.state().entries, group=group)
-        self._digests.clear()  # on all ranks alike
-        members = dist.get_process_group_ranks(group)
-        mismatch = find_difference(dict(zip(members, everyone, strict=True)))
+        everyone: list[Any] = [None] * dist.get_world_size(among)
+        dist.all_gather_object(everyone, self._flight.state().entries, group=among)
+        self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike
+        members = dist.get_process_group_ranks(among)
+        mismatch = find_difference(dict(zip(members, everyone, strict=True)), self._names)
         if mismatch is None:
             return None
-        error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; no parameter is updated yet")
+        error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; {so_far}")
         error.rank, entry = next(iter(mismatch.entries.items()))
         error.collective = str(entry)
         return error
@@ -220,7 +227,10 @@ _recorder: CollectiveRecorder | None = None
 
 @contextmanager
 def recorded_collectives(
-    flight: FlightRecorder, on_device: DeviceCollectives | None = None, on_abort: Callable[[], None] = lambda: None
+    flight: FlightRecorder,
+    on_device: DeviceCollectives | None = None,
+    on_abort: Callable[[], None] = lambda: None,
+    names: RankNames = NUMBERS,
 ) -> Iterator[None]:
     """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`.
 
@@ -229,9 +239,10 @@ def recorded_collectives(
     Args:
         on_device: Follows those that a device runs. Its owner calls `look`.
         on_abort: A backend calls it before it ends the process because a collective failed or timed out.
+        names: How errors name ranks.
     """
     global _recorder
-    recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort)
+    recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
     plain_waits, plain_new = {kind: kind.wait for kind in WAITED_FOR}, c10d._new_group_with_tag
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,11 +283,17 @@ def follow_gradients(watch: GradientWatch) -> None:
         _recorder.gradients = watch
 
 
-def agree_on_sequence(group: dist.ProcessGroup) -> SequenceError | None:
-    """Compare what each rank has recorded, after digests differed. Collective.
+def agree_on_sequence(
+    group: dist.ProcessGroup, among: dist.ProcessGroup | None = None, so_far: str = "no parameter is updated yet"
+) -> SequenceError | None:
+    """Compare what each rank has recorded, after digests of `group` differed. Collective.
+
+    Args:
+        among: All who have seen that. Default: `group`.
+        so_far: What it means for training.
 
     Returns:
         On every rank, an error that says where the collectives differ; None if no recorded ones do.
     """
     assert _recorder is not None, "digests differ, so collectives are recorded"
-    return _recorder.compare(group)
+    return _recorder.compare(group, among or group, so_far)

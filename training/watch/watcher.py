@@ -23,6 +23,7 @@ from training.watch.cause import Ending, RankReport, first_cause
 from training.watch.exit_reason import ExitReason, text_of
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.mismatch import Mismatch
+from training.watch.names import NUMBERS, RankNames
 from training.watch.on_device import DeviceCollectives
 from training.watch.peers import REPORT_S, SETTLE_S, Peers
 from training.watch.phases import record_phases_in
@@ -47,13 +48,16 @@ class Watcher:
     Args:
         report: Called on one rank when the run ends in trouble. It tells the user and writes the run record.
         keep_flight: Called on every rank before it ends. It writes the flight record of a rank.
+        names: How messages name ranks.
     """
 
-    def __init__(self, rank: int, world_size: int, report: Report, keep_flight: KeepFlight) -> None:
+    def __init__(
+        self, rank: int, world_size: int, report: Report, keep_flight: KeepFlight, names: RankNames = NUMBERS
+    ) -> None:
         self.flight = FlightRecorder.create(rank)
         self.on_device = DeviceCollectives(self.flight)
         self._rank, self._world_size = rank, world_size
-        self._report, self._keep_flight = report, keep_flight
+        self._report, self._keep_flight, self._names = report, keep_flight, names
         self._ending = threading.Lock()
         self._is_closed = False
         self._agreed_at: float | None = None
@@ -133,7 +137,7 @@ class Watcher:
             if time.time() - self.flight.progress_s > COMPARE_AFTER_S:
                 counts = self._peers.counts()
                 if suspected or counts != compared:
-                    found = self._peers.find_mismatch()
+                    found = self._peers.find_mismatch(self._names)
                     if found and found == suspected:  # seen twice: a record may be read while it is written
                         self.end(ExitReason.now("mismatch", found.text))
                     suspected, compared = found, counts
@@ -162,7 +166,7 @@ class Watcher:
         for rank, report in silent.items():
             if report.is_gone:
                 peers.publish(rank, report)
-        ending = first_cause(reports, kills_for_memory() > self._killed_before)
+        ending = first_cause(reports, kills_for_memory() > self._killed_before, self._names)
         with suppress(Exception):  # the run's folder may be gone, or the disk full; the report comes all the same
             self._keep_flight(self._rank, state)
         first = reports[0].reason
@@ -181,11 +185,13 @@ class Watcher:
 
 
 @contextmanager
-def watched(rank: int, world_size: int, report: Report, keep_flight: KeepFlight) -> Iterator[Watcher]:
+def watched(
+    rank: int, world_size: int, report: Report, keep_flight: KeepFlight, names: RankNames = NUMBERS
+) -> Iterator[Watcher]:
     """Within this context the ranks watch each other. An error of one ends them all with one report. Collective."""
-    watcher = Watcher(rank, world_size, report, keep_flight)
+    watcher = Watcher(rank, world_size, report, keep_flight, names)
     watcher.start()
-    with recorded_collectives(watcher.flight, watcher.on_device, watcher.aborted):
+    with recorded_collectives(watcher.flight, watcher.on_device, watcher.aborted, names):
         try:
             yield watcher
             host_barrier()

@@ -1,0 +1,58 @@
+"""Runs on meshes: the short list of a sweep where `--mesh` does not name one, and the order of runs in a report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from training.config import LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
+from training.errors import UserError
+from training.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
+
+MOST_TENSOR = 4
+"""Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
+
+
+def mesh_labels(ranks: int) -> list[str]:
+    """Labels of the runs on so many ranks (`training.config.RunConfig.label`).
+
+    Raises:
+        UserError: that is no mesh.
+    """
+    if ranks < 2:
+        raise UserError(f"RANKS {ranks}: a mesh to compare has at least 2; give more, or --mesh")
+    by_mesh: list[tuple[dict[str, int], list[str]]] = []
+    if ranks <= MOST_TENSOR:
+        by_torch = ["pytorch_tp"] if ranks % 2 == 0 else []  # DTensor cuts heads evenly alone
+        by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", *by_torch]))
+    if ranks >= 4 and ranks % 2 == 0:
+        inner = MOST_TENSOR if ranks % MOST_TENSOR == 0 and ranks > MOST_TENSOR else 2
+        both = ["tp", "zero1", "zero1-sp", "zero3", "zero3-sp", "pytorch_fsdp_tp"]
+        by_mesh.append(({DATA: ranks // inner, TENSOR: inner}, both))
+    by_mesh.append(({DATA: ranks}, ["zero3"]))
+    if ranks >= 4 and ranks % 2 == 0:
+        by_mesh.append(({REPLICATE: 2, SHARD: ranks // 2}, ["zero3"]))
+    return [label(Mesh(degrees), run) for degrees, runs in by_mesh for run in runs]
+
+
+def label(mesh: Mesh, run: str) -> str:
+    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` behind it."""
+    choice = run.removesuffix(SEQUENCE_PARALLEL)
+    return labelled(choice, mesh.label + run.removeprefix(choice))
+
+
+def mesh_flags(setting: str) -> list[str]:
+    """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
+    flags = ["--mesh", str(Mesh.of_label(setting))]
+    return [*flags, "--sequence-parallel"] if setting.endswith(SEQUENCE_PARALLEL) else flags
+
+
+def mesh_setting(label: str) -> str:
+    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
+    return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")
+
+
+def place(label: str, choices: Sequence[str]) -> tuple[Any, ...]:
+    """Sorts labels over one NCCL class together, these by mesh, and those on one mesh by choice."""
+    choice, *settings = label.split("@")
+    setting = mesh_setting(label)
+    mesh = Mesh.of_label(setting)
+    return LEGACY_NCCL in settings, mesh.data_size, mesh.label, choices.index(choice), setting
