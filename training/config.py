@@ -475,6 +475,7 @@ class RunConfig:
         cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False
         _require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
         _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
+        _require(not (cut and self.compile), "--compile", "", "without tp, whose collectives would be in the graph")
         _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
         _require(
             not (cut and self.overlap_optimizer),

@@ -62,6 +62,7 @@ def test_picture() -> None:
     [
         ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),
         ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp above 1"),
+        ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
         ({"mesh": "tp=2", "lora_rank": 2}, "--lora-rank 2: must be without tp"),
         ({"mesh": "tp=2", "overlap_optimizer": True}, "--overlap-optimizer with --mesh tp=2: must be without tp"),
     ],
