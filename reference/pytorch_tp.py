@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
 from reference.dtensors import local
 from reference.fsdp2 import FSDP2
 from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of
+from tensor_parallel.region import Ranks
+from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
 from training.checkpoint.ranges import Piece
 from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
@@ -55,7 +57,8 @@ def parallelize_by_torch(
     mesh = groups.device_mesh[TENSOR]
     cuts_tokens = config.sequence_parallel
     plan: dict[str, ParallelStyle] = {}
-    for name, style in matched(module, plan_of(module, mesh.size())).items():
+    styles = matched(module, plan_of(module, mesh.size()))
+    for name, style in styles.items():
         layer = module.get_submodule(name)
         if type(layer).__name__ == "Conv1D":
             raise UnsupportedError(f"{name} is a Conv1D, for which torch has no parallel style; take tp, or a Llama")
@@ -72,6 +75,11 @@ def parallelize_by_torch(
                 )
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
+    ranks = Ranks(groups.model, device, cuts_tokens)
+    precision = Precision.of(config.precision, config.param_dtype)
+    traffic = Traffic(ranks, device, precision, Recomputed.of(module, config.activation_checkpointing), by_torch=True)
+    announce(traffic, module, styles, cuts_tokens)
+    module.register_forward_pre_hook(ranks.begin_forward, prepend=True, with_kwargs=True)
     tied = tied_parameters(module)
     parallelize_module(module, mesh, plan)
     for first, others in tied.items():
@@ -80,7 +88,26 @@ def parallelize_by_torch(
             setattr(module.get_submodule(holder), own, module.get_parameter(first))
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
-    return ModelParallel(groups.model, groups.everyone, cuts, device_mesh=groups.device_mesh)
+    return ModelParallel(groups.model, groups.everyone, cuts, groups.device_mesh, traffic.of_step)
+
+
+def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], cuts_tokens: bool) -> None:
+    """Fill in what stands where, in a model whose hidden states all have as many features as its embedding."""
+    features = next(module.get_submodule(n).embedding_dim for n, s in styles.items() if isinstance(s, Embedding))
+    for name, style in styles.items():
+        match style:
+            case Region() | Head():
+                traffic.f.append(Place(name, features))
+            case Row():
+                traffic.g.append(Place(name, features))
+            case Embedding():
+                traffic.sums.append(features)
+            case Shared() if cuts_tokens:
+                sizes = [p.numel() * traffic.precision.rest for p in module.get_submodule(name).parameters()]
+                traffic.parameters += [(size, traffic.ranks.size) for size in sizes]
+            case Split() if cuts_tokens:
+                traffic.turns.append(features)
+        traffic.losses += isinstance(style, Head)
 
 
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:

@@ -83,7 +83,12 @@ class Recomputed:
 class Traffic:
     """Filled by the parallelizer: what stands where.
 
+    Args:
+        by_torch: Torch's own classes stand there. Over Gloo they send in other ways (`sharding.collectives`), and they
+            add up the three numbers of a token's loss one after the other.
+
     Attributes:
+        ranks: Over which the model is cut.
         precision: Of the activations.
         f, g: In front of and behind parallel regions.
         sums: Features of hidden states that are added up in forward alone: of embeddings.
@@ -92,8 +97,10 @@ class Traffic:
         parameters: Behind an f of their own: bytes of each, and the ranks that add them up.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, precision: Precision, recomputed: Recomputed) -> None:
-        self._ranks, self._device, self._recomputed = ranks, device, recomputed
+    def __init__(
+        self, ranks: Ranks, device: torch.device, precision: Precision, recomputed: Recomputed, by_torch: bool = False
+    ) -> None:
+        self.ranks, self._device, self._recomputed, self._by_torch = ranks, device, recomputed, by_torch
         self.precision = precision
         self.f: list[Place] = []
         self.g: list[Place] = []
@@ -104,11 +111,11 @@ class Traffic:
 
     def of_step(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
-        tokens, item, cuts = self._ranks.tokens_in_batch, self.precision.products, self._ranks.tokens is not None
+        tokens, item, cuts = self.ranks.tokens_in_batch, self.precision.products, self.ranks.tokens is not None
         reduced, gathered, scattered = [], [], []
         for place in self.f:
             is_cut = cuts and not place.is_whole
-            payload = (padded(tokens, self._ranks.size) if is_cut else tokens) * place.features * item
+            payload = (padded(tokens, self.ranks.size) if is_cut else tokens) * place.features * item
             in_backward = [payload] * place.has_gradient
             if is_cut:
                 gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
@@ -116,7 +123,7 @@ class Traffic:
             else:
                 reduced += in_backward
         for place in self.g:
-            payload = (padded(tokens, self._ranks.size) if cuts else tokens) * place.features * item
+            payload = (padded(tokens, self.ranks.size) if cuts else tokens) * place.features * item
             in_forward = [payload] * (2 if self._recomputed.runs_again(place, self.g) else 1)
             if cuts:
                 scattered += in_forward
@@ -125,14 +132,21 @@ class Traffic:
                 reduced += in_forward
         rest = self.precision.rest
         reduced += [tokens * features * rest for features in self.sums]
-        gathered += [padded(tokens, self._ranks.size) * features * rest for features in self.turns if cuts]
+        gathered += [padded(tokens, self.ranks.size) * features * rest for features in self.turns if cuts]
         losses = [tokens * cross_entropy.NUMBERS * 4] * self.losses
-        group, size = self._ranks.group, self._ranks.size
+        calls_of_loss = cross_entropy.NUMBERS if self._by_torch else cross_entropy.CALLS
+        group, size = self.ranks.group, self.ranks.size
+        if self._by_torch:
+            gathers = Collective("all_gather", len(gathered), sum(gathered), size, "activations")
+            scatters = Collective("reduce_scatter", len(scattered), sum(scattered), size, "activations")
+        else:
+            gathers = replace(expected_all_gathers(gathered, group, self._device), purpose="activations")
+            scatters = replace(expected_reduce_scatters(scattered, group, self._device), purpose="activations")
         one = [
             Collective("all_reduce", len(reduced), sum(reduced), size, "activations"),
-            Collective("all_reduce", cross_entropy.CALLS * len(losses), sum(losses), size, "activations"),
-            replace(expected_all_gathers(gathered, group, self._device), purpose="activations"),
-            replace(expected_reduce_scatters(scattered, group, self._device), purpose="activations"),
+            Collective("all_reduce", calls_of_loss * len(losses), sum(losses), size, "activations"),
+            gathers,
+            scatters,
             *(Collective("all_reduce", 1, payload, ranks, "gradients") for payload, ranks in self.parameters),
         ]
         times = micro_batches

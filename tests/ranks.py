@@ -6,6 +6,7 @@ does not end in time kills its group; the next one starts a new one.
 """
 
 import datetime
+import gc
 import itertools
 import os
 import traceback
@@ -101,10 +102,26 @@ class RankPool:
             process.join()
 
 
+def forget_strategies() -> None:
+    """Let go of the strategies of a job, and of the groups that it made.
+
+    A group that lives on after the other ranks have closed it keeps a thread of Gloo busy: it polls closed connections.
+    Strategies are in reference cycles through hooks of parameters. C++ holds these too, so Python cannot find them.
+    """
+    from torch import nn
+
+    from planner.simulation.simulate import forget_hooks
+
+    gc.collect()
+    forget_hooks([found for found in gc.get_objects() if type(found) is nn.Parameter])
+    gc.collect()
+
+
 def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:
     """Body of a worker: run jobs until the other end closes."""
     import torch
     import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
 
     torch.set_num_threads(1)
     schedule_as_batch()
@@ -117,8 +134,11 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
             function, args = connection.recv()
         except (EOFError, ConnectionResetError):
             return
+        groups_made = c10d._world.group_count
         try:
             answer = ("done", function(*args))
+            if c10d._world.group_count != groups_made:
+                forget_strategies()
             dist.barrier()
         except Exception as error:  # reported to the test, whatever it is
             answer = ("failed", (str(error), traceback.format_exc()))
