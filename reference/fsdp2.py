@@ -235,13 +235,14 @@ class FSDP2(Strategy):
                 gathered += [padded_bytes(map(local, leaves.values()), size)] * (2 if is_regathered else 1)
             if trained := [local(leaf) for leaf in leaves.values() if leaf.requires_grad]:
                 reduced.append(padded_bytes(trained, size, Placement.of(self.options).reduce_dtype))
-        shards = [whole // size for whole in reduced] if self.replicas > 1 else []
+        shards = [whole // size for whole in reduced]
         times = micro_batches if size > 1 else 0  # alone, a rank gathers and scatters nothing
         gathered, reduced = gathered * times, reduced * times
+        over_replicas = Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients", REPLICATE)
         return [
             Collective("all_gather", len(gathered), sum(gathered), size, "parameters"),
             Collective("reduce_scatter", len(reduced), sum(reduced), size, "gradients"),
-            Collective("all_reduce", len(shards), sum(shards), self.replicas, "gradients", REPLICATE),
+            *([over_replicas] if self.replicas > 1 else []),
             *buffer_broadcasts(self.module, self.data_parallel_size),
         ]
 
