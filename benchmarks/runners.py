@@ -23,8 +23,9 @@ from training.model_parallel import Parallelize
 from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.profiling.stopwatch import Stopwatch
+from training.registry import refuse_tensor_parallelism
 from training.replicated import ReplicatedStrategy
-from training.run import build_strategy, cut_over_ranks, no_mesh, seed_everything
+from training.run import build_strategy, cut_over_ranks, seed_everything
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
 
@@ -71,7 +72,7 @@ def make_runner(
     ranks: Ranks,
     load_strategy: Callable[[str], type[Strategy]],
     group: dist.ProcessGroup | None = None,
-    load_parallelize: Callable[[str], Parallelize] = no_mesh,
+    load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
 ) -> Runner:
     """`config.choice` over `group` on one global batch of its workload, the same for every choice."""
     seed_everything(0, rank=0)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from sharding.elementwise import require_elementwise
 from training.checkpoint.ranges import Piece
-from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.config import FP16, StrategyOptions
@@ -154,11 +153,8 @@ class DeepSpeedZero(Strategy):
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_parts(list(self.gradient_share()), max_norm, self.process_group, self.device)
-
-    def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.process_group)
+    def clipped_gradients(self) -> list[Tensor]:
+        return list(self.gradient_share())
 
     # Shards and whole tensors --------------------------------------------------------------------------------------
 

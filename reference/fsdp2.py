@@ -31,7 +31,6 @@ from sharding.elementwise import require_elementwise
 from sharding.placement import Placement
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
-from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
@@ -152,13 +151,6 @@ class FSDP2(Strategy):
             self.fsdp.reset_iter_state()
         super().abandon_step()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        parts = list(self.gradient_tensors())
-        return clip_parts(parts, max_norm, self.process_group, self.device, list(self.gradient_share()))
-
-    def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.process_group)
-
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
     def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
@@ -214,14 +206,18 @@ class FSDP2(Strategy):
         wholes = ((name, whole(tensor)) for name, tensor in self.module.state_dict().items())  # one at a time
         return {name: tensor for name, tensor in wholes if self.data_parallel_rank == 0}
 
-    @torch.no_grad()
     def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        require_matching_state(shapes_of(self.module), state, self.process_group)
+        self.load_whole(state, self.process_group)
+
+    @torch.no_grad()
+    def load_whole(self, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Load whole tensors from rank 0 of `group`, which all its ranks call."""
+        require_matching_state(shapes_of(self.module), state, group)
         for name, tensor in self.module.state_dict().items():
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if self.data_parallel_rank == 0:
+            if dist.get_rank(group) == 0:
                 received.copy_(state[name])
-            broadcast_from_rank0([received], self.process_group)
+            broadcast_from_rank0([received], group)
             if isinstance(tensor, DTensor):
                 received = distribute_tensor(received, tensor.device_mesh, tensor.placements, src_data_rank=None)
             local(tensor).copy_(local(received))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,15 +30,13 @@ from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, S
 from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
 from training.checkpoint.ranges import Piece
-from training.communication.clipping import clip_parts, clipping_traffic
-from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.config import RunConfig
 from training.errors import UnsupportedError
 from training.mesh import DATA, SHARD, TENSOR, Mesh, MeshGroups
 from training.model_parallel import Cut, ModelParallel
 from training.optimizers import MakeOptimizer
-from training.replicated import ReplicatedStrategy, broadcast_from_rank0
+from training.replicated import ReplicatedStrategy
 from training.strategy import Strategy
 
 NO_DATA_DIMENSION = "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp"
@@ -93,7 +91,8 @@ def parallelize_by_torch(
 
 def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], cuts_tokens: bool) -> None:
     """Fill in what stands where, in a model whose hidden states all have as many features as its embedding."""
-    features = next(module.get_submodule(n).embedding_dim for n, s in styles.items() if isinstance(s, Embedding))
+    table = next(module.get_submodule(name) for name, style in styles.items() if isinstance(style, Embedding))
+    features = cast(nn.Embedding, table).embedding_dim
     for name, style in styles.items():
         match style:
             case Region() | Head():
@@ -162,6 +161,8 @@ def cut_of(parameter: nn.Parameter) -> Cut | None:
 class LossParallel(Strategy):
     """Forward and backward within `loss_parallel`."""
 
+    _in_backward = ExitStack()  # what ends with backward; closed, it does nothing
+
     @classmethod
     def require_mesh(cls, mesh: Mesh | None) -> None:
         super().require_mesh(mesh)
@@ -182,7 +183,7 @@ class LossParallel(Strategy):
         return output
 
     def _end_backward(self) -> None:
-        self.__dict__.pop("_in_backward", ExitStack()).close()
+        self._in_backward.close()
 
     def after_backward(self) -> None:
         super().after_backward()
@@ -220,12 +221,6 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
     def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return ((p, local(p.grad)) for p in self.trainable.values() if p.grad is not None)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        assert self.model_parallel is not None
-        pieces = list(self.gradient_pieces())
-        owned = [gradient for p, gradient in pieces if p in self.owned]
-        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
-
     def data_parallel_gradients(self) -> dict[str, Tensor]:
         return {n: local(p.grad).detach().cpu().clone() for n, p in self.trainable.items() if p.grad is not None}
 
@@ -254,7 +249,6 @@ class PyTorchFSDPTP(LossParallel, FSDP2):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
     replicates_shards = False
-
     frees_blocks_after_forward = True
 
     @classmethod
@@ -279,25 +273,8 @@ class PyTorchFSDPTP(LossParallel, FSDP2):
     def full_gradients(self) -> dict[str, Tensor]:
         return self.data_parallel_gradients()
 
-    @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        require_matching_state(shapes_of(self.module), state, self.everyone)
-        for name, tensor in self.module.state_dict().items():
-            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if dist.get_rank(self.everyone) == 0:
-                received.copy_(state[name])
-            broadcast_from_rank0([received], self.everyone)
-            if isinstance(tensor, DTensor):
-                received = distribute_tensor(received, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            local(tensor).copy_(local(received))
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        pieces = list(self.gradient_pieces())
-        owned = [gradient for p, gradient in pieces if p in self.owned]
-        return clip_parts([gradient for _, gradient in pieces], max_norm, self.everyone, self.device, owned)
-
-    def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.everyone)
+        self.load_whole(state, self.everyone)
 
     def parameter_pieces(self) -> list[Piece]:
         raise UnsupportedError("pytorch_fsdp_tp can neither save nor resume checkpoints; take zero3")

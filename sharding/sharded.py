@@ -17,9 +17,7 @@ from sharding.replicas import ShardRanks
 from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from training.blocks import find_blocks
 from training.checkpoint.ranges import Piece
-from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import require_matching_state, shapes_of
-from training.communication.traffic import EVERYONE, Collective
 from training.errors import OneRankError, UnsupportedError
 from training.optimizers import MakeOptimizer
 from training.profiling.memory import ModelSize
@@ -181,13 +179,8 @@ class ShardedStrategy(Strategy):
                     result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
         return result
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        counted = [g for p, g in self.gradient_pieces() if self.model_parallel is None or p in self.owned]
-        parts = [gradient for _, gradient in self._gradient_pieces()]
-        return clip_parts(parts, max_norm, self.everyone, self.device, counted)
-
-    def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.everyone, EVERYONE)
+    def clipped_gradients(self) -> list[Tensor]:
+        return [gradient for _, gradient in self._gradient_pieces()]
 
     # State -------------------------------------------------------------------------------------------------------
 

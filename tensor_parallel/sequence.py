@@ -11,38 +11,27 @@ Behind the last norm, the head is a region too, or `Merge` stands in front of wh
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from tensor_parallel.operators import Gather, Scatter, gathered, own_part
+from tensor_parallel.operators import Gather, Scatter, own_part
 
 
-class Split(torch.autograd.Function):
-    """Where sequence parallelism begins: this rank's part of tokens that all ranks have, and all need the gradient
-    of."""
+class Split(Scatter):
+    """Where sequence parallelism begins: this rank's part of tokens that all ranks have alike, so there is nothing to
+    add up. Backward is that of `Scatter`: all need the gradient of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return own_part(whole, group).clone()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
 
-
-class Merge(torch.autograd.Function):
-    """Where it ends, in front of what all ranks compute alike: the tokens of all ranks. All make the same gradient, and
-    each keeps that of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(tokens, group)
+class Merge(Gather):
+    """Where it ends, in front of what all ranks compute alike. All make the same gradient of all tokens, so each keeps
+    that of its own, and there is nothing to add up."""
 
     @staticmethod
     @once_differentiable

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from training.errors import UserError
 
@@ -70,9 +70,12 @@ class Registry:
             UserError: nothing does here.
         """
         location = self._parallelize.get(name, self._parallelize.get(""))
-        if location is None:
-            raise UserError("--mesh with tp: take main_parallel.py, which cuts layers over ranks")
-        return found_at(location)
+        return refuse_tensor_parallelism(name) if location is None else found_at(location)
+
+
+def refuse_tensor_parallelism(name: str) -> NoReturn:
+    """What `Registry.load_parallelize` does where nothing cuts layers."""
+    raise UserError(f"--mesh with tp: {name} cuts no layers here; take main_parallel.py")
 
 
 def found_at(location: str) -> Any:

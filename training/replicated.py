@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.checkpoint.ranges import share
-from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.compression import Compression
 from training.communication.consistency import require_matching_state, shapes_of
 from training.communication.traffic import Collective
 from training.errors import UnsupportedError
-from training.mesh import TENSOR
 from training.optimizers import MakeOptimizer
 from training.strategy import Strategy
 
@@ -70,12 +68,11 @@ class ReplicatedStrategy(Strategy):
             raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
         if self.model_parallel is None:
             return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
-        found = {p: p.grad for p in self.trainable.values() if p.grad is not None}
-        owned = [gradient for p, gradient in found.items() if p in self.owned]
-        return clip_parts(list(found.values()), max_norm, self.model_parallel.group, self.device, owned)
+        return super().clip_grad_norm_(max_norm)
 
     def expected_clipping_traffic(self) -> list[Collective]:
-        return clipping_traffic(self.model_parallel.group, TENSOR) if self.model_parallel else []
+        """Nothing where this rank holds all gradients."""
+        return super().expected_clipping_traffic() if self.model_parallel else []
 
     def data_parallel_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}

@@ -46,6 +46,7 @@ from training.records.record import (
     write_text,
 )
 from training.records.run_so_far import RunSoFar, Setup
+from training.registry import refuse_tensor_parallelism
 from training.schedule import learning_rates
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
@@ -57,14 +58,10 @@ from training.watch.watcher import watched
 OPTIMIZER = torch.optim.AdamW
 
 
-def no_mesh(choice: str) -> Parallelize:
-    raise UserError("--mesh with tp: take main_parallel.py, which cuts layers over ranks")
-
-
 def run(
     config: RunConfig,
     load_strategy: Callable[[str], type[Strategy]],
-    load_parallelize: Callable[[str], Parallelize] = no_mesh,
+    load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
 ) -> int:
     """Train as `config` says, and return the exit code. An error that a user can put right is one line on rank 0."""
     silence_libraries()
@@ -95,7 +92,7 @@ def train_and_record(
     ranks: Ranks,
     load_strategy: Callable[[str], type[Strategy]],
     so_far: RunSoFar | None = None,
-    load_parallelize: Callable[[str], Parallelize] = no_mesh,
+    load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
 ) -> None:
     """Everything between joining the ranks and leaving them. Collective.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from training.checkpoint.ranges import Piece
 from training.communication.agreement import StepAgreement
+from training.communication.clipping import clip_parts, clipping_traffic
 from training.communication.consistency import (
     require_castable,
     require_matching_state,
@@ -198,17 +199,23 @@ class Strategy(ABC):
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         """What one optimizer step of `micro_batches` micro-batches sends for gradients, parameters and buffers."""
 
-    def expected_clipping_traffic(self) -> list[Collective]:
-        """What `clip_grad_norm_` sends. Default: nothing, since the rank holds all gradients."""
-        return []
-
-    @abstractmethod
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`.
 
         Returns:
             The norm before that, a scalar.
         """
+        return clip_parts(
+            self.clipped_gradients(), max_norm, self.everyone, self.device, list(self.counted_gradients())
+        )
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        """What `clip_grad_norm_` sends."""
+        return [clipping_traffic(self.everyone)]
+
+    def clipped_gradients(self) -> list[Tensor]:
+        """What `clip_grad_norm_` scales on this rank."""
+        return list(self.gradient_tensors())
 
     @abstractmethod
     def data_parallel_state_dict(self) -> dict[str, Tensor]:
@@ -279,14 +286,15 @@ class Strategy(ABC):
         """What `clip_grad_norm_` and `step` read of the reduced gradients on this rank, each element once."""
         return self.gradient_tensors()
 
-    def norm_of_share(self) -> Tensor:
-        """Of `gradient_share`: an fp64 scalar on the device, which is not finite where a gradient is not.
-
-        Where the model is cut over ranks, of those elements that this rank speaks for.
-        """
+    def counted_gradients(self) -> Iterable[Tensor]:
+        """Of `gradient_share`, what this rank counts: of a model that is cut over ranks, some hold the same."""
         if self.model_parallel is None:
-            return norm_of(self.gradient_share(), self.device)
-        return norm_of((gradient for p, gradient in self.gradient_pieces() if p in self.owned), self.device)
+            return self.gradient_share()
+        return (gradient for parameter, gradient in self.gradient_pieces() if parameter in self.owned)
+
+    def norm_of_share(self) -> Tensor:
+        """Of `counted_gradients`: an fp64 scalar on the device, which is not finite where a gradient is not."""
+        return norm_of(self.counted_gradients(), self.device)
 
     def require_none_unfrozen(self) -> None:
         """Check that no parameter trains that was frozen when the strategy was built.

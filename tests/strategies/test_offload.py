@@ -148,7 +148,7 @@ def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device
     with FakeTensorMode(), OneDevice(), mock.patch.object(dist, "all_reduce"):
         shards = [torch.ones(3), torch.ones(4)]
         assert norm_of(shards, device).device == device
-        assert clip_parts(shards, 1.0, mock.Mock(), device).device == device
+        assert clip_parts(shards, 1.0, mock.Mock(), device, shards).device == device
         LossScaler(StrategyOptions(precision="fp16"), device).unscale_(shards)
 
 

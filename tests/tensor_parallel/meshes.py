@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -53,14 +53,12 @@ def strategy_on_mesh(
         if choice.startswith("pytorch"):
             config = RunConfig(choice=choice, mesh=mesh, sequence_parallel=sequence_parallel)
             parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
-            object.__setattr__(settings, "model_parallel", parts)
-            yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
-            return
-        plan = PLANS.get(model.partition(",")[0]) or plan_of(module, groups.mesh.model_size)
-        precision = Precision.of(settings.precision, settings.param_dtype)
-        settings_of_blocks = settings.activation_checkpointing
-        parts = parallelize(module, plan, groups, CPU, sequence_parallel, precision, settings_of_blocks)
-        object.__setattr__(settings, "model_parallel", parts)
+        else:
+            plan = PLANS.get(model) or plan_of(module, groups.mesh.model_size)
+            precision = Precision.of(settings.precision, settings.param_dtype)
+            recomputed = settings.activation_checkpointing
+            parts = parallelize(module, plan, groups, CPU, sequence_parallel, precision, recomputed)
+        settings = replace(settings, model_parallel=parts)
         yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
 
 
@@ -139,7 +137,3 @@ def is_cut(tensor: torch.Tensor) -> bool:
 def even(mesh: str) -> Split:
     """Two micro-batches for each rank that sees different samples."""
     return [[2, 1]] * Mesh.parse(mesh).data_size
-
-
-def whole_model(model: str) -> nn.Module:
-    return build(model)

@@ -27,8 +27,8 @@ def norms_after_training(names_norms: bool) -> dict[str, torch.Tensor]:
     with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
         module = build("lm, llama")
         plan = {k: style for k, style in plan_of(module, 2).items() if names_norms or not isinstance(style, Shared)}
-        options = options_of(("", "simple_ddp"))
-        object.__setattr__(options, "model_parallel", parallelize(module, plan, groups, CPU, sequence_parallel=True))
+        parts = parallelize(module, plan, groups, CPU, sequence_parallel=True)
+        options = options_of(("", "simple_ddp"), model_parallel=parts)
         strategy = tensor_parallel.load("simple_ddp")(module, OPTIMIZERS["sgd"], options, groups.data)
         for step in range(2):
             one_step(strategy, [make_batch("lm, llama", 3, step)])
@@ -85,7 +85,7 @@ def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
         assert all(ranks.run(2, tied_after_a_step, choice))
 
 
-def break_a_gradient(choice: str, whole: bool) -> str:
+def break_a_gradient(choice: str) -> str:
     """What rank 1 of dp=2,tp=2 makes the others say: a NaN in the gradient of its part alone."""
     with strategy_on_mesh("dp=2,tp=2", choice, "lm, llama") as strategy:
         if dist.get_rank() == 1:
@@ -97,7 +97,7 @@ def break_a_gradient(choice: str, whole: bool) -> str:
 @pytest.mark.parametrize("choice", ["tp", "zero1", "zero3"])
 def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str) -> None:
     """Though no other rank has that part of the model, and its replica has another number."""
-    for message in ranks.run(4, break_a_gradient, choice, False):
+    for message in ranks.run(4, break_a_gradient, choice):
         assert "step 0: a gradient is not finite on rank 1;" in message
 
 

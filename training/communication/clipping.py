@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.communication.traffic import Collective
+from training.communication.traffic import EVERYONE, Collective
 
 
 def clip_parts(
@@ -14,17 +14,16 @@ def clip_parts(
     max_norm: float,
     group: dist.ProcessGroup,
     device: torch.device,
-    counted: Sequence[Tensor] | None = None,
+    counted: Sequence[Tensor],
 ) -> Tensor:
     """Scale `parts` in place so that the norm over all ranks' parts is at most `max_norm`.
 
     Args:
-        counted: Those whose elements no other rank counts. Default: `parts`.
+        counted: Those, or parts of them, whose elements no other rank counts.
 
     Returns:
         The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
     """
-    counted = parts if counted is None else counted
     own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
     square = own.to(device, torch.float64).square()
     dist.all_reduce(square, group=group)
@@ -35,6 +34,6 @@ def clip_parts(
     return norm
 
 
-def clipping_traffic(group: dist.ProcessGroup, dimension: str = "") -> list[Collective]:
-    """What `clip_parts` sends."""
-    return [Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping", dimension)]
+def clipping_traffic(group: dist.ProcessGroup) -> Collective:
+    """What `clip_parts` sends. `group`: all ranks that train the model."""
+    return Collective("all_reduce", 1, 8, dist.get_world_size(group), "bookkeeping", EVERYONE)
