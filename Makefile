@@ -13,7 +13,7 @@ lint: ## style and types
 	uv run mypy
 	$(PYTHON) benchmarks/publish.py --check
 
-sweep: ## train with every strategy on two processes, and on meshes of four, and compare (20 minutes)
+sweep: ## train with every strategy on two processes, and on meshes of four, and compare
 	./run_experiment_ddp.sh 2
 	./run_experiment_shard.sh 2
 	./run_experiment_parallel.sh 4
