@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.predictions.machine import longest_rank
 from planner.costs.timing import TrainingStep, measure
-from planner.simulation.simulate import load
+from planner.simulation.meshed import load
 from training.config import RunConfig
 from training.data.workloads import build_workload
 from training.distributed import Ranks, joined_ranks
@@ -73,7 +73,7 @@ def measure_choice(config: RunConfig, rounds: int, ranks: Ranks) -> dict[str, An
     seed_everything(config.seed, rank=0)
     workload = build_workload(config)
     size = ModelSize.of(workload.model)
-    strategy = build_strategy(config, workload, ranks, load(config.choice))
+    strategy = build_strategy(config, workload, ranks, load(config))
     step = next(batches_of_steps(config, workload, ranks, steps=1))
 
     def run(steps: int) -> None:

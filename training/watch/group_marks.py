@@ -4,24 +4,20 @@ A mark is an event of no length within the `c10d::` operator: `group ranks 0,2`.
 a profile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._profiler import _RecordFunctionFast as RecordFunction
+
+__all__ = ["RecordFunction", "mark_name", "ranks_text"]
 
 
-def marking(ranks: Sequence[int], alike: int = 0) -> Callable[[], None]:
-    """A function that leaves the mark of a group of these ranks, where a profiler runs.
+def mark_name(ranks: Sequence[int], alike: int = 0) -> str:
+    """The name of the mark of a group of these ranks. `with RecordFunction(name): pass` leaves it.
 
     Args:
         alike: How many earlier groups have the same ranks.
     """
-    name = f"group ranks {ranks_text(ranks)}" + (f" ({alike + 1})" if alike else "")
-
-    def mark() -> None:
-        with _RecordFunctionFast(name):
-            pass
-
-    return mark
+    return f"group ranks {ranks_text(ranks)}" + (f" ({alike + 1})" if alike else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ from training.link.delivery import PacedWork
 from training.watch import ranges
 from training.watch.flight_recorder import FlightRecorder
 from training.watch.gradient_watch import GradientWatch
-from training.watch.group_marks import marking
+from training.watch.group_marks import RecordFunction, mark_name
 from training.watch.mismatch import ADVICE, UNEVEN, find_difference
 from training.watch.names import NUMBERS, RankNames
 from training.watch.on_device import DeviceCollectives, only_orders_streams
@@ -86,7 +86,7 @@ class CollectiveRecorder:
         alike = sum(members == others for _, others, _ in self._groups)
         label = group_label(members) + (f" ({alike + 1})" if alike else "")
         self._groups.append((group, members, name))
-        group.register_pre_hook(HOOK_ID, self._before(name, label, marking(members, alike)))
+        group.register_pre_hook(HOOK_ID, self._before(name, label, mark_name(members, alike)))
         group.register_post_hook(HOOK_ID, self._after(name))
         for backend in map(group._get_backend, group._device_types):
             if backend.supports_abort_hooks:
@@ -128,14 +128,15 @@ class CollectiveRecorder:
         error.collective = str(entry)
         return error
 
-    def _before(self, name: str, label: str, mark: Callable[[], None]) -> Callable[[Any], None]:
+    def _before(self, name: str, label: str, mark: str) -> Callable[[Any], None]:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
         known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
         told = "" if len(self._groups) == 1 else label  # the first group is that of all ranks
 
         def hook(call: Any) -> None:
-            mark()
+            with RecordFunction(mark):
+                pass
             inputs = call.input_tensors
             tensors = inputs or call.output_tensors
             key = (call.name, tensors[0].dtype if tensors else None)

@@ -213,7 +213,7 @@ def test_runs_that_differ_are_refused_or_marked(zero3: Path) -> None:
         (["FOLDER"], 2, "for a folder --baseline is missing"),
         (["FOLDER", "--baseline", "nobody"], 1, f"no such run record; runs in FOLDER: {OLD}, {NEW}"),
         (["FOLDER", "--baseline", OLD, "--run", "nobody.run.json"], 1, "nobody.run.json: no such run record"),
-        (["nowhere", "--baseline", OLD], 1, "nowhere: no such folder; give ddp, sharding, or profile/<choice>"),
+        (["nowhere", "--baseline", OLD], 1, "nowhere: no such folder; give ddp, sharding, parallel, or profile/"),
         (["FOLDER", "--baseline", OLD, "--fail-above", "-1"], 2, "-1: must be a number of percent, 0 or more"),
         (["FOLDER", "--baseline", OLD, "--fail-above", "much"], 2, "argument --fail-above: invalid"),
         (["ddp", "--baseline", OLD], 2, "--baseline is for two runs of one choice"),

@@ -290,7 +290,7 @@ def test_without_compute_only_communication_is_left() -> None:
     for choice, calls in (("simple_ddp", 6), ("flat_ddp", 1), ("bucket_ddp_async", 1), ("pytorch_ddp", 1)):
         whole = {"bucket_cap_mb": 25.0} if choice == "bucket_ddp_async" else {}
         step = simulated(setting(choice, **whole), seconds=0.0)
-        second_exchange = 2 * (16 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
+        second_exchange = 2 * (8 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
         assert step.step_time_s == pytest.approx(gradient_seconds(calls) + second_exchange), choice
         assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
 
