@@ -26,6 +26,7 @@ SETTINGS = {
     "offload": str,
     "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
     "sequence_parallel": lambda text: {"on": True, "off": False}[text],
+    "async_tensor_parallel": int,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

@@ -53,6 +53,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
     )
     add("--sequence-parallel", action="store_true", help="with tp, as the runner's")
+    add("--async-tensor-parallel", type=count, metavar="PIECES", help="with --sequence-parallel, as the runner's")
     add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
     add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")

@@ -1,7 +1,8 @@
 """The meshes of a cluster: those that a model and a batch fit, and why others are left out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from planner.accounting import require_heads
 from planner.costs.cluster import Cluster
@@ -26,11 +27,11 @@ def all_meshes(cluster: Cluster) -> Iterator[Mesh]:
             yield Mesh({REPLICATE: nodes, SHARD: shard} | tensor)
 
 
-def on_all_meshes(case: Case, sequence_parallel: bool) -> tuple[list[Case], list[str]]:
+def on_all_meshes(case: Case, with_tensor: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
     """The case on each mesh that fits, and a line for each that does not.
 
     Args:
-        sequence_parallel: Where the mesh has `tp`.
+        with_tensor: Settings where the mesh has `tp`.
 
     Raises:
         UserError: none fits.
@@ -38,8 +39,7 @@ def on_all_meshes(case: Case, sequence_parallel: bool) -> tuple[list[Case], list
     found: list[Case] = []
     left_out: list[str] = []
     for mesh in all_meshes(case.cluster):
-        cuts_tokens = sequence_parallel and mesh.model_size > 1
-        config = replace(case.config, mesh=str(mesh), sequence_parallel=cuts_tokens)
+        config = replace(case.config, mesh=str(mesh), **(with_tensor if mesh.model_size > 1 else {}))
         try:
             found.append(required(replace(case, config=config)))
         except UserError as error:

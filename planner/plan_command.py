@@ -26,6 +26,7 @@ from training.errors import UserError
 AS_THE_RUNNERS = (
     "mesh",
     "sequence_parallel",
+    "async_tensor_parallel",
     "global_batch_size",
     "grad_accum_steps",
     "precision",
@@ -38,6 +39,8 @@ AS_THE_RUNNERS = (
     "bucket_cap_mb",
 )
 """Flags that mean what they mean for the runner."""
+WITH_TENSOR = ("sequence_parallel", "async_tensor_parallel")
+"""Those that go with dimension `tp` of a mesh alone."""
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -83,7 +86,9 @@ def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
         UserError: it makes no sense.
     """
     case = case_of(options)
-    return on_all_meshes(case, options.sequence_parallel) if options.mesh == AUTO else ([required(case)], [])
+    if options.mesh != AUTO:
+        return [required(case)], []
+    return on_all_meshes(case, {name: getattr(options, name) for name in WITH_TENSOR})
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -93,7 +98,9 @@ def case_of(options: argparse.Namespace) -> Case:
         UserError: it makes no sense.
     """
     given = {name: getattr(options, name) for name in AS_THE_RUNNERS}
-    config = RunConfig(**given | ({"mesh": None, "sequence_parallel": False} if options.mesh == AUTO else {}))
+    if options.mesh == AUTO:
+        given |= dict.fromkeys(("mesh", *WITH_TENSOR))
+    config = RunConfig(**given)
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     model = chosen_model(options)
     model.require_length(options.sequence_length)

@@ -7,6 +7,7 @@ need. `PrepareModuleInput` stands where f does, so that queries, keys and values
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,10 @@ def parallelize_by_torch(
     """
     if config.plan:
         raise UnsupportedError("--plan: PyTorch's own takes the built-in plans alone; take tp or zero1 to zero3")
+    if config.async_tensor_parallel:
+        raise UnsupportedError(
+            "--async-tensor-parallel: PyTorch's own needs --compile and symmetric memory; take tp or zero1 to zero3"
+        )
     mesh = groups.device_mesh[TENSOR]
     cuts_tokens = config.sequence_parallel
     plan: dict[str, ParallelStyle] = {}
@@ -78,6 +83,9 @@ def parallelize_by_torch(
     traffic = Traffic(ranks, device, precision, Recomputed.of(module, config.activation_checkpointing), by_torch=True)
     announce(traffic, module, styles, cuts_tokens)
     module.register_forward_pre_hook(ranks.begin_forward, prepend=True, with_kwargs=True)
+    if cuts_tokens:
+        require_even = partial(require_even_sequences, mesh.size())
+        module.register_forward_pre_hook(require_even, prepend=True, with_kwargs=True)
     tied = tied_parameters(module)
     parallelize_module(module, mesh, plan)
     for first, others in tied.items():
@@ -87,6 +95,20 @@ def parallelize_by_torch(
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
     return ModelParallel(groups.model, groups.everyone, cuts, groups.device_mesh, traffic.of_step)
+
+
+def require_even_sequences(size: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Check that sequences can be cut over so many ranks: torch's ranks would expect parts of one size.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    if tokens.shape[1] % size:
+        raise UnsupportedError(
+            f"--sequence-parallel: PyTorch's own cannot cut sequences of {tokens.shape[1]} tokens over {size} "
+            "ranks; take tp or zero1 to zero3, or another --sequence-length"
+        )
 
 
 def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], cuts_tokens: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from training.config import LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
+from training.config import ASYNC, LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
 from training.errors import UserError
 from training.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 
@@ -22,7 +22,7 @@ def mesh_labels(ranks: int) -> list[str]:
     by_mesh: list[tuple[dict[str, int], list[str]]] = []
     if ranks <= MOST_TENSOR:
         by_torch = ["pytorch_tp"] if ranks % 2 == 0 else []  # DTensor cuts heads evenly alone
-        by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", *by_torch]))
+        by_mesh.append(({TENSOR: ranks}, ["tp", "tp-sp", "tp-sp-async2", *by_torch]))
     if ranks >= 4 and ranks % 2 == 0:
         inner = MOST_TENSOR if ranks % MOST_TENSOR == 0 and ranks > MOST_TENSOR else 2
         both = ["tp", "zero1", "zero1-sp", "zero3", "zero3-sp", "pytorch_fsdp_tp"]
@@ -34,19 +34,23 @@ def mesh_labels(ranks: int) -> list[str]:
 
 
 def label(mesh: Mesh, run: str) -> str:
-    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` behind it."""
-    choice = run.removesuffix(SEQUENCE_PARALLEL)
+    """`run`: a choice, perhaps with `SEQUENCE_PARALLEL` and `ASYNC` behind it."""
+    choice = run.partition(SEQUENCE_PARALLEL)[0]
     return labelled(choice, mesh.label + run.removeprefix(choice))
 
 
 def mesh_flags(setting: str) -> list[str]:
     """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
-    flags = ["--mesh", str(Mesh.of_label(setting))]
-    return [*flags, "--sequence-parallel"] if setting.endswith(SEQUENCE_PARALLEL) else flags
+    pieces = setting.partition(ASYNC)[2]
+    return [
+        *("--mesh", str(Mesh.of_label(setting))),
+        *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
+        *(["--async-tensor-parallel", pieces] if pieces else []),
+    ]
 
 
 def mesh_setting(label: str) -> str:
-    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` behind it; empty if there is none."""
+    """The mesh in a label, perhaps with `SEQUENCE_PARALLEL` and `ASYNC` behind it; empty if there is none."""
     return next((setting for setting in label.split("@")[1:] if setting != LEGACY_NCCL), "")
 
 

@@ -1,6 +1,7 @@
 """Which part of a parameter each rank has."""
 
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
@@ -43,6 +44,23 @@ def cut_in_parts(whole: Cut, parts: int) -> Cut:
         for of_rank in whole.ranges
     )
     return Cut(whole.dim, length * parts, ranges)
+
+
+def weight_of(layer: nn.Module) -> nn.Parameter:
+    return cast(nn.Parameter, layer.weight)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the weight is (inputs, outputs), as in GPT-2.
+
+    Raises:
+        UnsupportedError: it is no linear layer.
+    """
+    if type(layer) is nn.Linear:
+        return False
+    if type(layer).__name__ == "Conv1D":
+        return True
+    raise UnsupportedError(f"--plan: {type(layer).__name__} is no linear layer, and cannot be cut")
 
 
 class CutParameters:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tensor_parallel.operators import Add, Copy, gathered
-from tensor_parallel.region import Ranks
+from tensor_parallel.region import Ranks, as_factor
 
 
 class RowParallel(nn.Module):
@@ -33,13 +33,19 @@ class RowParallel(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self._ranks.end_random()
-        terms = hidden @ self.weight if self.transposed else functional.linear(hidden, self.weight)
         tokens = self._ranks.active_tokens
+        if tokens is not None and tokens.pieces > 1:
+            weight = self.weight if self.transposed else self.weight.t()
+            return self._with_bias(tokens.multiply_scatter(as_factor(hidden), weight))
+        terms = hidden @ self.weight if self.transposed else functional.linear(hidden, self.weight)
         if tokens is None:
             total = Add.apply(terms, self._ranks.group)
             return total if self.bias is None else total + self.bias
-        total = tokens.scatter(terms)
-        return total if self.bias is None else total + Copy.apply(self.bias, self._ranks.group)
+        return self._with_bias(tokens.scatter(terms))
+
+    def _with_bias(self, tokens: Tensor) -> Tensor:
+        """On tokens of this rank. Other ranks add it to other tokens."""
+        return tokens if self.bias is None else tokens + Copy.apply(self.bias, self._ranks.group)
 
 
 class VocabularyParallelEmbedding(nn.Embedding):

@@ -4,6 +4,7 @@ Names stay as they are, and each part is an ordinary module with ordinary parame
 over it unchanged.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
-from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts
+from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts, is_transposed, weight_of
 from tensor_parallel.layers import RowParallel, VocabularyParallelEmbedding, WholeVocabulary
 from tensor_parallel.operators import Copy
+from tensor_parallel.overlap import Columns
 from tensor_parallel.plan import (
     Column,
     Embedding,
@@ -45,9 +47,8 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
     plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.model_size)
     options = config.strategy_options()
     precision = Precision.of(options.precision, options.param_dtype)
-    return parallelize(
-        module, plan, groups, device, config.sequence_parallel, precision, config.activation_checkpointing
-    )
+    recomputed, pieces = config.activation_checkpointing, config.async_tensor_parallel or 1
+    return parallelize(module, plan, groups, device, config.sequence_parallel, precision, recomputed, pieces)
 
 
 def parallelize(
@@ -58,11 +59,13 @@ def parallelize(
     sequence_parallel: bool = False,
     precision: Precision = FP32,
     activation_checkpointing: str = "none",
+    pieces: int = 1,
 ) -> ModelParallel:
     """Cut `module` in place over the ranks of `groups.model`. Rank 0's parameters win. Collective.
 
     Args:
         precision, activation_checkpointing: Of the run, on which its traffic depends.
+        pieces: Into which products are cut, to overlap with the collectives of sequence parallelism.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -70,7 +73,7 @@ def parallelize(
     Raises:
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
-    ranks = Ranks(groups.model, device, sequence_parallel)
+    ranks = Ranks(groups.model, device, sequence_parallel, pieces)
     traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
@@ -84,9 +87,11 @@ class Parallelizer:
 
     def __init__(self, module: nn.Module, plan: Plan, ranks: Ranks, groups: MeshGroups, traffic: Traffic) -> None:
         self._module, self._groups, self._ranks, self._traffic = module, groups, ranks, traffic
+        self._pieces = ranks.tokens.pieces if ranks.tokens is not None else 1
         self._styles = matched(module, plan)
         self._regions = [name for name, style in self._styles.items() if isinstance(style, Region)]
         self.parameters = CutParameters(ranks.rank)
+        self._entrances: dict[str, tuple[Place, Columns]] = {}  # by the name of the module that they are in front of
         if ranks.tokens is not None and not any(isinstance(style, Split) for style in self._styles.values()):
             raise UnsupportedError("--sequence-parallel: the plan does not say where tokens are split")
 
@@ -100,9 +105,9 @@ class Parallelizer:
         ranks = self._ranks
         match style:
             case Column():
-                self._cut_column(name, layer, style)
                 if enclosing(name, self._regions) is None:
                     self._put_f(name, layer, weight_of(layer).shape[0 if is_transposed(layer) else 1])
+                self._cut_column(name, layer, style)
             case Row():
                 self._cut_row(name, layer, style)
             case Region():
@@ -146,14 +151,26 @@ class Parallelizer:
     def _put_f(self, name: str, layer: nn.Module, features: int) -> None:
         """In front of `layer`."""
         place, ranks = Place(name, features), self._ranks  # a hook that held `self` would keep the whole parameters
-        self._traffic.f.append(place)
+        columns = self._add_entrance(place)
 
         def enter(hidden: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 place.has_gradient = hidden.requires_grad
-            return ranks.enter(hidden)
+            return ranks.enter(hidden, columns)
 
         layer.register_forward_pre_hook(lambda _, args, kwargs: with_first(args, kwargs, enter), with_kwargs=True)
+
+    def _add_entrance(self, place: Place) -> Columns:
+        self._traffic.f.append(place)
+        self._entrances[place.module] = place, (columns := Columns())
+        return columns
+
+    def _overlap(self, entrance: str, name: str, layer: nn.Module) -> None:
+        """The products of a layer with the gather at the entrance of its region."""
+        place, columns = self._entrances[entrance]
+        if self._pieces > 1 and not place.is_whole:
+            columns.add(name, layer)
+            place.pieces = self._pieces
 
     def _cut_column(self, name: str, layer: nn.Module, style: Column) -> None:
         dim = 1 if is_transposed(layer) else 0
@@ -169,6 +186,8 @@ class Parallelizer:
         alike = cut.ranges.count(cut.ranges[self._ranks.rank])
         if alike > 1:
             self._sum_gradients(layer, self._groups.part_of_model(alike))
+        else:
+            self._overlap(enclosing(name, self._regions) or name, name, layer)
 
     def _cut_row(self, name: str, layer: nn.Module, style: Row) -> None:
         transposed = is_transposed(layer)
@@ -176,7 +195,7 @@ class Parallelizer:
         cut = cut_evenly(name, "inputs", weight_of(layer).shape[dim], dim, self._ranks.size, style.heads)
         self.parameters.cut(layer, name, "weight", cut)
         bias = layer._parameters["bias"]
-        self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim]))
+        self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim], pieces=self._pieces))
         if bias is not None and self._ranks.tokens is not None:
             self._traffic.parameters.append((self._bytes_of(bias), self._ranks.size))
         self._replace(name, RowParallel(weight_of(layer), bias, self._ranks, transposed))
@@ -192,12 +211,13 @@ class Parallelizer:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
         merges = any(isinstance(style, Shared) and style.merges for style in self._styles.values())
-        self._traffic.f.append(Place(name, weight_of(layer).shape[1], is_whole=merges))
+        columns = self._add_entrance(Place(name, weight_of(layer).shape[1], is_whole=merges))
         self._traffic.losses += 1
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)
         first, lengths = cut.ranges[ranks.rank][0][0], [end - start for ((start, end),) in cut.ranges]
-        layer.register_forward_pre_hook(ranks.enter_head, with_kwargs=True)
+        self._overlap(name, name, layer)
+        layer.register_forward_pre_hook(partial(ranks.enter_head, columns), with_kwargs=True)
 
         def whole_if_wanted(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
             return WholeVocabulary.apply(logits, lengths, ranks.group) if ranks.gathers_logits else logits
@@ -250,23 +270,6 @@ class Parallelizer:
                     f"--plan: {name} is in region {region}, where each rank has a part of its gradient; name its "
                     "module column, row or shared"
                 )
-
-
-def weight_of(layer: nn.Module) -> nn.Parameter:
-    return cast(nn.Parameter, layer.weight)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in GPT-2.
-
-    Raises:
-        UnsupportedError: it is no linear layer.
-    """
-    if type(layer) is nn.Linear:
-        return False
-    if type(layer).__name__ == "Conv1D":
-        return True
-    raise UnsupportedError(f"--plan: {type(layer).__name__} is no linear layer, and cannot be cut")
 
 
 def draws(layer: nn.Module) -> bool:

@@ -45,12 +45,18 @@ class Place:
     Attributes:
         has_gradient: Whether backward comes here. It does not where the model's samples enter.
         is_whole: Here all ranks have all tokens, with sequence parallelism too.
+        pieces: In which sequence parallelism sends, to overlap with products.
     """
 
     module: str
     features: int
     has_gradient: bool = True
     is_whole: bool = False
+    pieces: int = 1
+
+    def payloads(self, tokens: int, item: int) -> list[int]:
+        """Bytes of each collective, with elements of `item` bytes."""
+        return [tokens * self.features * item // self.pieces] * self.pieces
 
 
 @dataclass(frozen=True)
@@ -77,15 +83,16 @@ class Recomputed:
         block = enclosing(place.module, self.blocks)
         if block is None or not self.stops_early:
             return block is not None
-        return place is not [other for other in places if enclosing(other.module, [block])][-1]
+        is_last = place is [other for other in places if enclosing(other.module, [block])][-1]
+        return not is_last or place.pieces > 1  # what overlaps is one operator with its product
 
 
 class Traffic:
     """Filled by the parallelizer: what stands where.
 
     Args:
-        by_torch: Torch's own classes stand there. Over Gloo they send in other ways (`sharding.collectives`), and they
-            add up the three numbers of a token's loss one after the other.
+        by_torch: Torch's own classes stand there. They do without `sharding.collectives`, add up the three numbers of a
+            token's loss one after the other, and have f in front of casts.
 
     Attributes:
         ranks: Over which the model is cut.
@@ -111,28 +118,30 @@ class Traffic:
 
     def of_step(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
-        tokens, item, cuts = self.ranks.tokens_in_batch, self.precision.products, self.ranks.tokens is not None
+        tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None
+        filled = padded(tokens, self.ranks.size * (self.ranks.tokens.pieces if self.ranks.tokens is not None else 1))
         reduced, gathered, scattered = [], [], []
         for place in self.f:
             is_cut = cuts and not place.is_whole
-            payload = (padded(tokens, self.ranks.size) if is_cut else tokens) * place.features * item
-            in_backward = [payload] * place.has_gradient
+            item = self.precision.rest if self._by_torch else self.precision.products
+            payloads = place.payloads(filled if is_cut else tokens, item)
+            in_backward = payloads * place.has_gradient
             if is_cut:
-                gathered += [payload] * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
+                gathered += payloads * (2 if enclosing(place.module, self._recomputed.blocks) else 1)
                 scattered += in_backward
             else:
                 reduced += in_backward
         for place in self.g:
-            payload = (padded(tokens, self.ranks.size) if cuts else tokens) * place.features * item
-            in_forward = [payload] * (2 if self._recomputed.runs_again(place, self.g) else 1)
+            payloads = place.payloads(filled if cuts else tokens, self.precision.products)
+            in_forward = payloads * (2 if self._recomputed.runs_again(place, self.g) else 1)
             if cuts:
                 scattered += in_forward
-                gathered.append(payload)
+                gathered += payloads
             else:
                 reduced += in_forward
         rest = self.precision.rest
         reduced += [tokens * features * rest for features in self.sums]
-        gathered += [padded(tokens, self.ranks.size) * features * rest for features in self.turns if cuts]
+        gathered += [filled * features * rest for features in self.turns if cuts]
         losses = [tokens * cross_entropy.NUMBERS * 4] * self.losses
         calls_of_loss = cross_entropy.NUMBERS if self._by_torch else cross_entropy.CALLS
         group, size = self.ranks.group, self.ranks.size

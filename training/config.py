@@ -37,7 +37,7 @@ OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`training.schedule`)."""
-SEQUENCE_PARALLEL = "-sp"
+SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
 """Behind a mesh in the label of a run."""
 LOG_TARGETS = ("tensorboard", "wandb")
 
@@ -308,6 +308,12 @@ class RunConfig:
     sequence_parallel: bool = _mesh(
         False, "with tp, each rank also keeps only its part of the tokens between attention and MLP"
     )
+    async_tensor_parallel: int | None = _mesh(
+        None,
+        "with --sequence-parallel, cut products into so many pieces, and overlap each with the gather or scatter of "
+        "another (docs/how-it-works/tensor_parallel.md; default: no overlap)",
+        at_least=2,
+    )
     plan: str | None = _mesh(
         None, "with tp, TOML file that says which module is cut how, for models that have no plan here"
     )
@@ -474,6 +480,12 @@ class RunConfig:
             object.__setattr__(self, "mesh", str(Mesh.parse(self.mesh)))
         cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False
         _require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
+        _require(
+            self.sequence_parallel or self.async_tensor_parallel is None,
+            "--async-tensor-parallel",
+            self.async_tensor_parallel,
+            "with --sequence-parallel, whose gathers and scatters it overlaps",
+        )
         _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
         _require(not (cut and self.compile), "--compile", "", "without tp, whose collectives would be in the graph")
         _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
@@ -514,7 +526,7 @@ class RunConfig:
         `zero2@dp2-tp2`."""
         mesh = Mesh.parse(self.mesh).label if self.mesh else None
         if mesh and self.sequence_parallel:
-            mesh += SEQUENCE_PARALLEL
+            mesh += SEQUENCE_PARALLEL + (f"{ASYNC}{self.async_tensor_parallel}" if self.async_tensor_parallel else "")
         return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)
 
     def strategy_options(self) -> StrategyOptions:

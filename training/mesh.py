@@ -75,8 +75,8 @@ class Mesh:
 
     @classmethod
     def of_label(cls, label: str) -> "Mesh":
-        """The mesh that has this `label`."""
-        return cls({name: int(degree) for name, degree in re.findall(r"([a-z]+)(\d+)", label)})
+        """The mesh that has this `label`, which may have more behind it: `dp2-tp2-sp`."""
+        return cls({name: int(degree) for name, degree in re.findall(r"([a-z]+)(\d+)", label.partition("-sp")[0])})
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())

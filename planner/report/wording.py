@@ -6,7 +6,10 @@ from planner.plan import Plan
 from training.config import flag_name
 from training.recompute.setting import NONE
 
-NAMED = ("mesh", "param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload")
+NAMED = (
+    *("mesh", "async_tensor_parallel"),
+    *("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload"),
+)
 """Settings that the headline names where they are given."""
 
 

@@ -45,12 +45,12 @@ def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
 
 def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
-    found, left_out = on_all_meshes(case("4xL4"), sequence_parallel=False)
+    found, left_out = on_all_meshes(case("4xL4"), {})
     assert [str(one.mesh) for one in found] == ["dp=4"] and found[0].micro_batch_size == 1
     assert len(left_out) == 2 and left_out[1].startswith("tp=4: ")
     assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
     large = replace(case("8xL4"), model=models.from_sizes(64, 96, 1, 8, 2, 50))
-    found, left_out = on_all_meshes(large, sequence_parallel=True)
+    found, left_out = on_all_meshes(large, {"sequence_parallel": True})
     assert [(str(one.mesh), one.micro_batch_size, one.config.sequence_parallel) for one in found] == [
         ("dp=4,tp=2", 1, True),
         ("dp=2,tp=4", 2, True),
@@ -58,7 +58,7 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
     ]
     assert left_out[0].startswith("dp=8: --global-batch-size 8 does not divide") and len(left_out) == 1
     with pytest.raises(UserError, match="--mesh auto: no mesh fits; dp=8: --global-batch-size 8"):
-        on_all_meshes(replace(large, model=models.find("resnet-50")), sequence_parallel=False)
+        on_all_meshes(replace(large, model=models.find("resnet-50")), {})
 
 
 def test_choices_are_those_that_the_mesh_is_for() -> None:

@@ -43,6 +43,7 @@ def strategy_on_mesh(
     sequence_parallel: bool = False,
     optimizer: str = "sgd",
     seed: int | None = None,
+    pieces: int = 1,
     **options: Any,
 ) -> Iterator[Strategy]:
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
@@ -51,13 +52,15 @@ def strategy_on_mesh(
         module = build(model, seed=dist.get_rank() if seed is None else seed)
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
         if choice.startswith("pytorch"):
-            config = RunConfig(choice=choice, mesh=mesh, sequence_parallel=sequence_parallel)
+            config = RunConfig(
+                choice=choice, mesh=mesh, sequence_parallel=sequence_parallel, precision=settings.precision
+            )
             parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
         else:
             plan = PLANS.get(model) or plan_of(module, groups.mesh.model_size)
             precision = Precision.of(settings.precision, settings.param_dtype)
             recomputed = settings.activation_checkpointing
-            parts = parallelize(module, plan, groups, CPU, sequence_parallel, precision, recomputed)
+            parts = parallelize(module, plan, groups, CPU, sequence_parallel, precision, recomputed, pieces)
         settings = replace(settings, model_parallel=parts)
         yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
 

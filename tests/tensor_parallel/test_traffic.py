@@ -1,11 +1,13 @@
 """What a choice on a mesh announces is what it issues: by kind and group size, counted at the process groups."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 
 from tests.models import make_batch
 from tests.ranks import RankPool
@@ -29,7 +31,8 @@ def counted(mesh: str, choice: str, model: str, micro_batches: int, sequence_par
                 for group in groups.values():
                     group.register_pre_hook(HOOK, counter(group, calls, sizes))
             strategy.zero_grad()
-            strategy.forward_backward([make_batch(model, 3, 10 * step + index) for index in range(micro_batches)])
+            batch_of = even_batch if choice.startswith("pytorch") else partial(make_batch, samples=3)
+            strategy.forward_backward([batch_of(model, seed=10 * step + index) for index in range(micro_batches)])
             strategy.clip_grad_norm_(1.0)
             strategy.step()
         strategy.finish_parameter_synchronization()
@@ -40,6 +43,11 @@ def counted(mesh: str, choice: str, model: str, micro_batches: int, sequence_par
             before = announced.get((one.kind, one.group_size), (0, 0))
             announced[one.kind, one.group_size] = before[0] + one.count, before[1] + one.payload_bytes
     return announced, {key: (calls[key], sizes[key]) for key in calls}
+
+
+def even_batch(model: str, seed: int) -> dict[str, Tensor]:
+    """Of sequences that two ranks divide: torch cuts no others."""
+    return {name: tensor[:, :6] for name, tensor in make_batch(model, 3, seed).items()}
 
 
 def counter(group: dist.ProcessGroup, calls: Counter[tuple[str, int]], sizes: Counter[tuple[str, int]]) -> Any:
@@ -73,6 +81,16 @@ def counter(group: dist.ProcessGroup, calls: Counter[tuple[str, int]], sizes: Co
         ("tp=2", "zero1", "lm, llama", 1, True, {"activation_checkpointing": "every:2"}),
         ("tp=2", "zero1", "lm, llama", 1, True, {"activation_checkpointing": "torch:block"}),
         ("tp=2", "zero1", "lm, llama", 1, False, {"activation_checkpointing": "selective"}),
+        ("tp=2", "tp", "lm, llama", 1, True, {"pieces": 2}),
+        ("tp=2", "tp", "lm, gpt2", 2, True, {"pieces": 3, "precision": "bf16"}),
+        ("tp=4", "tp", "lm, gqa", 1, True, {"pieces": 2}),
+        ("tp=2", "zero3", "lm, llama", 1, True, {"pieces": 2, "activation_checkpointing": "block"}),
+        ("tp=2", "zero1", "lm, llama", 1, True, {"pieces": 2, "activation_checkpointing": "torch:block"}),
+        ("tp=2", "zero1", "lm, llama", 1, True, {"pieces": 2, "activation_checkpointing": "selective"}),
+        ("tp=2", "pytorch_tp", "lm, even", 1, True, {}),
+        ("tp=2", "pytorch_tp", "lm, even", 2, False, {"precision": "bf16"}),
+        ("dp=2,tp=2", "pytorch_fsdp_tp", "lm, even", 1, False, {}),
+        ("dp=2,tp=2", "pytorch_fsdp_tp", "lm, even", 2, True, {}),
     ],
 )
 def test_announced_is_issued(
