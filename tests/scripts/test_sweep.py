@@ -266,7 +266,15 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
 
 # Over meshes ---------------------------------------------------------------------------------------------------------
 
-ON_FOUR = ["tp@tp4", "tp@tp4-sp", "pytorch_tp@tp4", "tp@dp2-tp2", "zero1@dp2-tp2", "zero1@dp2-tp2-sp"]
+ON_FOUR = [
+    "tp@tp4",
+    "tp@tp4-sp",
+    "tp@tp4-sp-async2",
+    "pytorch_tp@tp4",
+    "tp@dp2-tp2",
+    "zero1@dp2-tp2",
+    "zero1@dp2-tp2-sp",
+]
 ON_FOUR += ["zero3@dp2-tp2", "zero3@dp2-tp2-sp", "pytorch_fsdp_tp@dp2-tp2", "zero3@dp4", "zero3@replicate2-shard2"]
 
 

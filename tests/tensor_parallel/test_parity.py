@@ -79,6 +79,27 @@ def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
             check_on_mesh(ranks, "tp=2", choice, model, [even("tp=2")] * 2, "sgd", sequence_parallel, options=options)
 
 
+@pytest.mark.parametrize(
+    "mesh, choice, model, pieces",
+    [
+        ("tp=2", "tp", "lm, llama", 2),
+        ("tp=2", "zero3", "lm, gpt2", 3),
+        ("tp=4", "tp", "lm, gqa", 2),
+        ("dp=2,tp=2", "zero3", "lm, gqa", 4),
+    ],
+)
+def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str, pieces: int) -> None:
+    """Asynchronous tensor parallelism. 21 tokens are no multiple of pieces times ranks."""
+    options = {"pieces": pieces}
+    check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=True, clip=0.5, options=options)
+
+
+@pytest.mark.parametrize("setting", ["block", "selective", "torch:block"])
+def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
+    options = {"activation_checkpointing": setting, "pieces": 2}
+    check_on_mesh(ranks, "tp=2", "zero3", "lm, llama", [even("tp=2")] * 2, sequence_parallel=True, options=options)
+
+
 @pytest.mark.exhaustive
 @for_each_mesh
 @for_each_choice
