@@ -106,7 +106,8 @@ class Parallelizer:
         match style:
             case Column():
                 if enclosing(name, self._regions) is None:
-                    self._put_f(name, layer, weight_of(layer).shape[0 if is_transposed(layer) else 1])
+                    transposed = is_transposed(layer)
+                    self._put_f(name, layer, weight_of(layer).shape[0 if transposed else 1])
                 self._cut_column(name, layer, style)
             case Row():
                 self._cut_row(name, layer, style)

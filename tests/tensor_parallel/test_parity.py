@@ -42,6 +42,13 @@ def models_on(mesh: str) -> list[str]:
     return [model for model in LANGUAGE if model != "lm, gqa" or "tp=3" not in mesh]
 
 
+@pytest.mark.parametrize("choice", ["zero1", "zero3"])
+def test_three_dimensions(ranks: RankPool, choice: str) -> None:
+    """Sharded inside a node, replicated outside, and layers cut."""
+    mesh = "replicate=2,shard=2,tp=2"
+    check_on_mesh(ranks, mesh, choice, "lm, gqa", [even(mesh)] * 3, sequence_parallel=choice == "zero3", clip=0.5)
+
+
 @for_each_choice
 def test_trap_modules(ranks: RankPool, choice: str) -> None:
     for model in PLANS:
@@ -90,13 +97,13 @@ def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
 )
 def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str, pieces: int) -> None:
     """Asynchronous tensor parallelism. 21 tokens are no multiple of pieces times ranks."""
-    options = {"pieces": pieces}
+    options = {"async_tensor_parallel": pieces}
     check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=True, clip=0.5, options=options)
 
 
 @pytest.mark.parametrize("setting", ["block", "selective", "torch:block"])
 def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
-    options = {"activation_checkpointing": setting, "pieces": 2}
+    options = {"activation_checkpointing": setting, "async_tensor_parallel": 2}
     check_on_mesh(ranks, "tp=2", "zero3", "lm, llama", [even("tp=2")] * 2, sequence_parallel=True, options=options)
 
 

@@ -226,3 +226,41 @@ def test_refused_by_name(ranks: RankPool, model: str, plan: Any, wanted: str) ->
 def test_sequence_parallelism_needs_a_place_to_begin(ranks: RankPool) -> None:
     for message in ranks.run(2, refuse, "tp=2", "plain", {"net.0": Column(), "net.2": Row()}, True):
         assert message == "--sequence-parallel: the plan does not say where tokens are split"
+
+
+class Overflow(torch.autograd.Function):
+    """Changes nothing; the gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, torch.inf)
+
+
+def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
+    """Of three steps: whether it was skipped, the scale behind it, and whether parameters are as they were. In the
+    second one, rank 1's part of a cut weight gets a gradient that is not finite."""
+    found = []
+    with strategy_on_mesh("dp=2,tp=2", choice, "plain", precision="fp16", loss_scale=16.0) as strategy:
+        assert strategy.scaler is not None
+        for step in range(3):
+            before, hooks = strategy.full_state_dict(), []
+            if step == 1 and dist.get_rank() == 1:
+                cut = strategy.module.get_submodule("net.0")
+                hooks.append(cut.register_forward_hook(lambda _, __, output: Overflow.apply(output)))
+            one_step(strategy, [make_batch("plain", 2, 10 * step + strategy.data_parallel_rank)])
+            for hook in hooks:
+                hook.remove()
+            after = strategy.full_state_dict()
+            kept = all(torch.equal(before[name], after[name]) for name in before)
+            found.append((strategy.verdict.skipped, strategy.scaler.scale.item(), kept and step == 1))
+    return found
+
+
+@pytest.mark.parametrize("choice", ["tp", "zero3"])
+def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice: str) -> None:
+    found = ranks.run(4, overflowing_on_one_rank, choice)
+    assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

@@ -61,7 +61,7 @@ def test_picture() -> None:
     "settings, wanted",
     [
         ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),
-        ({"mesh": "tp=2", "async_tensor_parallel": 2}, "--async-tensor-parallel: must be with --sequence-parallel"),
+        ({"mesh": "tp=2", "async_tensor_parallel": 2}, "--async-tensor-parallel 2: must be with --sequence-parallel"),
         ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp above 1"),
         ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
         ({"mesh": "tp=2", "lora_rank": 2}, "--lora-rank 2: must be without tp"),

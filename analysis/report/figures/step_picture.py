@@ -29,8 +29,8 @@ LEGEND = {
     "collective runs": COLOURS["communication"],
     "queued": QUEUED,
 }
-LANE_HEIGHTS = {"gradients": 1.4, "parameters": 1.4, "bookkeeping": 0.6}
-"""What collectives are for, from the top lane down."""
+LANE_HEIGHT, LANE_HEIGHTS = 1.4, {"bookkeeping": 0.6}
+"""Of collectives; and of those that are small."""
 SMALLEST_GAP_US = 300.0
 """Shorter gaps in compute are not drawn: nobody could see one."""
 WIDTH_IN, HEIGHT_IN = 8.0, 5.7
@@ -88,14 +88,17 @@ def draw_memory(axes: Axes, step: TracedStep, most_mib: float) -> None:
         fontsize=8,
         arrowprops={"arrowstyle": "-|>", "linewidth": 0.8},
     )
-    axes.set_title(f"{step.record['choice']}: one step of rank {step.timeline.rank}", loc="left", fontsize=9)
+    mesh = step.record["config"].get("mesh")
+    run = step.record["choice"] + (f", mesh {mesh}" if mesh else "")
+    axes.set_title(f"{run}: one step of rank {step.timeline.rank}", loc="left", fontsize=9)
     axes.set_ylim(0, most_mib)
     axes.set_ylabel("memory, MiB", fontsize=9)
 
 
 def draw_lanes(axes: Axes, step: TracedStep) -> None:
     """Phases, compute, and collectives by what they are for."""
-    bottom = 1.7 + sum(LANE_HEIGHTS.values()) + 0.3 * len(LANE_HEIGHTS) - 0.2
+    heights = {lane: LANE_HEIGHTS.get(lane, LANE_HEIGHT) for lane in step.lanes()}
+    bottom = 1.7 + sum(heights.values()) + 0.3 * len(heights) - 0.2
     axes.set_ylim(bottom, -0.6)
     names = {0.0: "phase", 1.0: "compute"}
     for phase in step.phases().to_dict("records"):
@@ -106,15 +109,15 @@ def draw_lanes(axes: Axes, step: TracedStep) -> None:
         for start, end in (spans - begin) / 1000 if name != "idle" else ():
             draw_bar(axes, start, end, (0.6, 0.8), COLOURS[name])
     calls, y = step.collectives(), 1.7
-    for purpose, height in LANE_HEIGHTS.items():
-        of_lane = calls[calls["purpose"] == purpose]
+    for lane, height in heights.items():
+        of_lane = calls[calls["lane"] == lane]
         rows = rows_of(of_lane)
         distance = height / max(2, 1 + max(rows, default=0))
         for row, call in zip(rows, of_lane.to_dict("records"), strict=True):
             place = y + row * distance, 0.85 * distance
             draw_bar(axes, call["issued"], call["start"], place, QUEUED)
             draw_bar(axes, call["start"], call["end"], place, COLOURS["communication"], size_text(call["bytes"]))
-        names[y + height / 2] = lane_name(purpose, of_lane)
+        names[y + height / 2] = lane_name(lane, of_lane)
         y += height + 0.3
     axes.set_yticks(list(names), list(names.values()))
     axes.tick_params(axis="y", length=0)
@@ -143,15 +146,15 @@ def rows_of(calls: pd.DataFrame) -> list[int]:
     return rows
 
 
-def lane_name(purpose: str, calls: pd.DataFrame) -> str:
+def lane_name(lane: str, calls: pd.DataFrame) -> str:
     if calls.empty:
-        return f"{purpose}:\nnothing sent"
-    if purpose == "bookkeeping":
-        return purpose
+        return f"{lane}:\nnothing sent"
+    if lane in LANE_HEIGHTS:
+        return lane
     of_step = calls[calls["is_of_step"]]
     name = calls["name"].iloc[0] + ("s" if len(of_step) != 1 else "")
     each = " to ".join(dict.fromkeys((size_text(calls["bytes"].min()), size_text(calls["bytes"].max()))))
-    return f"{purpose}:\n{len(of_step)} {name}\nof {each}"
+    return f"{lane}:\n{len(of_step)} {name}\nof {each}"
 
 
 def size_text(size: float) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.mesh import in_order, mesh_of
+from analysis.metrics.dimensions import dimensions
 from analysis.metrics.memory import memory_timeline
 from analysis.report.figures.lanes import bounds
 from analysis.traces.reading import RankTrace
@@ -15,6 +17,7 @@ from analysis.traces.timeline import PHASES, RankTimeline
 GLOO_NAMES = {("scatter", "gradients"): "reduce-scatter", ("broadcast", "parameters"): "all-gather"}
 """Kind and purpose of the calls, one from each rank, that stand for one collective over Gloo
 (`sharding/collectives.py`), and the name of that collective."""
+PURPOSES = ("gradients", "parameters", "bookkeeping")
 MARKS = {"forward": ("layers.", "aten::linear"), "backward": ("gradient of ", "torch::autograd::AccumulateGrad")}
 """By phase: how samples of memory begin that are taken after each layer or gradient, and the operator that makes it."""
 
@@ -96,25 +99,39 @@ class TracedStep:
         return list(zip(recorded, traced, strict=True)) if len(recorded) == len(traced) else []
 
     def collectives(self) -> pd.DataFrame:
-        """What is under way in the step, a row a collective: purpose, name, bytes, is_of_step (whether it was issued
-        in this step, not the one before), and issued, start, end (ms since the step began, cut to the step)."""
+        """What is under way in the step, a row a collective: lane (its purpose; on a mesh, its dimension), name, bytes,
+        is_of_step (whether it was issued in this step, not the one before), and issued, start, end (ms since the step
+        began, cut to the step)."""
         begin, stop = bounds(self.timeline, self.number)
         calls = self.timeline.collectives.sort_values("issued", kind="stable")
-        keys = list(zip(calls["kind"], calls["kind"].map(self.purposes()), strict=True))
-        ranks = self.record["world_size"]
-        calls = calls.assign(
-            purpose=[purpose for _, purpose in keys],
-            name=[GLOO_NAMES.get(key, key[0].replace("_", "-")) for key in keys],
-            collective=calls.groupby("kind").cumcount() // [ranks if key in GLOO_NAMES else 1 for key in keys],
-            bytes=calls["bytes"] / [ranks if kind == "scatter" else 1 for kind, _ in keys],
-        )
-        parts = {"bytes": "sum", "issued": "min", "start": "min", "end": "max"}
-        found = calls.groupby(["kind", "collective", "purpose", "name"], sort=False).agg(parts).reset_index()
+        found = self._by_purpose(calls) if mesh_of(self.record) is None else self._by_dimension(calls)
         found = found[(found["end"] > begin) & (found["issued"] < stop)].reset_index(drop=True)
         found["is_of_step"] = found["issued"] >= begin
         moments = ["issued", "start", "end"]
         found[moments] = (found[moments].clip(begin, stop) - begin) / 1000
         return found
+
+    def lanes(self) -> list[str]:
+        """Those of `collectives`, in order."""
+        mesh = mesh_of(self.record)
+        return list(PURPOSES) if mesh is None else [f"along {name}" for name in in_order(mesh, list(mesh))]
+
+    def _by_purpose(self, calls: pd.DataFrame) -> pd.DataFrame:
+        keys = list(zip(calls["kind"], calls["kind"].map(self.purposes()), strict=True))
+        ranks = self.record["world_size"]
+        calls = calls.assign(
+            lane=[purpose for _, purpose in keys],
+            name=[GLOO_NAMES.get(key, key[0].replace("_", "-")) for key in keys],
+            collective=calls.groupby("kind").cumcount() // [ranks if key in GLOO_NAMES else 1 for key in keys],
+            bytes=calls["bytes"] / [ranks if kind == "scatter" else 1 for kind, _ in keys],
+        )
+        parts = {"bytes": "sum", "issued": "min", "start": "min", "end": "max"}
+        return calls.groupby(["kind", "collective", "lane", "name"], sort=False).agg(parts).reset_index()
+
+    def _by_dimension(self, calls: pd.DataFrame) -> pd.DataFrame:
+        """Each call by itself: several purposes share kinds of calls, and groups."""
+        lanes = "along " + dimensions(calls["group"], mesh_of(self.record))
+        return calls.assign(lane=lanes, name="call")
 
     def purposes(self) -> dict[str, str]:
         """What each kind of call is for; over Gloo no kind is for two things, where a model has no buffers."""

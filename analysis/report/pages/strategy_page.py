@@ -93,6 +93,12 @@ def filled(page: str, block: str) -> str:
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
 
+def without_picture(page: Path, picture: str) -> list[str]:
+    """A sentence if `page` does not show `picture`, or it is not there."""
+    shown = f"]({picture})" in page.read_text() and (page.parent / picture).is_file()
+    return [] if shown else [f"{page}: no picture {picture}"]
+
+
 def problems(folder: Path, choices: Iterable[str]) -> list[str]:
     """What is missing in `folder` for each of `choices`, a sentence each; empty where all is there."""
     found = []
@@ -102,8 +108,7 @@ def problems(folder: Path, choices: Iterable[str]) -> list[str]:
             found.append(f"{path}: no page about {choice}")
             continue
         text = path.read_text()
-        if f"]({picture})" not in text or not (folder / picture).is_file():
-            found.append(f"{path}: no picture {picture}")
+        found += without_picture(path, picture)
         block = text.partition(BEGIN)[2].partition(END)[0]
         if "| measured |" not in block:
             found.append(f"{path}: no figures of a run between {BEGIN} and {END}")

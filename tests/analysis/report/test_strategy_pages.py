@@ -12,9 +12,9 @@ import pytest
 from analysis.columns import MIB
 from analysis.report.figures.step_picture import draw, rows_of
 from analysis.report.figures.traced_step import TracedStep
-from analysis.report.pages.strategy_page import BEGIN, END, filled, problems, run_block
+from analysis.report.pages.strategy_page import BEGIN, END, PICTURE, filled, problems, run_block, without_picture
 from analysis.traces.collectives import COLUMNS
-from scripts.draw_pages import PAGES, hand_written
+from scripts.draw_pages import MESHED, PAGES, hand_written
 from tests.traces import cpu_trace, event, parsed, record, timeline_of
 
 MIB_BYTES = 2**20
@@ -26,6 +26,7 @@ def test_every_hand_written_choice_has_a_whole_page() -> None:
         *("zero1", "zero2", "zero3"),
     ]
     assert problems(PAGES, hand_written()) == []
+    assert [without_picture(PAGES / f"{page}.md", PICTURE.format(choice=page)) for page in MESHED] == [[]] * len(MESHED)
     index = (PAGES / "README.md").read_text()
     assert all(f"]({choice}.md)" in index for choice in hand_written())
 
@@ -141,6 +142,17 @@ def test_calls_over_gloo_are_shown_as_the_collective_that_they_stand_for() -> No
     assert (gather["issued"], gather["start"], gather["end"]) == pytest.approx((0, 0, 0.1))
     assert (reduction["name"], reduction["bytes"], reduction["is_of_step"]) == ("reduce-scatter", 4 * MIB_BYTES, True)
     assert (reduction["issued"], reduction["start"], reduction["end"]) == pytest.approx((0.39, 0.4, 0.6))
+
+
+def test_calls_on_a_mesh_are_shown_by_dimension() -> None:
+    step = traced_step()
+    step.record["config"]["mesh"] = "dp=2,tp=2"
+    groups = ["ranks 0,1", "ranks 0,2", "ranks 0,1", "all ranks"]
+    step.timeline.collectives["group"] = groups
+    assert step.lanes() == ["along dp", "along tp"]
+    calls = step.collectives()
+    assert calls["lane"].tolist() == ["along tp", "along dp", "along tp", "along mesh"]
+    assert calls["name"].unique().tolist() == ["call"]
 
 
 def test_figures_of_a_run() -> None:
