@@ -27,14 +27,20 @@ from training.communication.traffic import Collective
 class Pending:
     """Communication under way. Holds the tensors that it reads and writes until `wait` returns."""
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], object] = lambda: None) -> None:
-        self._works, self._finish = works, finish
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], object] = lambda: None,
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        self._works, self._finish, self._tensors = works, finish, tensors
 
     def wait(self) -> None:
         for work in self._works:
             assert work is not None, "an asynchronous collective gives a handle"
             work.wait()
         self._finish()
+        self._tensors = ()
 
 
 def free(tensor: Tensor | None) -> None:
@@ -121,7 +127,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     """
     if not is_gloo(group, full.device):
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        return Pending([dist.reduce_scatter_tensor(shard, full, op, group, async_op=True)])
+        return Pending([dist.reduce_scatter_tensor(shard, full, op, group, async_op=True)], tensors=(shard, full))
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     roots = groups_of_roots(group, full.device)
     parts = list(full.view(size, -1).unbind())
@@ -155,7 +161,7 @@ def all_gather(full: Tensor, group: dist.ProcessGroup) -> Pending:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     parts = full.view(size, -1)
     if not is_gloo(group, full.device):
-        return Pending([dist.all_gather_into_tensor(full, parts[rank], group=group, async_op=True)])
+        return Pending([dist.all_gather_into_tensor(full, parts[rank], group=group, async_op=True)], tensors=[full])
     roots = groups_of_roots(group, full.device)
     return Pending(
         [dist.broadcast(parts[root], group=roots[root], group_src=root, async_op=True) for root in range(size)]

@@ -13,12 +13,13 @@ still on their way. If products take longer than transfers, one piece of each co
 2023, "Overlap communication with dependent computation via decomposition", ASPLOS).
 
 All layers cut by columns behind one gather take part: queries, keys and values, or gate and up. They are computed where
-the region begins.
+the region begins, and answer when they are called with what it was given. A region that changes its input first still
+gets right results, but computes these products twice. Heads that ranks share are computed behind the gather.
 """
 
 from collections.abc import Sequence
-from typing import Any
-from weakref import ref
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from torch.autograd.function import once_differentiable
 from sharding.collectives import Pending, all_gather, reduce_scatter
 from tensor_parallel.cuts import is_transposed
 from tensor_parallel.operators import own_part
-from training.errors import UnsupportedError
 
 
 def gather_multiply(
@@ -58,17 +58,18 @@ def multiply_scatter(
         factors: (tokens, inputs) and (inputs, outputs); their products are added up.
         terms: Added too, (tokens, outputs).
     """
-    first, _ = factors[0]
-    weights = [weight.to(first.dtype) for _, weight in factors]
-    own = first.new_empty(len(first) // dist.get_world_size(group), weights[0].shape[1])
+    weights = [weight.to(inputs.dtype) for inputs, weight in factors]
+    rows = terms if terms is not None else factors[0][0]
+    outputs = terms.shape[1] if terms is not None else weights[0].shape[1]
+    own = rows.new_empty(len(rows) // dist.get_world_size(group), outputs)
     leaving = []
     for index, mine in enumerate(own.chunk(pieces)):
-        total = None if terms is None else terms.chunk(pieces)[index]
+        total: Tensor | None = None if terms is None else terms.chunk(pieces)[index]
         for (inputs, _), weight in zip(factors, weights, strict=True):
             piece = inputs.chunk(pieces)[index]
             total = torch.mm(piece, weight) if total is None else torch.addmm(total, piece, weight)
-        assert total is not None, "there are factors"
-        leaving.append(reduce_scatter(mine.view(-1), total.view(-1), group))
+        assert total is not None, "there are terms or factors"
+        leaving.append(reduce_scatter(mine.view(-1), total.contiguous().view(-1), group))
     return own, leaving
 
 
@@ -123,44 +124,40 @@ class MultiplyScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        whole, (of_inputs,) = gather_multiply(gradient, [weight.t()], ctx.group, ctx.pieces)
-        return of_inputs, of_weight(inputs, whole, weight) if ctx.needs_input_grad[1] else None, None, None
+        inputs_want, weight_wants, *_ = ctx.needs_input_grad
+        whole, products = gather_multiply(gradient, [weight.t()] * inputs_want, ctx.group, ctx.pieces)
+        of_inputs = products[0] if inputs_want else None
+        return of_inputs, of_weight(inputs, whole, weight) if weight_wants else None, None, None
 
 
 class Columns:
-    """The layers cut by columns behind one gather. They hand their products over when they are called."""
+    """The layers cut by columns behind one gather. What was gathered carries their products until they are called."""
 
     def __init__(self) -> None:
         self._layers: dict[str, nn.Module] = {}
-        self._products: dict[str, Tensor] = {}
-        self._whole: ref[Tensor] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     def add(self, name: str, layer: nn.Module) -> None:
         self._layers[name] = layer
-        layer.forward = lambda hidden: self._hand_over(name, hidden)
+        layer.forward = partial(self._forward, name)
 
     def weights(self) -> list[Tensor]:
         """(inputs, outputs)."""
         return [by_inputs(layer) for layer in self._layers.values()]
 
-    def computed(self, whole: Tensor, products: Sequence[Tensor]) -> Tensor:
-        """Keep the products until their layers are called with `whole`."""
-        self._products, self._whole = dict(zip(self._layers, products, strict=True)), ref(whole)
+    def carried(self, whole: Tensor, products: Sequence[Tensor]) -> Tensor:
+        """`whole`, which now carries the products of it as it is."""
+        whole.products = dict(zip(self._layers, products, strict=True)), whole._version  # type: ignore[attr-defined]
         return whole
 
-    def _hand_over(self, name: str, hidden: Tensor) -> Tensor:
-        layer, product = self._layers[name], self._products.pop(name, None)
-        whole = self._whole() if self._whole is not None else None
-        if product is None or whole is None:  # tokens are not cut now
-            return type(layer).forward(layer, hidden)
-        if whole is not hidden:
-            raise UnsupportedError(
-                f"--async-tensor-parallel: {name} multiplies something else than what its region is given; the "
-                "region of the plan must begin right in front of it"
-            )
+    def _forward(self, name: str, hidden: Tensor) -> Tensor:
+        layer = self._layers[name]
+        products, version = cast(tuple[dict[str, Tensor], int], getattr(hidden, "products", ({}, 0)))
+        product = products.pop(name, None)
+        if product is None or version != hidden._version:  # something else, or tokens are not cut now
+            return cast(Tensor, type(layer).forward(layer, hidden))
         bias = layer._parameters["bias"]
         return product if bias is None else product + bias.to(product.dtype)
 

@@ -1,9 +1,9 @@
 """Sequence parallelism: between the parallel regions each rank keeps 1/N of the tokens.
 
 Norms, dropouts and residuals treat each token by itself, so it does not matter which tokens are where. Here the tokens
-of all samples are laid end to end, padded to a multiple of the ranks, and cut: (batch, sequence, features) becomes
-(1, tokens / N, features). Gathered tokens are then contiguous, without a transpose. Attention and the head get the
-tokens of all ranks in the old shape, the MLP needs no shape.
+of all samples are laid end to end, padded to a multiple of ranks times pieces, and cut: (batch, sequence, features)
+becomes (1, tokens / N, features). Gathered tokens are then contiguous, without a transpose. Attention and the head get
+the tokens of all ranks in the old shape, the MLP needs no shape.
 
 `Split` is in front of the first block. `Gather` and `Scatter` are around each region (`tensor_parallel.operators`).
 Behind the last norm, the head is a region too, or `Merge` stands in front of what all ranks compute alike.
@@ -79,7 +79,7 @@ class Tokens:
     def gather_multiply(self, hidden: Tensor, columns: Columns) -> Tensor:
         """`gather`, overlapped with the products of `columns`."""
         whole, *products = GatherMultiply.apply(hidden[0], self._group, self.pieces, *columns.weights())
-        return columns.computed(self._whole(whole), list(map(self._whole, products)))
+        return columns.carried(self._whole(whole), list(map(self._whole, products)))
 
     def multiply_scatter(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """`scatter` of a product with (inputs, outputs), overlapped."""
@@ -87,19 +87,16 @@ class Tokens:
 
     def _padded(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
-        return functional.pad(flat, (0, 0, 0, -len(flat) % (self._size * self.pieces)))
+        missing = -len(flat) % (self._size * self.pieces)
+        return functional.pad(flat, (0, 0, 0, missing)) if missing else flat
 
     def _by_rank(self, flat: Tensor) -> Tensor:
         """From the order of samples to that of ranks."""
-        return (
-            flat if self.pieces == 1 else flat.unflatten(0, (self.pieces, self._size, -1)).transpose(0, 1).flatten(0, 2)
-        )
+        return flat if self.pieces == 1 else turned(flat, self.pieces, self._size)
 
     def _by_piece(self, flat: Tensor) -> Tensor:
         """And back."""
-        return (
-            flat if self.pieces == 1 else flat.unflatten(0, (self._size, self.pieces, -1)).transpose(0, 1).flatten(0, 2)
-        )
+        return flat if self.pieces == 1 else turned(flat, self._size, self.pieces)
 
     def _whole(self, flat: Tensor) -> Tensor:
         batch, sequence = self._shape

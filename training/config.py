@@ -486,6 +486,12 @@ class RunConfig:
             self.async_tensor_parallel,
             "with --sequence-parallel, whose gathers and scatters it overlaps",
         )
+        _require(
+            not self.async_tensor_parallel or self.activation_checkpointing != recomputation.SELECTIVE,
+            "--async-tensor-parallel",
+            f"with --activation-checkpointing {recomputation.SELECTIVE}",
+            "one or the other, since products in pieces are not kept",
+        )
         _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
         _require(not (cut and self.compile), "--compile", "", "without tp, whose collectives would be in the graph")
         _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")

@@ -12,7 +12,9 @@ LARGEST_PAGE_BYTES = 6_000_000
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "megabytes"), [(4, 32, 8), pytest.param(8, 128, 20, marks=pytest.mark.slow)], ids=str
+    ("few", "many", "megabytes"),
+    [pytest.param(4, 32, 8, marks=pytest.mark.slow), pytest.param(8, 128, 20, marks=pytest.mark.exhaustive)],
+    ids=str,
 )
 def test_memory_and_time_of_many_ranks(tmp_path: Path, few: int, many: int, megabytes: float) -> None:
     """Of each more rank, the report keeps less than a quarter of its trace."""

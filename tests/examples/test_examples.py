@@ -37,6 +37,7 @@ def test_plain_loop_learns_the_same_with_every_choice(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 16)
 
 
+@pytest.mark.slow
 def test_the_turned_over_script_learns_and_saves(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -55,6 +56,7 @@ def test_the_script_says_how_many_lines_are_new() -> None:
     assert sum(line.endswith("# ddp-lab") for line in text.splitlines()) == 9 and "Nine lines" in text
 
 
+@pytest.mark.slow
 def test_two_models_with_two_strategies(tmp_path: Path) -> None:
     said = run_example("gan.py", tmp_path, "bucket_ddp_async", "zero3")
     (radius,) = re.findall(r"radius of ([\d.]+)", said)

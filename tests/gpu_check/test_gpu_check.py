@@ -129,6 +129,7 @@ def test_every_part_is_documented() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_parts_on_ranks(tmp_path: Path) -> None:
     """Two of the parts that need real ranks, as a user would run them."""
     command = [sys.executable, "scripts/gpu_check.py", "--only", "environment,parity", "--output-dir"]

@@ -81,8 +81,8 @@ def test_parity(ranks: RankPool, choice: Choice, model: str) -> None:
 
 
 @for_each_choice
-@pytest.mark.parametrize("mesh", [WIDE, TALL])
-def test_parity_of_six_ranks(ranks: RankPool, choice: Choice, mesh: str) -> None:
+def test_parity_of_six_ranks(ranks: RankPool, choice: Choice) -> None:
+    mesh = (WIDE, TALL)[CHOICES.index(choice) % 2]
     check(ranks, mesh, choice, "tied" if mesh == WIDE else "plain", "adam", SMALL, groups=mesh == TALL)
 
 
@@ -96,7 +96,7 @@ def test_parity_of_all(ranks: RankPool, choice: Choice, mesh: str, model: str, o
         check(ranks, mesh, choice, model, optimizer, options, clip=0.5)
 
 
-@for_each_choice
+@pytest.mark.parametrize("choice", [("sharding", "zero2"), ("sharding", "zero3")], ids="-".join)
 @pytest.mark.parametrize("mesh", ["replicate=1,shard=4", "replicate=4,shard=1"])
 def test_meshes_of_one_row_or_one_column(ranks: RankPool, choice: Choice, mesh: str) -> None:
     check(ranks, mesh, choice, "plain", "sgd", {}, clip=0.5)
@@ -172,9 +172,9 @@ def traffic(options: dict[str, Any], choice: Choice, model: str, micro_batches: 
 
 
 @for_each_choice
-@pytest.mark.parametrize("mesh", [FOUR, TALL])
-def test_expected_traffic_is_what_runs(ranks: RankPool, choice: Choice, mesh: str) -> None:
+def test_expected_traffic_is_what_runs(ranks: RankPool, choice: Choice) -> None:
     """In the group of that size: a row's, a column's or everyone's."""
+    mesh = (TALL, FOUR)[CHOICES.index(choice) % 2]
     for model, micro_batches in (("plain", 1), ("normed", 3)) if mesh == TALL else (("adapted", 2),):
         for announced, seen in run(ranks, mesh, traffic, SMALL, choice, model, micro_batches):
             assert announced == seen, f"{model}, {micro_batches} micro-batches"
@@ -268,8 +268,19 @@ SETTINGS: list[dict[str, Any]] = [
 
 @for_each_choice
 def test_settings(ranks: RankPool, choice: Choice) -> None:
+    """Every other one, in turn."""
+    check_settings(ranks, choice, SETTINGS[CHOICES.index(choice) % 2 :: 2])
+
+
+@pytest.mark.exhaustive
+@for_each_choice
+def test_all_settings(ranks: RankPool, choice: Choice) -> None:
+    check_settings(ranks, choice, SETTINGS)
+
+
+def check_settings(ranks: RankPool, choice: Choice, settings: list[dict[str, Any]]) -> None:
     """Replicas hold the same bits under each setting, and nearly what one row of all ranks computes."""
-    for options in SETTINGS:
+    for options in settings:
         try:
             load(choice).require_options(options_of(choice, **options))
         except UnsupportedError:

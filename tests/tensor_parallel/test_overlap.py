@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: what runs while what is on its way, and what cannot overlap."""
+"""Asynchronous tensor parallelism: what runs while what is on its way, and what does not overlap."""
 
 from typing import Any
 
@@ -10,11 +10,9 @@ import tensor_parallel.overlap as overlap
 from sharding.collectives import Pending
 from tensor_parallel.overlap import GatherMultiply, MultiplyScatter
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.plan import Column, Region, Row, Shared, Split
-from tests.parity import message_of
+from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Split
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import CPU
-from training.errors import UnsupportedError
 from training.mesh import Mesh, mesh_groups
 
 
@@ -75,27 +73,46 @@ def test_a_piece_is_on_its_way_while_another_is_multiplied(ranks: RankPool) -> N
         assert found["row backward"] == ["all_gather"] * 3 + [arrived, "mm"] * 3 + ["mm"]
 
 
-class NormInside(nn.Module):
-    """A region that norms before it multiplies."""
+class Inside(nn.Module):
+    """A region that changes its input before it multiplies: by a norm, in place, or not at all for the first layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: str) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm, self.up, self.gate, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.change = change
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(hidden)))
+        up = self.up(hidden) if self.change == "behind" else 0
+        hidden = self.norm(hidden) if self.change != "in place" else hidden.mul_(2)
+        return self.down(self.gate(hidden) + up)
 
 
-def refused() -> str:
+def trained_twice(change: str) -> list[dict[str, torch.Tensor]]:
+    """Answers and gradients with whole products, and in pieces. The last bias alone is not trained."""
+    found = []
     with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
-        module = nn.Sequential(nn.Identity(), NormInside())
-        plan = {"0": Split(), "1": Region(), "1.norm": Shared(), "1.up": Column(), "1.down": Row()}
-        parallelize(module, plan, groups, CPU, sequence_parallel=True, pieces=2)
-        return message_of(UnsupportedError, module, torch.randn(2, 3, 4))
+        for pieces in (1, 2):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(4, 4), Inside(change))
+            plan: Plan = {"0": Split(), "1": Region(), "1.norm": Shared(), "1.down": Row()}
+            plan |= {"1.up": Column(), "1.gate": Column()}
+            module.get_parameter("1.up.weight").requires_grad_(False)
+            parallelize(module, plan, groups, CPU, sequence_parallel=True, pieces=pieces)
+            answer = module(torch.randn(2, 4, 4))
+            found.append({"answer": answer.detach()})
+            if change != "in place":  # autograd refuses that
+                answer.square().sum().backward()
+                found[-1] |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found
 
 
-def test_what_is_not_multiplied_at_the_entrance_is_refused(ranks: RankPool) -> None:
-    for message in ranks.run(2, refused):
-        assert message.startswith(
-            "--async-tensor-parallel: 1.up multiplies something else than what its region is given"
-        )
+@pytest.mark.parametrize("change", ["behind", "before", "in place"])
+def test_what_is_changed_inside_a_region_is_multiplied_then(ranks: RankPool, change: str) -> None:
+    """Ranks have other tokens in pieces, so what they have together is compared."""
+    (whole, in_pieces), (other_whole, other_in_pieces) = ranks.run(2, trained_twice, change)
+    assert whole.keys() == in_pieces.keys()
+    for name, tensor in whole.items():
+        wanted, found = tensor + other_whole[name], in_pieces[name] + other_in_pieces[name]
+        if name == "answer":
+            wanted, found = wanted.sum(), found.sum()
+        torch.testing.assert_close(found, wanted)

@@ -93,7 +93,6 @@ def counter(group: dist.ProcessGroup, calls: Counter[tuple[str, int]], sizes: Co
             True,
             {"async_tensor_parallel": 2, "activation_checkpointing": "torch:block"},
         ),
-        ("tp=2", "zero1", "lm, llama", 1, True, {"async_tensor_parallel": 2, "activation_checkpointing": "selective"}),
         ("tp=2", "pytorch_tp", "lm, even", 1, True, {}),
         ("tp=2", "pytorch_tp", "lm, even", 2, False, {"precision": "bf16"}),
         ("dp=2,tp=2", "pytorch_fsdp_tp", "lm, even", 1, False, {}),

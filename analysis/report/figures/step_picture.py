@@ -158,5 +158,7 @@ def lane_name(lane: str, calls: pd.DataFrame) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes as people read them: `4 MiB`, `2.5 MiB`, `304 B`."""
+    """Bytes as people read them: `4 MiB`, `2.5 MiB`, `64 KiB`, `304 B`."""
+    if 2**13 <= size < 2**19:
+        return f"{size / 2**10:.1f}".removesuffix(".0") + " KiB"
     return f"{size * MIB:.1f}".removesuffix(".0") + " MiB" if size >= 2**19 else f"{size:.0f} B"

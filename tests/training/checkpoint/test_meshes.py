@@ -31,7 +31,7 @@ def elements_in(folder: Path) -> dict[str, int]:
     return dict(stored)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [m if m == "lm, gqa" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
     names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]

@@ -23,7 +23,11 @@ def train(script: str, choice: str, folder: Path, *flags: str) -> subprocess.Com
 
 @pytest.mark.parametrize(
     ("script", "choice"),
-    [("main_ddp.py", "bucket_ddp_async"), ("main_ddp.py", "pytorch_ddp"), ("main_shard.py", "pytorch_zero3")],
+    [
+        ("main_ddp.py", "bucket_ddp_async"),
+        pytest.param("main_ddp.py", "pytorch_ddp", marks=pytest.mark.slow),
+        pytest.param("main_shard.py", "pytorch_zero3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_as_slow_as_its_link(tmp_path: Path, script: str, choice: str) -> None:
     done = train(script, choice, tmp_path, "--link", LINK)
