@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text as Styled
 
+from doctor.complaints import Complaint
 from doctor.diagnosis import Finding
 from doctor.live.results import Live
 from doctor.reading.inputs import Inputs, looked_for
@@ -16,12 +17,25 @@ from doctor.views import print_matrix, process_table, topology_table, write_live
 
 MOST_LINES = 6
 """Quoted lines of evidence; further lines are counted."""
-SCHEMA_VERSION = 1
+MOST_COMPLAINTS = 8
+SCHEMA_VERSION = 2
 
 
-def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> None:
+def write_report(
+    console: Console,
+    findings: Sequence[Finding],
+    complaints: Sequence[Complaint],
+    inputs: Inputs,
+    live: Live | None = None,
+) -> None:
+    """`complaints`: those that no finding explains."""
     if findings:
         _write_finding(console, findings[0], is_verdict=True)
+    elif complaints:
+        _say(console, "Verdict: unknown.", "bold")
+        _say(console, "No rule explains what the log says:")
+        _write_complaints(console, complaints)
+        _say(console, "docs/hangs.md says what else to collect, and how.")
     else:
         seen = ", ".join(looked_for(inputs.facts))
         _say(console, "Verdict: unknown.", "bold")
@@ -31,6 +45,9 @@ def write_report(console: Console, findings: Sequence[Finding], inputs: Inputs, 
         _say(console, "\nFound as well", "bold")
         for finding in findings[1:]:
             _write_finding(console, finding, is_verdict=False)
+    if findings and complaints:
+        _say(console, "\nSaid as well, and not explained by a rule", "bold")
+        _write_complaints(console, complaints)
     if live:
         write_live(console, live)
     facts = inputs.facts
@@ -82,18 +99,29 @@ def _write_finding(console: Console, finding: Finding, is_verdict: bool) -> None
         _say(console, f"  more: python scripts/doctor.py --rules, under {rule.name}, with source and how to confirm")
 
 
+def _write_complaints(console: Console, complaints: Sequence[Complaint]) -> None:
+    for complaint in complaints[:MOST_COMPLAINTS]:
+        _say(console, f"  {complaint.text}", "cyan")
+        _say(console, f"    {complaint.kind}; {complaint.summary}")
+    if len(complaints) > MOST_COMPLAINTS:
+        _say(console, f"  and {count_of(len(complaints) - MOST_COMPLAINTS, 'other complaint')}; --json has them all")
+
+
 def _say(console: Console, text: str, style: str = "") -> None:
     """Print a text as it is: nothing in a log is markup, and no quoted line is wrapped."""
     console.print(Styled(text, style=style), soft_wrap=True)
 
 
-def to_json(findings: Sequence[Finding], inputs: Inputs, live: Live | None = None) -> str:
+def to_json(
+    findings: Sequence[Finding], complaints: Sequence[Complaint], inputs: Inputs, live: Live | None = None
+) -> str:
     """The report for machines. docs/command-line.md has its fields."""
     facts = inputs.facts
     content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "verdict": findings[0].rule.name if findings else "unknown",
         "findings": [_finding_as_json(finding) for finding in findings],
+        "unexplained": [_complaint_as_json(complaint) for complaint in complaints],
         "looked_at": inputs.looked_at,
         "problems": inputs.problems,
         "processes": [
@@ -125,6 +153,18 @@ def to_json(findings: Sequence[Finding], inputs: Inputs, live: Live | None = Non
         "live": live,
     }
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def _complaint_as_json(complaint: Complaint) -> dict[str, Any]:
+    first = complaint.lines[0]
+    return {
+        "kind": complaint.kind,
+        "text": complaint.text,
+        "times": len(complaint.lines),
+        "ranks": sorted(complaint.ranks),
+        "file": first.path,
+        "line": first.number,
+    }
 
 
 def _finding_as_json(finding: Finding) -> dict[str, Any]:

@@ -7,7 +7,7 @@
     torchrun --nnodes=2 ... scripts/doctor.py --live # the same across nodes
 
 Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: wrong command line.
-3: found something.
+3: found something. 4: there are warnings or errors that no rule explains.
 """
 
 import argparse
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from doctor.complaints import unexplained
 from doctor.diagnosis import diagnose
 from doctor.live.machine import examine
 from doctor.live.results import Live, flag_slow_pairs
@@ -29,7 +30,7 @@ from doctor.report import to_json, write_report
 from doctor.rulebook import rules_as_markdown
 from training.cli import OneLineParser, at_least
 
-FOUND = 3
+FOUND, UNEXPLAINED = 3, 4
 
 
 def main() -> int:
@@ -49,16 +50,17 @@ def main() -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 speaks for all
     findings = diagnose(inputs.facts)
+    complaints = unexplained(inputs.facts, findings)
     for problem in inputs.problems:
         print(f"error: {problem}", file=sys.stderr)
     something = inputs.looked_at or live
     if options.json:
-        print(to_json(findings, inputs, live))
+        print(to_json(findings, complaints, inputs, live))
     elif something:
         from rich.console import Console
 
-        write_report(Console(highlight=False), findings, inputs, live)
-    return FOUND if findings else 1 if inputs.problems else 0
+        write_report(Console(highlight=False), findings, complaints, inputs, live)
+    return FOUND if findings else UNEXPLAINED if complaints else 1 if inputs.problems else 0
 
 
 def build_parser() -> argparse.ArgumentParser:

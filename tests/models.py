@@ -211,7 +211,9 @@ class AwkwardBlock(nn.Module):
         self.norm, self.dropout = nn.BatchNorm1d(12), nn.Dropout(0.3)
 
     def forward(self, hidden: Tensor, *, scale: float, beside: dict[str, Tensor | None]) -> Awkward:
-        inner = self.dropout(self.norm(self.first(hidden * beside["weight"]).float()))
+        weight = beside["weight"]
+        assert weight is not None
+        inner = self.dropout(self.norm(self.first(hidden * weight).float()))
         with torch.autocast("cpu", enabled=False):
             out = hidden.float() + scale * torch.tanh(self.last(inner.float()))
         return Awkward(out, (inner.detach().mean(), "not a tensor"))

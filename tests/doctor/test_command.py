@@ -69,7 +69,8 @@ def test_json_has_what_the_page_documents() -> None:
     content = json.loads(answer.stdout)
     assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
-    fields = {*content, *content["findings"][0], *content["findings"][0]["evidence"][0]}
+    complaining = json.loads(doctor("--json", str(DATA / "clean" / "nccl_2_4.log")).stdout)
+    fields = {*content, *content["findings"][0], *content["findings"][0]["evidence"][0], *complaining["unexplained"][0]}
     assert fields <= set(re.findall(r"`(\w+)`", section))
     assert content["topologies"][0]["nearest_nics"] == {"GPU0": ["mlx5_0"], "GPU1": ["mlx5_bond_0"]}
     assert content["processes"][0]["transports"] == {"0-8": ["NET/Socket"]}

@@ -1,0 +1,128 @@
+"""Nothing in a log is hidden: what no rule explains is quoted, like lines together, with ranks, times and places."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from doctor.complaints import Complaint, unexplained
+from doctor.diagnosis import diagnose
+from doctor.facts import Facts
+from doctor.reading.inputs import read_inputs
+from doctor.reading.texts import to_text
+from scripts import doctor as script
+from tests.in_process import run_in_process
+
+CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
+HARMLESS = {"NET/OFI OFI fi_getinfo() call failed: No data available", "Failed to open libibverbs.so[.1]"}
+OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def complaints_of(log: str) -> list[Complaint]:
+    facts = Facts([to_text("train.log", log.encode())])
+    return unexplained(facts, diagnose(facts))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        ("node1:11:12 [0] misc/x.cc:61 NCCL WARN Lost its way", "NCCL warning", "Lost its way"),
+        ("node1:11:12 [0] include/socket.h:311 WARN Nothing here", "NCCL warning", "Nothing here"),
+        ("misc/ibvwrap.cu:61 WARN Nothing there", "NCCL warning", "Nothing there"),
+        (
+            "NCCL WARN hipIpcGetMemHandle failed : invalid argument",
+            "NCCL warning",
+            "hipIpcGetMemHandle failed : invalid argument",
+        ),
+        ("Last error:\nNo way out", "last error of NCCL", "No way out"),
+        ("[rank3]: RuntimeError: CUDA error: an odd one", "exception", "RuntimeError: CUDA error: an odd one"),
+        ("(Worker pid=77, ip=10.0.0.1) torch.cuda.DeferredError: late", "exception", "torch.cuda.DeferredError: late"),
+        ("[default0]:KeyError: 'labels'", "exception", "KeyError: 'labels'"),
+        (
+            "terminate called after throwing an instance of 'std::bad_function_call'",
+            "exception",
+            "'std::bad_function_call'",
+        ),
+        (
+            "Cuda failure common.cu:891 'driver is insufficient'",
+            "exception",
+            "Cuda failure common.cu:891 'driver is insufficient'",
+        ),
+        ("train.py: error: unrecognized arguments: --x", "exception", "train.py: error: unrecognized arguments: --x"),
+        ("[rank1]:[E123 a.cpp:9] Something is odd", "error in torch's log", "Something is odd"),
+        (
+            "[W516 socket.cpp:489] [c10d] socket timed out after 1800000ms",
+            "error in torch's log",
+            "timed out after 1800000ms",
+        ),
+        ("  exitcode  : 7 (pid: 20)", "end of a process", "exitcode  : 7"),
+        ("Segmentation fault (core dumped)", "end of a process", "Segmentation fault"),
+    ],
+)
+def test_every_wording_is_heard(line: str, kind: str, text: str) -> None:
+    (complaint,) = complaints_of(f"step 1\n{line}\nstep 2")
+    assert (complaint.kind, complaint.text) == (kind, text)
+    assert complaint.lines[0].number == 2
+
+
+def test_lines_that_differ_in_numbers_are_one() -> None:
+    lines = [f"[rank{rank}]: ValueError: batch {rank} of {7 * rank} at 0x{rank:x}" for rank in (2, 0, 5)]
+    (complaint,) = complaints_of("\n".join(lines))
+    assert complaint.summary == "3 times, ranks 0, 2, 5, first at train.log:1"
+
+
+def test_a_traceback_says_where_it_was_raised() -> None:
+    log = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 9, in <module>
+[rank1]:     main()
+[rank1]:   File "lib/data.py", line 41, in load
+[rank1]:     raise KeyError(name)
+[rank1]: KeyError: 'labels'
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
+    (complaint,) = complaints_of(log)
+    assert complaint.summary == "rank 1, train.log:6, raised in lib/data.py:41 (load)"
+
+
+def test_what_a_rule_explains_is_not_said_again() -> None:
+    (complaint,) = complaints_of(f"{OUT_OF_MEMORY}\n[rank1]: KeyError: 'labels'")
+    assert complaint.text == "KeyError: 'labels'"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "UserWarning: this is deprecated",
+        "no errors: 0",
+        "exited with exit code 0",
+        "def handle(error: ValueError):",
+        "val_error: 0.3",
+    ],
+)
+def test_what_is_no_complaint(line: str) -> None:
+    assert complaints_of(line) == []
+
+
+@pytest.mark.parametrize("path", sorted(CLEAN.iterdir()), ids=lambda path: path.name)
+def test_clean_inputs_have_only_harmless_warnings(path: Path) -> None:
+    facts = read_inputs([str(path)]).facts
+    assert {complaint.text for complaint in unexplained(facts, [])} <= HARMLESS
+
+
+def test_the_report_begins_with_them(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("a:1:2 [0] x.cc:1 NCCL WARN Odd\n" + "".join(f"Cuda failure 'kind {c}'\n" for c in "abcdefghij"))
+    answer = run_in_process(script, str(log))
+    assert answer.returncode == 4
+    lines = answer.stdout.splitlines()
+    assert lines[:3] == ["Verdict: unknown.", "No rule explains what the log says:", "  Odd"]
+    assert lines[3] == f"    NCCL warning; {log}:1"
+    assert "  and 3 other complaints; --json has them all" in lines and "wrong" not in answer.stdout
+    assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
+
+
+def test_beside_a_verdict_they_come_after_it(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"{OUT_OF_MEMORY}\n[rank1]: KeyError: 'x'")
+    said = run_in_process(script, str(log)).stdout
+    assert said.startswith("Verdict: A GPU has no memory left")
+    assert "Said as well, and not explained by a rule\n  KeyError: 'x'\n    exception; rank 1, " in said
