@@ -4,19 +4,15 @@ Complaints that differ only in numbers are one, with how often it is there, on w
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from doctor.diagnosis import Finding
 from doctor.facts import Facts
-from doctor.reading.nccl_log import Process
 from doctor.reading.texts import Line, Text, ranks_in_words
 
-WARNING, LAST_ERROR, EXCEPTION, TORCH, END = (
-    *("NCCL warning", "last error of NCCL", "exception"),
-    *("error in torch's log", "end of a process"),
-)
+WARNING, LAST_ERROR, EXCEPTION = "NCCL warning", "last error of NCCL", "exception"
+TORCH, END = "error in torch's log", "end of a process"
 KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, END)
 """In the order in which they are quoted: what is nearest to the reason comes first."""
 
@@ -25,20 +21,18 @@ _PREFIX = (
     r"|\(\w[^()\n]{0,120}pid=\d{1,10}[^()\n]{0,120}\) ?)*"
 )
 """Of a line: time, rank, launcher."""
-_WARNING = re.compile(
-    r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (?P<text>\S.*)"
-)
-_LAST_ERROR = re.compile(r"Last error:(?P<text>.*)")
-_EXCEPTION = re.compile(
-    _PREFIX + r"(?P<text>(?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?\s*$))"
-    r"|terminate called after throwing an instance of (?P<thrown>\S.*)|^\s{0,4}what\(\): {1,4}(?P<what>\S.*)"
-    r"|(?P<said>[Cc]uda failure .*'[^'\n]{1,200}'|CUDA failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)"
-)
-_TORCH = re.compile(r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(?P<text>\S.*)|\[c10d\] .{0,300}? (?P<late>timed out after \d.*)")
-_END = re.compile(
-    r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
-    r"|Signal \d{1,2} \(SIG\w{1,8}\)|[Ss]egmentation fault|Aborted \(core dumped\)"
-)
+_WORDINGS = {
+    WARNING: r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (\S.*)",
+    LAST_ERROR: r"Last error:(.*)",
+    EXCEPTION: _PREFIX + r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?[ \t]*$))"
+    r"|terminate called after throwing an instance of (\S.*)|^[ \t]{0,4}what\(\): {1,4}(\S.*)"
+    r"|((?:[Cc]uda|CUDA) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
+    TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
+    END: r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
+    r"|Signal \d{1,2} \(SIG\w{1,8}\)|[Ss]egmentation fault|Aborted \(core dumped\)",
+}
+"""The first group that is found is what is said; without one, all of it."""
+_PATTERNS = {kind: re.compile(pattern, re.MULTILINE) for kind, pattern in _WORDINGS.items()}
 _ECHO = re.compile(r"ChildFailedError")
 """What torchrun says of the exceptions of others."""
 _FRAME = re.compile(r'File "(?P<file>[^"\n]{1,300})", line (?P<line>\d{1,7}), in (?P<where>\S{1,100})')
@@ -69,52 +63,31 @@ class Complaint:
 def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
     """The complaints of which no finding quotes a line: by kind, then in the order of the log."""
     explained = {_alike(line.text) for finding in findings for line in finding.lines}
-    found = [
-        complaint
-        for complaint in Complaints(facts.texts, facts.processes).all
-        if not any(_alike(line.text) in explained for line in complaint.lines)
-    ]
-    return sorted(found, key=lambda complaint: KINDS.index(complaint.kind))
+    ranks = {line: process.rank for process in facts.processes for line in process.warnings}
+    found: dict[tuple[str, str], Complaint] = {}
+    for text in facts.texts:
+        for kind, said, line, detail in _complaints(text):
+            complaint = found.setdefault((kind, _alike(said)), Complaint(kind, said, [], detail=detail))
+            complaint.lines.append(line)
+            match = _RANK.search(line.text)
+            rank = int(match[1]) if match else ranks.get(line)
+            if rank is not None:
+                complaint.ranks.add(rank)
+    left = [one for one in found.values() if not any(_alike(line.text) in explained for line in one.lines)]
+    return sorted(left, key=lambda complaint: KINDS.index(complaint.kind))
 
 
-class Complaints:
-    """All complaints of some texts. `processes`: to know the ranks of NCCL's lines."""
-
-    def __init__(self, texts: Iterable[Text], processes: Iterable[Process]) -> None:
-        self._texts = texts
-        self._ranks = {line: process.rank for process in processes for line in process.warnings}
-
-    @cached_property
-    def all(self) -> list[Complaint]:
-        found: dict[tuple[str, str], Complaint] = {}
-        for text in self._texts:
-            for kind, said, line, detail in self._of(text):
-                complaint = found.setdefault((kind, _alike(said)), Complaint(kind, said, [], detail=detail))
-                complaint.lines.append(line)
-                match = _RANK.search(line.text)
-                rank = int(match[1]) if match else self._ranks.get(line)
-                if rank is not None:
-                    complaint.ranks.add(rank)
-        return list(found.values())
-
-    def _of(self, text: Text) -> Iterator[tuple[str, str, Line, str]]:
-        """Kind, what is said, the line and a detail."""
-        for kind, pattern in ((WARNING, _WARNING), (LAST_ERROR, _LAST_ERROR), (TORCH, _TORCH), (END, _END)):
-            for index, match in _matches(text, pattern):
-                said = next((part for part in match.groups() if part is not None), match[0]).strip()
-                if kind == LAST_ERROR and not said and index + 1 < len(text.lines):
-                    said = text.lines[index + 1].text.strip()
-                yield kind, said, text.lines[index], ""
-        for index, match in _matches(text, _EXCEPTION):
-            said = next(part for part in match.groups() if part is not None).strip()
+def _complaints(text: Text) -> Iterator[tuple[str, str, Line, str]]:
+    """Kind, what is said, the line and a detail of each complaint."""
+    for kind, pattern in _PATTERNS.items():
+        for index in text.indices(pattern):
+            if (match := pattern.search(text.lines[index].text)) is None:
+                continue
+            said = next((part for part in match.groups() if part is not None), match[0]).strip()
+            if kind == LAST_ERROR and not said and index + 1 < len(text.lines):
+                said = text.lines[index + 1].text.strip()
             if not _ECHO.search(said):
-                yield EXCEPTION, said, text.lines[index], _raised_at(text, index)
-
-
-def _matches(text: Text, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
-    for index in text.indices(re.compile(pattern.pattern, re.MULTILINE)):
-        if match := pattern.search(text.lines[index].text):
-            yield index, match
+                yield kind, said, text.lines[index], _raised_at(text, index) if kind == EXCEPTION else ""
 
 
 def _raised_at(text: Text, index: int) -> str:

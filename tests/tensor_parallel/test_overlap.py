@@ -39,8 +39,7 @@ def order_of_events() -> dict[str, list[str]]:
 
         return call
 
-    patch = pytest.MonkeyPatch()
-    with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups, patch.context():
+    with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups, pytest.MonkeyPatch.context() as patch:
         own, first, second = torch.randn(6, 3), torch.randn(3, 4), torch.randn(3, 2)
         inputs, last = torch.randn(12, 4), torch.randn(4, 3)
         for tensor in (own, first, second, inputs, last):
@@ -88,7 +87,7 @@ class Inside(nn.Module):
 
 
 def trained_twice(change: str) -> list[dict[str, torch.Tensor]]:
-    """Answers and gradients with whole products, and in pieces. The last bias alone is not trained."""
+    """Answers and gradients with whole products, and in pieces. One weight is frozen."""
     found = []
     with mesh_groups(Mesh.parse("tp=2"), "cpu") as groups:
         for pieces in (1, 2):
