@@ -155,12 +155,20 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     assert answer.returncode == 0 and "micro-batch of 1: a step takes " in answer.stdout, answer.stderr
     costs = costs_of(hardware.cluster("2xcpu", "loopback"), "fp32", record)
     assert costs.compute_error == RECORD_ERROR and f"as recorded in {record} (" in costs.sources[0]
-    step_ms = 1e3 * json.loads(record.read_text())["steps"][0]["step_s"]
+    content = json.loads(record.read_text())
+    step_ms = 1e3 * content["steps"][0]["step_s"]
+    assert sum(each["count"] * each["seconds"] for each in content["operators"]) * 1e3 == pytest.approx(
+        step_ms, rel=0.01
+    )
+    for each in content["operators"]:  # what this machine was slow at by chance is not the test's matter
+        each["seconds"] = 1e-3
+    step_ms = sum(each["count"] for each in content["operators"])
+    record.write_text(json.dumps(content))
     two = ["--gpus", "2xcpu", "--link", "loopback", "--choices", "simple_ddp", "--jobs", "1", "--record", str(record)]
     table = tmp_path / "plan.csv"
     answer = plan(*TINY, *two, "--global-batch-size", "2", "--grad-accum-steps", "1", "--csv", str(table))
     (row,) = pd.read_csv(table).to_dict("records")
-    assert 0.8 < (row["step_time_ms"] - row["exposed_ms"]) / step_ms < 1.5, "the recorded step, and what strategies add"
+    assert 1.0 < (row["step_time_ms"] - row["exposed_ms"]) / step_ms < 1.5, "the recorded step, and what strategies add"
     wrong = plan(*TINY, *WHERE, "--record", str(record))
     assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
 
