@@ -1,21 +1,22 @@
 """Rules applied to facts: what was found, the verdict first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from doctor.facts import Facts, Match
 from doctor.predicates import PREDICATES
 from doctor.reading.texts import Line
-from doctor.rulebook import KINDS, Advice, Rule, all_rules
+from doctor.rulebook import KINDS, Rule, all_rules, compiled
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applies: the lines that show it, what they mean in this case, and the advice with a heading each."""
+    """A rule that applies: the lines that show it, what they mean in this case, and further lines that it explains."""
 
     rule: Rule
     lines: list[Line]
     details: list[str]
-    advice: list[tuple[str, Advice]]
+    explained: list[Line]
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -26,18 +27,22 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
-    lines = [line for pattern in rule.compiled for line in facts.search(pattern)]
     match = (PREDICATES[rule.predicate](facts) if rule.predicate else None) or Match([])
-    lines = list(dict.fromkeys(lines + match.lines))
-    if not lines and not match.details:
+    lines = list(dict.fromkeys(_search(facts, rule.patterns) + match.lines))
+    if not (lines or match.details) or _search(facts, rule.unless):
         return None
-    return Finding(rule, lines, match.details, _advice(rule, facts.is_virtual))
+    return Finding(rule, lines, match.details, _search(facts, rule.explains))
 
 
-def _advice(rule: Rule, is_virtual: bool | None) -> list[tuple[str, Advice]]:
-    """The advice for this machine; both kinds if it is unknown whether it is virtual."""
-    if rule.in_vm is None:
-        return [("Try", rule.advice)]
-    if is_virtual is None:
-        return [("Try, on bare metal", rule.advice), ("Try, in a virtual machine", rule.in_vm)]
-    return [("Try, in a virtual machine", rule.in_vm)] if is_virtual else [("Try", rule.advice)]
+def _search(facts: Facts, patterns: Sequence[str]) -> list[Line]:
+    return [line for pattern in compiled(tuple(patterns)) for line in facts.search(pattern)]
+
+
+def advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
+    """Commands with a heading, for this machine and this program; both kinds if it is unknown whether it is virtual."""
+    own = [("In this project", rule.own)] if rule.own and facts.is_own_run else []
+    if not rule.in_vm:
+        return [("Try", rule.to_try), *own]
+    if facts.is_virtual is None:
+        return [("Try, on bare metal", rule.to_try), ("Try, in a virtual machine", rule.in_vm), *own]
+    return [("Try, in a virtual machine", rule.in_vm) if facts.is_virtual else ("Try", rule.to_try), *own]

@@ -134,6 +134,11 @@ class Facts:
         stuck = [found for found in self.divergences if found.what == "stuck" and found.seq <= EARLY]
         return lines + [Line(self.dumps[0].path, 0, sentence) for found in stuck for sentence in found.sentences]
 
+    @property
+    def is_own_run(self) -> bool:
+        """Whether what was read is of a run of this project."""
+        return bool(self.runs) or any(dump.is_own for dump in self.dumps)
+
     @cached_property
     def is_virtual(self) -> bool | None:
         """Whether this is a virtual machine; None if unknown."""

@@ -1,12 +1,14 @@
 """The rules, as data: `rules/*.toml`, in the order in which they win the verdict.
 
 A rule applies if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
-says so. Its kind decides what comes first: a `cause`, a `place` (which rank is behind, not why), a `suspicion` (it
-explains a hang or slowness, if there is one) or a `symptom` (something failed, not why).
+says so; not if one of `unless` is found in any line. Its kind decides what comes first: a `cause`, a `place` (which rank
+is behind, not why), a `suspicion` (it explains a hang or slowness, if there is one) or a `symptom` (something failed, not
+why).
 """
 
 import re
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,38 +25,44 @@ KINDS = {
 """Kinds of rules, the first of which come first, and what they tell."""
 
 
-class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An environment variable to set: its exact value, what it does, and what it costs."""
-
-    name: str
-    value: str
-    does: str
-    costs: str
-
-
-class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to try, in order."""
-
-    steps: list[str]
-    variables: list[Variable] = []
-
-
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rule.
+
+    Attributes:
+        confidence: Of the verdict. A symptom has none.
+        to_try: Shell commands, the best first, each with `  # what it shows or does, and what it costs`.
+        in_vm: The same for a virtual machine, where that differs.
+        own: The same for a run of this project, with its flags.
+        more: Sentences behind `--all`.
+        explains: Lines of the same failure: they do not make the rule apply, and are not complaints if it does.
+    """
+
     name: str
     verdict: str
     kind: Literal["cause", "place", "suspicion", "symptom"]
-    confidence: Literal["certain", "likely", "possible"]
     why: str
-    advice: Advice
-    confirm: list[str]
+    to_try: list[str] = msgspec.field(name="try")
     sources: list[str]
+    confidence: Literal["certain", "likely", "possible", None] = None
+    in_vm: list[str] = []
+    own: list[str] = []
+    more: list[str] = []
     patterns: list[str] = []
     predicate: str | None = None
-    in_vm: Advice | None = None
+    unless: list[str] = []
+    explains: list[str] = []
 
     @property
-    def compiled(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern, re.MULTILINE) for pattern in self.patterns]
+    def how_sure(self) -> str:
+        """`certain`, `possible, to be confirmed`, or `a symptom, not a cause`."""
+        if self.confidence is None:
+            return "a symptom, not a cause"
+        return f"{self.confidence}, to be confirmed" if self.confidence == "possible" else self.confidence
+
+
+@cache
+def compiled(patterns: tuple[str, ...]) -> list[re.Pattern[str]]:
+    return [re.compile(pattern, re.MULTILINE) for pattern in patterns]
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,18 +84,17 @@ def rules_as_markdown() -> str:
 
 
 def _section(rule: Rule) -> str:
-    parts = [f"### {rule.name}", f"**{rule.verdict}** ({KINDS[rule.kind]}; {rule.confidence})", rule.why]
-    parts.append(_advice("Try", rule.advice))
-    if rule.in_vm:
-        parts.append(_advice("In a virtual machine", rule.in_vm))
-    parts.append("\n".join(["To confirm:", "", *(f"- {step}" for step in rule.confirm)]))
+    parts = [f"### {rule.name}", f"**{rule.verdict}** ({KINDS[rule.kind]}; {rule.how_sure})", rule.why]
+    for heading, commands in (
+        ("Try", rule.to_try),
+        ("In a virtual machine", rule.in_vm),
+        ("In a run of this project", rule.own),
+    ):
+        parts += [f"{heading}:\n\n```bash\n{_lines(commands)}\n```"] if commands else []
+    parts += ["\n".join(f"- {sentence}" for sentence in rule.more)] if rule.more else []
     parts.append("Source: " + ", ".join(f"<{source}>" for source in rule.sources))
     return "\n\n".join(parts)
 
 
-def _advice(heading: str, advice: Advice) -> str:
-    lines = [f"{heading}:", "", *(f"- {step}" for step in advice.steps)]
-    if advice.variables:
-        lines += ["", "| variable | value | does | costs |", "|---|---|---|---|"]
-        lines += [f"| `{v.name}` | {v.value} | {v.does} | {v.costs} |" for v in advice.variables]
-    return "\n".join(lines)
+def _lines(commands: Sequence[str]) -> str:
+    return "\n".join(commands)

@@ -85,13 +85,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Dump:
-    """The dump of one rank. `members`: the ranks of each group, as far as the dump says."""
+    """The dump of one rank. `members`: the ranks of each group, as far as the dump says. `is_own`: of this project."""
 
     path: str
     rank: int
     calls: list[Call]
     members: dict[str, frozenset[int]]
     point_to_point: int = 0
+    is_own: bool = False
 
 
 def is_dump(content: Any) -> bool:
@@ -121,7 +122,7 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
         for e in dump.entries
     ]
     members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
-    return Dump(path, dump.rank, calls, members)
+    return Dump(path, dump.rank, calls, members, is_own=True)
 
 
 def _from_torch(path: str, dump: TorchDump) -> Dump:

@@ -1,0 +1,40 @@
+"""Every rule fires on its own lines and is the verdict there; none fires on a log that only looks alike."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from doctor.diagnosis import diagnose
+from doctor.facts import Facts
+from doctor.reading.texts import to_text
+from doctor.rulebook import all_rules
+
+CASES = Path(__file__).parents[1] / "data" / "doctor" / "cases"
+MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together"}
+"""Rules that read no log: other tests give them what looks alike."""
+
+
+def verdicts(log: str) -> list[str]:
+    return [finding.rule.name for finding in diagnose(Facts(texts=[to_text("train.log", log.encode())]))]
+
+
+def logs(kind: str) -> list[tuple[str, str]]:
+    """Rule and log of all cases. `fires`: the rule is the verdict. `silent`: it looks alike, and the rule does not apply."""
+    return [
+        (path.stem, log) for path in sorted(CASES.glob("*.toml")) for log in tomllib.loads(path.read_text()).get(kind, [])
+    ]
+
+
+@pytest.mark.parametrize(("rule", "log"), logs("fires"))
+def test_a_rule_is_the_verdict_on_its_own_lines(rule: str, log: str) -> None:
+    assert verdicts(log)[:1] == [rule]
+
+
+@pytest.mark.parametrize(("rule", "log"), logs("silent"))
+def test_what_looks_alike_does_not_fire(rule: str, log: str) -> None:
+    assert rule not in verdicts(log)
+
+
+def test_every_rule_has_a_look_alike() -> None:
+    assert {rule for rule, _ in logs("silent")} == {rule.name for rule in all_rules()} - MEASURED
