@@ -7,30 +7,20 @@ from typing import Any
 
 from doctor.comparison import Divergence, compare
 from doctor.live.machine import Machine
+from doctor.reading.complaints import Said, read_complaints
 from doctor.reading.flight_recorder import Dump
 from doctor.reading.nccl_log import Process, read_processes
 from doctor.reading.texts import Line, Text
 from doctor.reading.topology import Topology
+from doctor.reading.watchdog import HANG, GaveUp, Status, Timeout, read_gave_up, read_statuses, read_timeouts
 
-_WATCHDOG = re.compile(
-    r"Rank (\d{1,6})\] ?Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
-    r"(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
-)
-_NCCL2 = re.compile(
-    r"(?:\[rank(\d{1,6})\]:[^\n]{0,120}?)?\[TC\]\[rank=(\d{1,6})\]\[name=([^\]\n]{0,120})\] "
-    r"(?:Operation timed out after (\d{1,12}) ms|Aborting process on rank \d{1,6} due to timeout)"
-)
-_ENQUEUED = re.compile(
-    r"\[PG ([^\]]{0,120}) ?Rank (\d{1,6})\].{0,300}last enqueued NCCL work: (-?\d{1,12}), "
-    r"last completed NCCL work: (-?\d{1,12})"
-)
-_HANG = re.compile(
-    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
-    r"|Received a dump signal due to a collective timeout|\[TC\].{0,140} (?:Operation timed out after|due to timeout)",
-)
 _VIRTUAL = re.compile(
     r"Hypervisor detected|Virtualization: +\S|Hypervisor vendor: +\S"
     r"|\b(?:QEMU|VMware|Xen) (?:Standard|Virtual)|DMI: Amazon EC2"
+)
+_FAILED = re.compile(
+    r"exitcode {0,4}: {0,4}-?[1-9]|ChildFailedError|NO_OTHER_FAILURES|\[rank\d{1,6}\]:? {0,4}Traceback"
+    r"|Signal \d{1,2} \(SIG|[Ee]xit(?:ed with)? (?:exit )?code:? -?[1-9]|terminate called after throwing"
 )
 EARLY = 3
 """A hang in one of a group's first collectives cannot come from what the program did later: DDP checks and broadcasts
@@ -43,42 +33,6 @@ class Match:
 
     lines: list[Line]
     details: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Timeout:
-    """A collective that torch's NCCL watchdog gave up."""
-
-    rank: int
-    seq: int
-    kind: str
-    elements: tuple[str | None, str | None]
-    line: Line
-
-
-@dataclass(frozen=True)
-class GaveUp:
-    """A collective that ran out of time in torch's `nccl` of 2.15, which does not say which one it was.
-
-    Attributes:
-        rank: In the whole job if the line has torch's prefix, else in the group.
-        seconds: None in the line that ends the process.
-    """
-
-    rank: int
-    group: str
-    seconds: float | None
-    line: Line
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How many collectives of a group a rank had issued when its watchdog gave up."""
-
-    group: str
-    rank: int
-    enqueued: int
-    line: Line
 
 
 @dataclass
@@ -103,34 +57,36 @@ class Facts:
         return [line for text in self.texts for line in text.search(pattern)]
 
     @cached_property
+    def complaints(self) -> list[Said]:
+        """What the texts complain of, of each text by kind and then in its order."""
+        return [said for text in self.texts for said in read_complaints(text)]
+
+    @cached_property
+    def failures(self) -> list[Line]:
+        """Lines that say that a process of the job failed."""
+        return self.search(_FAILED)
+
+    @cached_property
     def timeouts(self) -> list[Timeout]:
-        return [
-            Timeout(int(match[1]), int(match[2]), match[3], (match[4], match[5]), line)
-            for line, match in self._matches(_WATCHDOG)
-        ]
+        return read_timeouts(self.texts)
+
+    @cached_property
+    def statuses(self) -> list[Status]:
+        return read_statuses(self.texts)
 
     @cached_property
     def gave_up(self) -> list[GaveUp]:
-        return [
-            GaveUp(int(match[1] or match[2]), match[3], int(match[4]) / 1e3 if match[4] else None, line)
-            for line, match in self._matches(_NCCL2)
-        ]
-
-    @cached_property
-    def progress(self) -> list[Progress]:
-        return [
-            Progress(match[1].strip(), int(match[2]), int(match[3]), line) for line, match in self._matches(_ENQUEUED)
-        ]
+        return read_gave_up(self.texts)
 
     @cached_property
     def hangs(self) -> list[Line]:
         """Lines that say that a collective ran out of time."""
-        return self.search(_HANG)
+        return self.search(HANG)
 
     @property
     def hung_early(self) -> list[Line]:
         """Evidence that one of the first collectives of a group never ended; empty if there is none."""
-        lines = [timeout.line for timeout in self.timeouts if timeout.seq <= EARLY]
+        lines = [timeout.line for timeout in self.timeouts if timeout.seq is not None and timeout.seq <= EARLY]
         stuck = [found for found in self.divergences if found.what == "stuck" and found.seq <= EARLY]
         return lines + [Line(self.dumps[0].path, 0, sentence) for found in stuck for sentence in found.sentences]
 
@@ -151,6 +107,3 @@ class Facts:
         """Whether the log has ranks of several hosts, or ranks of one host that use the network."""
         hosts = {process.host for process in self.processes}
         return len(hosts) > 1 or any(process.used("NET/") for process in self.processes)
-
-    def _matches(self, pattern: re.Pattern[str]) -> list[tuple[Line, re.Match[str]]]:
-        return [(line, match) for line in self.search(pattern) if (match := pattern.search(line.text))]

@@ -8,108 +8,151 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from doctor.complaints import Complaint
-from doctor.diagnosis import Finding
+from doctor.diagnosis import Finding, advice
+from doctor.facts import Facts
 from doctor.live.results import Live
 from doctor.reading.inputs import Inputs, looked_for
 from doctor.reading.nccl_log import differences
 from doctor.reading.texts import count_of
-from doctor.views import print_matrix, process_table, topology_table, write_live
+from doctor.rulebook import compiled
+from doctor.views import in_words, print_matrix, process_table, topology_table, write_live
 
-MOST_LINES = 6
-"""Quoted lines of evidence; further lines are counted."""
-MOST_COMPLAINTS = 8
-SCHEMA_VERSION = 2
-
-
-def write_report(
-    console: Console,
-    findings: Sequence[Finding],
-    complaints: Sequence[Complaint],
-    inputs: Inputs,
-    live: Live | None = None,
-) -> None:
-    """`complaints`: those that no finding explains."""
-    if findings:
-        _write_finding(console, findings[0], is_verdict=True)
-    elif complaints:
-        _say(console, "Verdict: unknown.", "bold")
-        _say(console, "No rule explains what the log says:")
-        _write_complaints(console, complaints)
-        _say(console, "docs/hangs.md says what else to collect, and how.")
-    else:
-        seen = ", ".join(looked_for(inputs.facts))
-        _say(console, "Verdict: unknown.", "bold")
-        _say(console, f"No rule found anything wrong in {seen}.")
-        _say(console, "If the job still hangs: docs/hangs.md says what to collect, and how.")
-    if len(findings) > 1:
-        _say(console, "\nFound as well", "bold")
-        for finding in findings[1:]:
-            _write_finding(console, finding, is_verdict=False)
-    if findings and complaints:
-        _say(console, "\nSaid as well, and not explained by a rule", "bold")
-        _write_complaints(console, complaints)
-    if live:
-        write_live(console, live)
-    facts = inputs.facts
-    if facts.processes:
-        _say(console, "\nRanks in NCCL's log", "bold")
-        console.print(process_table(facts.processes))
-        for sentence in differences(facts.processes):
-            _say(console, f"  {sentence}")
-    for topology in facts.topologies:
-        _say(console, f"\nTopology, {topology.path}", "bold")
-        print_matrix(console, topology_table(topology))
-        for gpu in topology.gpus if topology.nics else []:
-            best = topology.best_nics(gpu)
-            others = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""
-            _say(console, f"  {gpu}: nearest network card {best[0]}{others}" if best else f"  {gpu}: no card near")
-        pairs = topology.pairs_across_numa()
-        names = ", ".join(f"{a}-{b}" for a, b in pairs[:12])
-        more = f" and {len(pairs) - 12} more" if len(pairs) > 12 else ""
-        _say(console, f"  pairs across NUMA nodes, over PCIe: {names or 'none'}{more}")
-    if inputs.looked_at:
-        _say(console, "\nLooked at", "bold")
-        for sentence in inputs.looked_at:
-            _say(console, f"  {sentence}")
+MOST_LINES, MOST_COMMANDS, MOST_COMPLAINTS = 2, 5, 5
+"""Shown without `--all`: quoted lines of evidence, commands to try, complaints that no rule explains."""
+WIDEST = 300
+"""Characters of a quoted line where the output is no terminal."""
+SCHEMA_VERSION = 3
 
 
-def _write_finding(console: Console, finding: Finding, is_verdict: bool) -> None:
-    rule, most = finding.rule, MOST_LINES if is_verdict else 2
-    to_confirm = ", to be confirmed" if rule.confidence == "possible" else ""
-    _say(console, f"Verdict: {rule.verdict}" if is_verdict else f"\n- {rule.verdict}", "bold")
-    for text in (f"{rule.confidence}{to_confirm}; rule {rule.name}", *finding.details):
-        _say(console, f"  {text}")
-    for line in finding.lines[:most]:
-        _say(console, f"  {line.place}: {line.text.strip()}", "cyan")
-    if len(finding.lines) > most:
-        _say(console, f"  and {count_of(len(finding.lines) - most, 'more such line')}")
-    if is_verdict:
-        _say(console, f"\nWhy\n  {rule.why}")
-    for heading, advice in finding.advice:
-        _say(console, f"\n{heading}" if is_verdict else f"  {heading}")
-        for step in advice.steps:
-            _say(console, f"  {'-' if is_verdict else '  -'} {step}")
-        for variable in advice.variables:
-            _say(console, f"  {variable.name}: {variable.value}", "green")
-            _say(console, f"      does: {variable.does}\n      costs: {variable.costs}")
-    if is_verdict:
-        _say(console, "\n".join(["\nTo confirm", *(f"  - {step}" for step in rule.confirm)]))
-        _say(console, "\n".join(["\nSource", *(f"  {source}" for source in rule.sources)]))
-    else:
-        _say(console, f"  more: python scripts/doctor.py --rules, under {rule.name}, with source and how to confirm")
+class Report:
+    """Writes what was found. Without `everything`: the verdict, two lines of evidence, five commands, and what is left.
+
+    Args:
+        complaints: Those that no finding explains.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        findings: Sequence[Finding],
+        complaints: Sequence[Complaint],
+        inputs: Inputs,
+        live: Live | None = None,
+        everything: bool = False,
+    ) -> None:
+        self.console, self.findings, self.complaints = console, findings, complaints
+        self.inputs, self.live, self.everything = inputs, live, everything
+
+    def write(self) -> None:
+        names_cause = bool(self.findings) and self.findings[0].rule.kind in ("cause", "place")
+        if not names_cause and self.complaints:
+            self._write_complaints("The log says, and no rule explains:")
+        if self.findings:
+            self._write_verdict(self.findings[0])
+        else:
+            self._write_unknown()
+        self._write_further(self.findings[1:])
+        if names_cause and self.complaints:
+            self._write_complaints("\nThe log says as well, and no rule explains:")
+        if self.live:
+            write_live(self.console, self.live)
+        sentences = differences(self.inputs.facts.processes)
+        if sentences:
+            self._say("\nRanks differ", "bold")
+            self._list(sentences)
+        if self.everything or not self.findings:
+            self._write_tables()
+        if self.inputs.looked_at:
+            self._say("\nLooked at", "bold")
+            self._list(self.inputs.looked_at)
+        if not self.everything and (self.findings or len(self.complaints) > MOST_COMPLAINTS):
+            self._say("\n--all prints the rest: why, all evidence, sources, and tables of ranks and topology.")
+
+    def _write_unknown(self) -> None:
+        self._say("Verdict: unknown.", "bold")
+        if self.complaints:
+            self._say("docs/hangs.md says what else to collect, and how.")
+        else:
+            self._say(f"No rule found anything wrong in {', '.join(looked_for(self.inputs.facts))}.")
+            self._say("If the job still hangs: docs/hangs.md says what to collect, and how.")
+
+    def _write_verdict(self, finding: Finding) -> None:
+        rule, facts = finding.rule, self.inputs.facts
+        self._say(f"Verdict: {rule.verdict}", "bold")
+        self._list([f"{rule.how_sure}; rule {rule.name}", *finding.details])
+        self._quote(finding)
+        for heading, commands in advice(rule, facts):
+            self._say(f"\n{heading}", "bold")
+            self._list(commands if self.everything else commands[:MOST_COMMANDS], "green")
+        if self.everything:
+            self._say(f"\nWhy\n  {rule.why}")
+            self._list(rule.more)
+            self._say("\nSource")
+            self._list(rule.sources)
+
+    def _write_further(self, findings: Sequence[Finding]) -> None:
+        if findings:
+            self._say("\nFound as well", "bold")
+        for finding in findings:
+            rule = finding.rule
+            self._say(f"- {rule.verdict} ({rule.how_sure}; rule {rule.name})")
+            self._list(finding.details[: None if self.everything else 1])
+            if self.everything:
+                self._quote(finding)
+                for heading, commands in advice(rule, self.inputs.facts):
+                    self._say(f"  {heading}")
+                    self._list(commands, "green")
+
+    def _quote(self, finding: Finding) -> None:
+        """Evidence: the part of each line that fits, around what the rule found."""
+        lines = finding.lines if self.everything else finding.lines[:MOST_LINES]
+        patterns = compiled(tuple(finding.rule.patterns))
+        for line in lines:
+            match = next((match for pattern in patterns if (match := pattern.search(line.text))), None)
+            room = (self.console.width if self.console.is_terminal else WIDEST) - len(line.place) - len("  : ")
+            self._say(f"  {line.place}: {cut(line.text, max(40, room), match.start() if match else 0)}", "cyan")
+        if len(finding.lines) > len(lines):
+            self._say(f"  and {count_of(len(finding.lines) - len(lines), 'more such line')}")
+
+    def _write_complaints(self, heading: str) -> None:
+        self._say(heading, "bold")
+        shown = self.complaints if self.everything else self.complaints[:MOST_COMPLAINTS]
+        for complaint in shown:
+            self._say(f"  {cut(complaint.text, WIDEST)}", "cyan")
+            self._say(f"    {complaint.kind}; {complaint.summary}")
+            if complaint.meaning:
+                self._say(f"    {complaint.meaning.says} ({complaint.meaning.source})")
+        if len(self.complaints) > len(shown):
+            self._say(f"  and {count_of(len(self.complaints) - len(shown), 'other complaint')}")
+        self._say("")
+
+    def _write_tables(self) -> None:
+        facts = self.inputs.facts
+        if facts.processes:
+            self._say("\nRanks in NCCL's log", "bold")
+            self.console.print(process_table(facts.processes))
+        for topology in facts.topologies:
+            self._say(f"\nTopology, {topology.path}", "bold")
+            print_matrix(self.console, topology_table(topology))
+            self._list(in_words(topology))
+
+    def _list(self, sentences: Sequence[str], style: str = "") -> None:
+        for sentence in sentences:
+            self._say(f"  {sentence}", style)
+
+    def _say(self, text: str, style: str = "") -> None:
+        """Print a text as it is: nothing in a log is markup, and no quoted line is wrapped."""
+        self.console.print(Styled(text, style=style), soft_wrap=True)
 
 
-def _write_complaints(console: Console, complaints: Sequence[Complaint]) -> None:
-    for complaint in complaints[:MOST_COMPLAINTS]:
-        _say(console, f"  {complaint.text}", "cyan")
-        _say(console, f"    {complaint.kind}; {complaint.summary}")
-    if len(complaints) > MOST_COMPLAINTS:
-        _say(console, f"  and {count_of(len(complaints) - MOST_COMPLAINTS, 'other complaint')}; --json has them all")
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    """Print a text as it is: nothing in a log is markup, and no quoted line is wrapped."""
-    console.print(Styled(text, style=style), soft_wrap=True)
+def cut(text: str, room: int, place: int = 0) -> str:
+    """At most `room` characters of a text, among them the one at `place`, if the text is longer."""
+    text, lost = text.strip(), len(text) - len(text.lstrip())
+    if len(text) <= room:
+        return text
+    start = max(0, min(place - lost - room // 3, len(text) - room))
+    part = text[start : start + room]
+    return ("..." + part[3:] if start else part)[: room - 3] + ("..." if start + room < len(text) else part[-3:])
 
 
 def to_json(
@@ -120,7 +163,7 @@ def to_json(
     content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "verdict": findings[0].rule.name if findings else "unknown",
-        "findings": [_finding_as_json(finding) for finding in findings],
+        "findings": [_finding_as_json(finding, facts) for finding in findings],
         "unexplained": [_complaint_as_json(complaint) for complaint in complaints],
         "looked_at": inputs.looked_at,
         "problems": inputs.problems,
@@ -162,12 +205,13 @@ def _complaint_as_json(complaint: Complaint) -> dict[str, Any]:
         "text": complaint.text,
         "times": len(complaint.lines),
         "ranks": sorted(complaint.ranks),
+        "meaning": complaint.meaning,
         "file": first.path,
         "line": first.number,
     }
 
 
-def _finding_as_json(finding: Finding) -> dict[str, Any]:
+def _finding_as_json(finding: Finding, facts: Facts) -> dict[str, Any]:
     rule = finding.rule
     return {
         "rule": rule.name,
@@ -177,7 +221,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
         "details": finding.details,
         "evidence": [{"file": line.path, "line": line.number, "text": line.text} for line in finding.lines],
         "why": rule.why,
-        "try": [{"when": heading, "steps": a.steps, "variables": a.variables} for heading, a in finding.advice],
-        "confirm": rule.confirm,
+        "try": [{"when": heading, "commands": commands} for heading, commands in advice(rule, facts)],
+        "more": rule.more,
         "sources": rule.sources,
     }

@@ -1,9 +1,8 @@
 """The rules, as data: `rules/*.toml`, in the order in which they win the verdict.
 
 A rule applies if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
-says so; not if one of `unless` is found in any line. Its kind decides what comes first: a `cause`, a `place` (which rank
-is behind, not why), a `suspicion` (it explains a hang or slowness, if there is one) or a `symptom` (something failed, not
-why).
+says so; not if one of `unless` is found in any line. Its kind decides what comes first: a `cause`, a `place` (which
+rank is behind, not why), a `suspicion` (it explains a hang, if there is one) or a `symptom` (something failed).
 """
 
 import re

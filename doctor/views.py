@@ -57,6 +57,19 @@ def topology_table(topology: Topology) -> Table:
     return table
 
 
+def in_words(topology: Topology) -> list[str]:
+    """The nearest network card of each GPU, and the pairs of GPUs that meet over PCIe across NUMA nodes."""
+    sentences = []
+    for gpu in topology.gpus if topology.nics else []:
+        best = topology.best_nics(gpu)
+        others = f" ({', '.join(best[1:])} as near)" if len(best) > 1 else ""
+        sentences.append(f"{gpu}: nearest network card {best[0]}{others}" if best else f"{gpu}: no card near")
+    pairs = topology.pairs_across_numa()
+    names = ", ".join(f"{a}-{b}" for a, b in pairs[:12])
+    more = f" and {len(pairs) - 12} more" if len(pairs) > 12 else ""
+    return [*sentences, f"pairs across NUMA nodes, over PCIe: {names or 'none'}{more}"]
+
+
 def print_matrix(console: Console, table: Table) -> None:
     """Print every cell whole. In a narrow terminal, wrapped rows are better than cut cells."""
     width, console.width = console.width, WIDEST

@@ -26,7 +26,7 @@ from doctor.live.results import Live, flag_slow_pairs
 from doctor.reading.inputs import Inputs, read_inputs
 from doctor.reading.texts import InputError, to_text
 from doctor.reading.topology import find_topologies
-from doctor.report import to_json, write_report
+from doctor.report import Report, to_json
 from doctor.rulebook import rules_as_markdown
 from training.cli import OneLineParser, at_least
 
@@ -59,7 +59,7 @@ def main() -> int:
     elif something:
         from rich.console import Console
 
-        write_report(Console(highlight=False), findings, complaints, inputs, live)
+        Report(Console(highlight=False), findings, complaints, inputs, live, options.all).write()
     return FOUND if findings else UNEXPLAINED if complaints else 1 if inputs.problems else 0
 
 
@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
     )
+    parser.add_argument("--all", action="store_true", help="print everything: why, all evidence, sources, tables")
     parser.add_argument("--rules", action="store_true", help="print every rule in full as Markdown, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

@@ -8,19 +8,33 @@ from doctor.live.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")
 _NO_CUMEM = re.compile("cuMem host allocations do not appear to be working")
+_CUMEM_FAILURE = re.compile(
+    r"(?:cudawrap|shmutils|transport/shm|alloc\.h|allocator|os/linux)\S{0,12} (?:\(\w{1,60}\) )?NCCL WARN Cuda failure "
+    r"(?:\d{1,4} )?'(?:invalid argument|operation not (?:supported|permitted)|invalid resource handle|OS call failed\b)"
+)
+CUMEM_HOST_SINCE = (2, 24)
+"""The first version of NCCL that shares host memory by cuMem on its own."""
+_NO_MEMORY = re.compile(
+    r"ibv_(?:reg_mr|create_cq|create_qp|create_srq)\w{0,8}\([^)\n]{0,60}\) ?failed: Cannot allocate memory"
+    r"|Call to ibv_(?:reg_mr\w{0,12}|reg_dmabuf_mr|create_cq|create_qp|create_srq)\b.{0,40}Cannot allocate memory"
+)
+_UNLIMITED = re.compile(
+    r"[Mm]ax locked memory {1,24}(?:\([^)\n]{1,40}\) {1,24})?unlimited|\bmemlock=(?:unlimited|-1)\b"
+    r"|ulimit -l(?:[ :=]{1,3}|[ \t]{0,8}\n[ \t]{0,8})unlimited\b(?![^\n]{0,60}cannot modify)"
+)
 
 
 def acs_or_iommu(facts: Facts) -> Match | None:
-    """ACS alone is reported if nothing else is known. Beside a log, one of its first collectives must have hung."""
+    """ACS is reported whenever lspci shows it; the IOMMU only beside a first collective that never ended."""
     acs = facts.search(_ACS)
     iommu = [line for line in facts.search(_IOMMU) if "iommu=pt" not in line.text]
     if facts.hung_early:
         return Match(acs + iommu + facts.hung_early) if acs or iommu else None
-    return Match(acs) if acs and not facts.processes and not facts.hangs else None
+    return Match(acs) if acs else None
 
 
-def cumem_on_some_ranks(facts: Facts) -> Match | None:
-    """Some processes of a host fell back to /dev/shm, and others did not."""
+def cumem_host(facts: Facts) -> Match | None:
+    """Some processes of a host fell back to /dev/shm and others did not, or cuMem itself failed."""
     lines = facts.search(_NO_CUMEM)
     fallen = {(p.host, p.pid) for p in facts.processes if any(f"{p.host}:{p.pid}:" in line.text for line in lines)}
     for host in {host for host, _ in fallen}:
@@ -28,7 +42,19 @@ def cumem_on_some_ranks(facts: Facts) -> Match | None:
         if others:
             sentence = f"On {host}, {len(fallen)} processes fell back to /dev/shm and {len(others)} did not."
             return Match(lines, [sentence])
-    return None
+    versions = [_numbers(process.version) for process in facts.processes if process.version]
+    failed = facts.search(_CUMEM_FAILURE)
+    return Match(failed) if failed and (not versions or max(versions) >= CUMEM_HOST_SINCE) else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def rdma_no_memory_though_unlimited(facts: Facts) -> Match | None:
+    """Memory cannot be registered, and the limit on locked memory is not the reason."""
+    lines, unlimited = facts.search(_NO_MEMORY), facts.search(_UNLIMITED)
+    return Match(lines + unlimited[:1]) if lines and unlimited else None
 
 
 def p2p_across_numa(facts: Facts) -> Match | None:

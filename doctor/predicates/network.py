@@ -3,21 +3,34 @@
 import re
 
 from doctor.facts import Facts, Match
-from doctor.reading.nccl_log import Process
+from doctor.reading.nccl_log import Process, by_value
 
 VIRTUAL_INTERFACE = re.compile(r"(?:lo|docker|br-|veth|virbr|cni|flannel|cali|podman)[\w.-]{0,20}")
-LOCAL_ADDRESS = re.compile(r"172\.17\.|127\.")
-_LOCAL_TARGET = re.compile(r"connect to (?:127\.|172\.17\.)")
-_COMPLETION_12 = re.compile(r"Got completion .{0,200}(?:error |status=(?:\w{1,40}\()?)12\b")
-_RDMA_HERE = re.compile(r"hca_id:|CA '\w{1,40}'|Failed to open libibverbs|\bmlx[45]_\d")
+LOCAL_ADDRESS = re.compile(r"172\.17\.|127\.|169\.254\.")
+_FURTHER = re.compile(r"\[[1-9]\d{0,2}\]([\w.-]{1,32}):([0-9a-fA-F.:%\w]{2,64})<")
+_LOCAL_TARGET = re.compile(r"[Cc]onnect to (?:127\.|172\.17\.|169\.254\.)|remote=\[(?:127|169\.254)\.[\d.]{3,11}\]")
+_NOT_CONNECTED = re.compile(
+    r"[Cc]onnect to \S{1,80} (?:failed|returned)|connectFullMesh failed|Call to connect (?:failed|timeout)"
+)
+_COMPLETION_12 = re.compile(
+    r"Got completion .{0,200}(?:error:? |status=(?:\w{1,40}\()?)12\b|transport retry counter exceeded"
+    r"|(?<!RNR_)RETRY_EXC_ERR"
+)
+_INFINIBAND_HERE = re.compile(r"%ib\d|mlx[45]_\d:\d/IB\b|localGids? ?:? ?fe80:|link_layer: {0,4}InfiniBand")
+_ROCE_HERE = re.compile(r"::ffff:|:\d/RoCE\b|link_layer: {0,4}Ethernet|/roce\b|\brocep?\d", re.IGNORECASE)
+_RDMA_HERE = re.compile(r"hca_id:|CA '\w{1,40}'|\bmlx[45]_\d")
+_NO_EFA = re.compile(r"NET/OFI .{0,40}fi_getinfo\(\) call failed: No data available")
+_OFI_IN_USE = re.compile(
+    r"NET/OFI (?:Using transport protocol|Selected [Pp]rovider is (?!tcp))|Using network (?:AWS|OFI|Libfabric)"
+)
 
 
 def mixed_fabrics(facts: Facts) -> Match | None:
-    by_fabric = {process.fabric: process for process in facts.processes if process.fabric}
+    by_fabric = by_value(facts.processes, "fabric")
     if len(by_fabric) < 2:
         return None
-    sentences = [f"{process.name} on {process.host} uses {fabric}." for fabric, process in by_fabric.items()]
-    lines = [process.lines.get("cards") or process.lines["network"] for process in by_fabric.values()]
+    sentences = [f"{process.name} on {process.host} uses {fabric}." for fabric, (process, *_) in by_fabric.items()]
+    lines = [process.lines.get("cards") or process.lines["network"] for process, *_ in by_fabric.values()]
     return Match(lines, sentences)
 
 
@@ -38,19 +51,35 @@ def socket_despite_infiniband(facts: Facts) -> Match | None:
 
 
 def virtual_interface(facts: Facts) -> Match | None:
-    """Ranks of several hosts, or ranks that cannot connect, listen on an interface that no other host can reach."""
-    bad = [process for process in facts.processes if process.interface and _is_local(process)]
+    """Ranks of several hosts, or ranks that cannot connect, use an interface that no other host can reach."""
     refused = facts.search(_LOCAL_TARGET)
-    if not bad or not (facts.is_multi_node or refused):
+    if facts.is_multi_node or refused:
+        bad = [process for process in facts.processes if process.interface and _is_local(process)]
+        if bad or refused:
+            details = [f"{process.name} listens on {process.interface} ({process.address})." for process in bad[:4]]
+            return Match([process.lines["interface"] for process in bad] + refused, details)
+    if not facts.is_multi_node or not (facts.hangs or facts.search(_NOT_CONNECTED)):
         return None
-    details = [f"{process.name} listens on {process.interface} ({process.address})." for process in bad[:4]]
-    return Match([process.lines["interface"] for process in bad] + refused, details)
+    further = {process: _local_further(process) for process in facts.processes if process.network == "Socket"}
+    bad = [process for process, names in further.items() if names]
+    details = [f"{process.name} sends over {', '.join(further[process])} as well." for process in bad[:4]]
+    return Match([process.lines["cards"] for process in bad], details) if bad else None
 
 
 def _is_local(process: Process) -> bool:
     return bool(
         VIRTUAL_INTERFACE.fullmatch(process.interface or "") or LOCAL_ADDRESS.match((process.address or "").strip("[]"))
     )
+
+
+def _local_further(process: Process) -> list[str]:
+    """Interfaces after the first, over which NCCL's TCP transport sends too, that are local to a host."""
+    found = _FURTHER.findall(process.cards or "")
+    return [
+        f"{n} ({a})"
+        for n, a in found
+        if VIRTUAL_INTERFACE.fullmatch(n) or LOCAL_ADDRESS.match(a) or a.startswith("fe80")
+    ]
 
 
 def interface_not_here(facts: Facts) -> Match | None:
@@ -69,13 +98,28 @@ def interface_not_here(facts: Facts) -> Match | None:
 
 def roce_gid(facts: Facts) -> Match | None:
     """Unacknowledged packets over RoCE (an IPv4-mapped GID, or a card that says so)."""
-    lines = facts.search(_COMPLETION_12)
-    cards = [process.lines["cards"] for process in facts.processes if process.fabric == "RoCE"]
-    if lines and (cards or any("::ffff:" in line.text for line in lines)):
-        return Match([*lines, *cards[:1]])
-    return None
+    return _unanswered(facts, "RoCE")
 
 
 def infiniband_retry(facts: Facts) -> Match | None:
+    return _unanswered(facts, "InfiniBand")
+
+
+def retry_exceeded_unknown(facts: Facts) -> Match | None:
+    """Unacknowledged packets on a fabric that the log does not name."""
+    return _unanswered(facts, "unknown")
+
+
+def _unanswered(facts: Facts, fabric: str) -> Match | None:
     lines = facts.search(_COMPLETION_12)
-    return Match(lines) if lines and not roce_gid(facts) else None
+    if not lines:
+        return None
+    roce, infiniband = facts.search(_ROCE_HERE), facts.search(_INFINIBAND_HERE)
+    here = "RoCE" if roce and not infiniband else "InfiniBand" if infiniband and not roce else "unknown"
+    return Match([*lines, *(roce or infiniband)[:1]] if here != "unknown" else lines) if here == fabric else None
+
+
+def efa_not_found(facts: Facts) -> Match | None:
+    """The plugin finds no card, and no rank uses it afterwards."""
+    lines = facts.search(_NO_EFA)
+    return Match(lines) if lines and not facts.search(_OFI_IN_USE) else None

@@ -3,41 +3,66 @@
 from collections import defaultdict
 
 from doctor.comparison import evidence
-from doctor.facts import Facts, Match, Progress
+from doctor.facts import Facts, Match
 from doctor.reading.texts import Line, printable, ranks_in_words
+from doctor.reading.watchdog import Status, Timeout
 
+POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"}
+"""torch's names of what is not the same on all ranks of a group, or may hold it."""
+EVEN = {"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
+"""Collectives that move as many elements on each rank."""
 _PLACE = ("rank", "step", "phase", "collective")
 
 
 def different_collectives(facts: Facts) -> Match | None:
-    """Ranks issued different collectives under one sequence number: by flight recorder, or by what timed out."""
+    """Ranks issued different collectives under one number of one group: by flight recorder, or by what timed out."""
     if found := _divergence(facts, "differ"):
         return found
-    by_seq = defaultdict(list)
-    for timeout in facts.timeouts:
-        by_seq[timeout.seq].append(timeout)
-    for seq, timeouts in sorted(by_seq.items()):
-        by_call = {(timeout.kind, timeout.elements): timeout for timeout in timeouts}
-        if len(by_call) > 1 and len({timeout.rank for timeout in by_call.values()}) > 1:
-            calls = [f"rank {t.rank} {t.kind} of {t.elements[0] or 'unknown'} elements" for t in by_call.values()]
-            return Match([t.line for t in by_call.values()], [f"Under sequence number {seq}: {', '.join(calls)}."])
+    return _different([timeout for timeout in facts.timeouts if timeout.group is not None and timeout.in_job])
+
+
+def different_collectives_of_unknown_groups(facts: Facts) -> Match | None:
+    """The same by timeouts of torch before 2.3, which name no group: they may be of two groups."""
+    return _different([timeout for timeout in facts.timeouts if timeout.group is None])
+
+
+def _different(timeouts: list[Timeout]) -> Match | None:
+    by_call: dict[tuple[object, ...], list[Timeout]] = defaultdict(list)
+    for timeout in timeouts:
+        if timeout.kind not in POINT_TO_POINT and timeout.seq is not None and timeout.rank is not None:
+            by_call[timeout.group, timeout.seq].append(timeout)
+    for (group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
+        differing = {_call(timeout): timeout for timeout in of_call}
+        if len(differing) > 1 and len({timeout.rank for timeout in differing.values()}) > 1:
+            calls = ", ".join(f"rank {t.rank} {' of '.join(filter(None, _call(t)))}" for t in differing.values())
+            where = f" of group {printable(str(group))}" if group is not None else ""
+            return Match([t.line for t in differing.values()], [f"Under number {seq}{where}: {calls} elements."])
     return None
 
 
+def _call(timeout: Timeout) -> tuple[str, str]:
+    """What must be the same on all ranks: the kind, and the elements of kinds that move as many on each."""
+    return timeout.kind, (timeout.elements[0] or "") if timeout.kind in EVEN else ""
+
+
 def rank_behind(facts: Facts) -> Match | None:
-    """A rank never issued a collective for which others wait: by flight recorder, or by the watchdog's counts."""
+    """A rank never issued the collective that ran out of time on others: by flight recorder, or by the watchdog."""
     if found := _divergence(facts, "behind"):
         return found
-    by_group: dict[str, dict[int, Progress]] = defaultdict(dict)
-    for progress in facts.progress:
-        by_group[progress.group][progress.rank] = progress
-    for of_rank in by_group.values():
-        furthest = max(progress.enqueued for progress in of_rank.values())
-        least = min(progress.enqueued for progress in of_rank.values())
-        if furthest - least > 1:
-            ranks = ranks_in_words(progress.rank for progress in of_rank.values() if progress.enqueued < furthest)
-            sentence = f"{ranks} issued only {least} collectives, and others issued {furthest}."
-            return Match([progress.line for progress in of_rank.values()], [sentence])
+    by_group: dict[str, list[Status]] = defaultdict(list)
+    for status in facts.statuses:
+        by_group[status.group].append(status)
+    for group, statuses in by_group.items():
+        stuck = max((status.timed_out for status in statuses if status.timed_out is not None), default=None)
+        behind = {status.rank: status for status in statuses if stuck is not None and status.enqueued < stuck}
+        if behind:
+            least = min(status.enqueued for status in behind.values())
+            sentence = (
+                f"Collective {stuck} of group {printable(group)} ran out of time; {ranks_in_words(behind)} issued only "
+                f"{max(least, 0)} of that group."
+            )
+            waiting = next(status.line for status in statuses if status.timed_out == stuck)
+            return Match([*(status.line for status in behind.values()), waiting], [sentence])
     return None
 
 
@@ -72,22 +97,31 @@ def run_ended(facts: Facts) -> Match | None:
 
 def watchdog_timeout(facts: Facts) -> Match | None:
     """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
-    ranks = {timeout.rank for timeout in facts.timeouts} | {one.rank for one in facts.gave_up}
-    if not ranks:
-        return None
-    size = max((process.world_size or 0 for process in facts.processes), default=0)
-    gave_up = f"{ranks_in_words(ranks)} gave up"
+    ranks = {t.rank for t in facts.timeouts if t.rank is not None} | {one.rank for one in facts.gave_up}
+    details = []
     if facts.timeouts:
-        first = min(facts.timeouts, key=lambda timeout: timeout.seq)
-        details = [f"{gave_up}; the first is {first.kind}, number {first.seq} of its group."]
-    else:
+        first = min(facts.timeouts, key=lambda timeout: timeout.seq or 0)
+        number = f", number {first.seq} of {_group_in_words(first)}" if first.seq is not None else ""
+        local = "" if first.in_job or first.rank is None else " (numbers in their group)"
+        who = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
+        details = [f"{who} {first.kind}{number}."]
+    elif facts.gave_up:
         seconds = max((one.seconds for one in facts.gave_up if one.seconds is not None), default=None)
         after = f" after {seconds:.0f} s" if seconds is not None else ""
         groups = ", ".join(sorted({printable(one.group) for one in facts.gave_up}))
-        details = [f"{gave_up}{after} in group {groups}; this backend does not say in which collective."]
-    if silent := set(range(size)) - ranks:
+        details = [
+            f"{ranks_in_words(ranks)} gave up{after} in group {groups}; this backend does not say in which call."
+        ]
+    size = max((process.world_size or 0 for process in facts.processes), default=0)
+    whole = bool(facts.gave_up) or all(timeout.in_job for timeout in facts.timeouts)
+    if details and ranks and whole and (silent := set(range(size)) - ranks):
         details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
-    return Match([timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up], details)
+    lines = [timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up]
+    return Match(lines, details) if lines else None
+
+
+def _group_in_words(timeout: Timeout) -> str:
+    return f"group {printable(timeout.group)}" if timeout.group is not None else "its group"
 
 
 def different_versions(facts: Facts) -> Match | None:

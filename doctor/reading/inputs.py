@@ -10,15 +10,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from doctor.facts import Facts
+from doctor.reading.content import Content, read_content
 from doctor.reading.flight_recorder import is_dump, read_dump
-from doctor.reading.texts import LONGEST_FILE, InputError, Text, count_of, printable, to_text
+from doctor.reading.texts import InputError, Text, count_of, encoding_of, printable, to_text
 from doctor.reading.topology import find_topologies
 
 MOST_FILES = 5000
 """Files of a folder that are read."""
-SKIPPED = (".pt.trace.json", ".json.gz", ".safetensors", ".pt", ".pth", ".bin", ".npy", ".csv", ".html", ".png", ".py")
+SKIPPED = (
+    ".pt.trace.json",
+    ".trace.json.gz",
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".npy",
+    ".csv",
+    ".html",
+    ".png",
+    ".py",
+)
 """Ends of names of the many files in a run's folder that say nothing about a hang."""
 
 _OF_A_RUN = re.compile(r"(.*?)\.(?:rank_\d{1,6}\.flight|run)\.json")
@@ -43,7 +57,7 @@ def read_inputs(paths: Sequence[str]) -> Inputs:
     for name in paths:
         path = Path(name)
         if name == "-":
-            _take(inputs, "standard input", sys.stdin.buffer.read(LONGEST_FILE + 1))
+            take(inputs, "standard input", sys.stdin.buffer)
         elif path.is_dir():
             _take_folder(inputs, path)
         elif not path.exists():
@@ -79,28 +93,31 @@ def _take_folder(inputs: Inputs, folder: Path) -> None:
 def _take_file(inputs: Inputs, path: Path, is_wanted: bool = True) -> None:
     try:
         with path.open("rb") as file:
-            content = file.read(LONGEST_FILE + 1)
+            take(inputs, printable(str(path)), file, is_wanted)
     except OSError as error:
         inputs.problems.append(f"{path}: {error.strerror}")
-        return
-    _take(inputs, printable(str(path)), content, is_wanted)
 
 
-def _take(inputs: Inputs, name: str, content: bytes, is_wanted: bool = True) -> None:
+def take(inputs: Inputs, name: str, file: BinaryIO, is_wanted: bool = True) -> None:
     try:
-        inputs.looked_at.append(f"{name}: {_read(inputs, name, content)}")
+        try:
+            content = read_content(file)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+        said = _read(inputs, name, content)
+        inputs.looked_at.append(f"{name}: {said}{f'; {content.note}' if content.note else ''}")
     except InputError as error:
         if is_wanted or not isinstance(error, ForeignFile):
             inputs.problems.append(str(error))
 
 
-def _read(inputs: Inputs, name: str, content: bytes) -> str:
+def _read(inputs: Inputs, name: str, content: Content) -> str:
     """Add what `content` is to the facts, and say what it is."""
-    content = content.removeprefix(codecs.BOM_UTF8)
-    _refuse_binary(name, content)
-    if content.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, content)):
+    head = content.head.removeprefix(codecs.BOM_UTF8)
+    _refuse_binary(name, head)
+    if head.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, head + content.tail)):
         return found
-    text = to_text(name, content)
+    text = to_text(name, head, content.tail, content.left_out[1])
     inputs.facts.texts.append(text)
     topologies = find_topologies(text)
     inputs.facts.topologies += topologies
@@ -108,11 +125,11 @@ def _read(inputs: Inputs, name: str, content: bytes) -> str:
     count = sum("NCCL " in line.text for line in text.lines)
     kinds += [f"{count_of(count, 'line')} of NCCL"] if count else []
     kinds += [f"{count_of(_count_lines(text), 'line')} of text"]
-    return ", ".join(kinds) + (f" (only the first {LONGEST_FILE / 2**20:,.0f} MiB)" if text.cut else "")
+    return ", ".join(kinds)
 
 
 def _count_lines(text: Text) -> int:
-    return sum(bool(line.text.strip()) for line in text.lines)
+    return len({line.number for line in text.lines if line.text.strip()})
 
 
 def _refuse_binary(name: str, content: bytes) -> None:
@@ -126,9 +143,11 @@ def _refuse_binary(name: str, content: bytes) -> None:
             f"{name}: a pickle, which is not loaded because it can run code; have the flight recorder dump JSON "
             "(torch._C._distributed_c10d._dump_nccl_trace_json)"
         )
-    if start == b"\x1f\x8b":
-        raise ForeignFile(f"{name}: compressed; unpack it first, or pipe it: zcat FILE | python scripts/doctor.py -")
-    if b"\x00" in content[:4096]:
+    if content.startswith(b"\x28\xb5\x2f\xfd"):
+        raise ForeignFile(f"{name}: packed by zstd; unpack it first: zstdcat FILE | python scripts/doctor.py -")
+    text = content[:4096].replace(b"\0", b"").decode(encoding="utf-8", errors="replace")
+    strange = sum(char == "\ufffd" or (char < " " and char not in "\t\n\r\b\f\x1b") for char in text)
+    if encoding_of(content) == "utf-8" and strange > len(text) / 10:
         raise ForeignFile(f"{name}: a binary file; this doctor reads text and JSON")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from doctor.reading.texts import Line, Text, ranks_in_words
 
+RDMA = "InfiniBand or RoCE"
 _PREFIX = re.compile(r":(\d{1,10}):\d{1,10} \[(\d{1,3})\] ")
 _NO_HOST = re.compile(r"[^\w.-]")
 _SEVERITY = re.compile(r"\b(?:NCCL )?(INFO|WARN) (.*)")
@@ -29,7 +30,7 @@ _GDR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for (?:HCA|GPU)")
 _ENVIRONMENT = re.compile(r"(NCCL_[A-Z0-9_]{1,60}) set (?:by environment )?to (\S{1,100})")
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """A process that wrote into a log. A process with several GPUs counts once for each."""
 
@@ -56,10 +57,10 @@ class Process:
 
     @property
     def fabric(self) -> str | None:
-        """`Socket`, `InfiniBand`, `RoCE`, or a plugin's name."""
+        """`Socket`, `InfiniBand`, `RoCE`, `RDMA` if it is unknown which of these two, or a plugin's name."""
         if self.network and self.network.startswith("IB") and self.cards:
             return "RoCE" if "/RoCE" in self.cards else "InfiniBand"
-        return self.network
+        return RDMA if self.network and self.network.startswith("IB") else self.network
 
     def used(self, prefix: str) -> bool:
         """Whether a channel goes over a transport that begins with `prefix`."""
@@ -143,16 +144,24 @@ def _transport(text: str) -> str:
     return parts[0] if parts[0] == "SHM" else "/".join(parts[:2])
 
 
+def by_value(processes: Sequence[Process], name: str) -> dict[str, list[Process]]:
+    """The processes by what they say of `version`, `fabric` or `interface`. `RDMA` alone is no other fabric."""
+    found: dict[str, list[Process]] = {}
+    for process in processes:
+        if (value := getattr(process, name)) is not None:
+            found.setdefault(value, []).append(process)
+    if found.keys() & {"InfiniBand", "RoCE"}:
+        found.pop(RDMA, None)
+    return found
+
+
 def differences(processes: Sequence[Process]) -> list[str]:
     """A sentence each for version, fabric and interface, if ranks differ in them."""
     sentences = []
     for name in ("version", "fabric", "interface"):
-        by_value: dict[str, list[Process]] = {}
-        for process in processes:
-            if (value := getattr(process, name)) is not None:
-                by_value.setdefault(value, []).append(process)
-        if len(by_value) > 1:
-            parts = [f"{value} ({_names(of_value)})" for value, of_value in by_value.items()]
+        found = by_value(processes, name)
+        if len(found) > 1:
+            parts = [f"{value} ({_names(of_value)})" for value, of_value in found.items()]
             sentences.append(f"{'NCCL version' if name == 'version' else name} differs: {'; '.join(parts)}")
     return sentences
 

@@ -1,16 +1,21 @@
 """Text files as numbered lines, bounded and without control characters, so that no file can do harm."""
 
+import codecs
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 LONGEST_LINE = 4000
-"""Characters kept of a line. Longer lines are progress bars and dumped tensors."""
-LONGEST_FILE = 256 * 2**20
-"""Bytes of a file that are read."""
+"""Characters of a line. A longer one, such as a dumped tensor, becomes several with the same number."""
+OVERLAP = 600
+"""Characters that such lines share with the next, so that what a pattern finds is whole in one of them."""
+NARROWEST_TERMINAL, WIDEST_TERMINAL = 60, 250
+"""Characters. If the longest line of a text has as many, its lines may be wrapped."""
+MOST_WRAPPED = 8
+"""Lines that are joined to one."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
@@ -34,47 +39,93 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """A text file. `cut`: it is longer than the part that was read."""
+    """A text file. A number that several lines have is of one long line. `joined`: index of the first of several lines
+    that a terminal has wrapped, and all of them as one."""
 
     path: str
     lines: list[Line] = field(default_factory=list)
-    cut: bool = False
+    joined: list[tuple[int, Line]] = field(default_factory=list)
+
+    @cached_property
+    def _searched(self) -> list[tuple[int, Line]]:
+        return [*enumerate(self.lines), *self.joined]
 
     @cached_property
     def whole(self) -> str:
         """All lines in one string, since one search in it is much faster than one in each line."""
-        return "\n".join(line.text for line in self.lines)
+        return "\n".join(line.text for _, line in self._searched)
 
     @cached_property
     def _starts(self) -> list[int]:
         starts, position = [], 0
-        for line in self.lines:
+        for _, line in self._searched:
             starts.append(position)
             position += len(line.text) + 1
         return starts
 
-    def indices(self, pattern: re.Pattern[str]) -> list[int]:
-        """Indices of the lines in which `pattern` (compiled with `re.MULTILINE`, if it has anchors) is found."""
-        found = (bisect_right(self._starts, match.start()) - 1 for match in pattern.finditer(self.whole))
-        return list(dict.fromkeys(found))
+    def find(self, pattern: re.Pattern[str]) -> list[tuple[int, Line]]:
+        """Index in `lines`, and the line, of each in which `pattern` (compiled with `re.MULTILINE`, if it has anchors)
+        is found. What overlapping and joined lines both have counts once."""
+        found: dict[tuple[int, str], tuple[int, Line]] = {}
+        for match in pattern.finditer(self.whole):
+            index, line = self._searched[bisect_right(self._starts, match.start()) - 1]
+            found.setdefault((line.number, match[0]), (index, line))
+        return sorted(dict(reversed(found.values())).items())
 
     def search(self, pattern: re.Pattern[str]) -> list[Line]:
-        return [self.lines[index] for index in self.indices(pattern)]
+        return [line for _, line in self.find(pattern)]
 
 
-def to_text(path: str, content: bytes) -> Text:
-    """Lines of `content`, without terminal codes, each at most `LONGEST_LINE` characters.
+def to_text(path: str, head: bytes, tail: bytes = b"", left_out_lines: int = 0) -> Text:
+    """Lines without terminal codes, each at most `LONGEST_LINE` characters.
 
     A carriage return begins a new line too, since progress bars end no line otherwise. That line has the same number.
+    Args:
+        tail: The end of the file, if the lines between `head` and it were left out.
     """
-    decoded = CONTROL.sub("", ANSI.sub("", content[:LONGEST_FILE].decode("utf-8", errors="replace")))
-    return Text(path, list(_split(path, decoded)), cut=len(content) > LONGEST_FILE)
+    encoding = encoding_of(head)
+    lines = list(_split(path, _clean(head, encoding), 1))
+    if tail:
+        lines += _split(path, _clean(tail, encoding), lines[-1].number + left_out_lines)
+    return Text(path, lines, list(_joined(lines)))
 
 
-def _split(path: str, decoded: str) -> Iterator[Line]:
-    for number, whole in enumerate(decoded.split("\n"), 1):
+def encoding_of(content: bytes) -> str:
+    """`utf-16` with or without its mark, which PowerShell writes, or `utf-8`."""
+    start = content[:4096]
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16-le" if start.startswith(codecs.BOM_UTF16_LE) else "utf-16-be"
+    for encoding, zeros in (("utf-16-le", start[1::2]), ("utf-16-be", start[::2])):
+        if len(start) >= 8 and zeros.count(0) > 0.7 * len(zeros) and start.count(0) < 0.6 * len(start):
+            return encoding
+    return "utf-8"
+
+
+def _clean(content: bytes, encoding: str) -> str:
+    return CONTROL.sub("", ANSI.sub("", content.decode(encoding, errors="replace").removeprefix("\ufeff")))
+
+
+def _split(path: str, decoded: str, first: int) -> Iterator[Line]:
+    for number, whole in enumerate(decoded.split("\n"), first):
         for part in whole.rstrip("\r").split("\r"):
-            yield Line(path, number, part[:LONGEST_LINE])
+            for start in range(0, max(1, len(part) - OVERLAP), LONGEST_LINE - OVERLAP):
+                yield Line(path, number, part[start : start + LONGEST_LINE])
+
+
+def _joined(lines: Sequence[Line]) -> Iterator[tuple[int, Line]]:
+    """Each line that fills the whole width of a terminal, and those after it, as one."""
+    width = max((len(line.text) for line in lines), default=0)
+    if not NARROWEST_TERMINAL <= width <= WIDEST_TERMINAL:
+        return
+    index = 0
+    while index < len(lines):
+        end = index
+        while end - index < MOST_WRAPPED and end + 1 < len(lines) and len(lines[end].text.rstrip()) >= width - 1:
+            end += 1
+        if end > index:
+            parts = [line.text.rstrip().ljust(width) for line in lines[index:end]]
+            yield index, lines[index]._replace(text="".join(parts) + lines[end].text)
+        index = end + 1
 
 
 def printable(text: str) -> str:

@@ -65,7 +65,7 @@ def find_topologies(text: Text) -> list[Topology]:
     """
     found = []
     lines = text.lines
-    for index in text.indices(_HEADER):
+    for index, _ in text.find(_HEADER):
         header = _read_header(lines[index].text)
         if header and not any(_PEER_ACCESS & set(row.text.split()) for row in lines[index + 1 : index + 3]):
             found.append(_read_matrix(header, lines[index], lines[index + 1 : index + 1 + MOST_LINES]))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from doctor.report import cut
 from scripts import doctor as script
 from tests.in_process import run_in_process
 
@@ -28,10 +29,28 @@ def test_verdict_first_then_everything_to_act_on() -> None:
     lines = answer.stdout.splitlines()
     assert lines[0].startswith("Verdict: /dev/shm is too small or full") and lines[1] == "  certain; rule shm-full"
     assert f"{DATA}/shm-full/2_26.log:1: [2026-04-22 21:34:20] worker-4" in lines[2]
-    variable = ["  NCCL_SHM_DISABLE: 1", "      does: ", "      costs: "]
-    order = ["Why", "Try", *variable, "To confirm", "Source", "Looked at"]
+    assert 1 <= lines.index("Looked at") - 1 - (lines.index("Try") + 1) <= 5, "at most five things to try"
+    assert lines[-1].startswith("--all prints the rest") and "Source" not in lines
+
+    lines = doctor("--all", str(DATA / "shm-full" / "2_26.log")).stdout.splitlines()
+    order = ["Verdict", "Try", "Why", "Source", "Ranks in NCCL's log", "Looked at"]
     places = [next(i for i, line in enumerate(lines) if line.startswith(part)) for part in order]
     assert places == sorted(places)
+
+
+def test_this_projects_flags_only_for_its_runs(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes((DATA / "watchdog-timeout" / "2_5.log").read_bytes())
+    assert "--timeout-minutes" not in doctor(str(log), "--all").stdout
+    own = DATA / "clean" / "run" / "20261121-093000-1f2e.run.json"
+    assert "In this project" in (said := doctor(str(log), str(own)).stdout) and "--timeout-minutes" in said
+
+
+def test_a_quoted_line_is_cut_around_what_was_found() -> None:
+    text = "x" * 500 + " Duplicate GPU detected " + "y" * 500
+    shown = cut(text, 60, text.index("Duplicate"))
+    assert len(shown) == 60 and "Duplicate GPU detected" in shown and shown.startswith("...") and shown.endswith("...")
+    assert cut("  short ", 60) == "short"
 
 
 def test_unknown_says_what_was_looked_at() -> None:
@@ -67,6 +86,7 @@ def test_a_matrix_wider_than_the_terminal_is_whole(monkeypatch: pytest.MonkeyPat
 def test_json_has_what_the_page_documents() -> None:
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)
+    assert all(one["commands"] for one in content["findings"][0]["try"])
     assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
     section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
     complaining = json.loads(doctor("--json", str(DATA / "clean" / "nccl_2_4.log")).stdout)
@@ -109,7 +129,8 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
         ("random.bin", bytes(range(256)) * 50, ": a binary file; this doctor reads text and JSON"),
         ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
         ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
-        ("log.gz", gzip.compress(b"NCCL INFO", mtime=0), ": compressed; unpack it first"),
+        ("log.gz", b"\x1f\x8b\x08rubbish", ": it cannot be unpacked: "),
+        ("log.zst", b"\x28\xb5\x2f\xfdrest", ": packed by zstd; unpack it first"),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
         ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),

@@ -18,9 +18,9 @@ HARMLESS = {"NET/OFI OFI fi_getinfo() call failed: No data available", "Failed t
 OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-def complaints_of(log: str) -> list[Complaint]:
+def complaints_of(log: str, with_rules: bool = False) -> list[Complaint]:
     facts = Facts([to_text("train.log", log.encode())])
-    return unexplained(facts, diagnose(facts))
+    return unexplained(facts, diagnose(facts) if with_rules else [])
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,11 @@ def complaints_of(log: str) -> list[Complaint]:
             "error in torch's log",
             "timed out after 1800000ms",
         ),
+        (
+            "W0720 api.py:858] Sending process 20360 closing signal SIGTERM",
+            "end of a process",
+            "Sending process 20360 closing signal SIGTERM",
+        ),
         ("  exitcode  : 7 (pid: 20)", "end of a process", "exitcode  : 7"),
         ("Segmentation fault (core dumped)", "end of a process", "Segmentation fault"),
     ],
@@ -84,8 +89,11 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
 
 
 def test_what_a_rule_explains_is_not_said_again() -> None:
-    (complaint,) = complaints_of(f"{OUT_OF_MEMORY}\n[rank1]: KeyError: 'labels'")
-    assert complaint.text == "KeyError: 'labels'"
+    (complaint,) = complaints_of(f"{OUT_OF_MEMORY}\na:1:2 [0] x.cc:1 NCCL WARN Odd", with_rules=True)
+    assert complaint.text == "Odd"
+    assert (
+        complaints_of("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000", True) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,19 +118,19 @@ def test_clean_inputs_have_only_harmless_warnings(path: Path) -> None:
 
 def test_the_report_begins_with_them(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
-    log.write_text("a:1:2 [0] x.cc:1 NCCL WARN Odd\n" + "".join(f"Cuda failure 'kind {c}'\n" for c in "abcdefghij"))
+    log.write_text("".join(f"a:1:2 [0] x.cc:1 NCCL WARN Odd {c}\n" for c in "abcdefghijk"))
     answer = run_in_process(script, str(log))
     assert answer.returncode == 4
     lines = answer.stdout.splitlines()
-    assert lines[:3] == ["Verdict: unknown.", "No rule explains what the log says:", "  Odd"]
-    assert lines[3] == f"    NCCL warning; {log}:1"
-    assert "  and 3 other complaints; --json has them all" in lines and "wrong" not in answer.stdout
+    assert lines[:3] == ["The log says, and no rule explains:", "  Odd a", f"    NCCL warning; {log}:1"]
+    assert "  and 6 other complaints" in lines and "Verdict: unknown." in lines and "wrong" not in answer.stdout
+    assert "Odd k" in run_in_process(script, "--all", str(log)).stdout
     assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
 
 
 def test_beside_a_verdict_they_come_after_it(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
-    log.write_text(f"{OUT_OF_MEMORY}\n[rank1]: KeyError: 'x'")
+    log.write_text(f"{OUT_OF_MEMORY}\na:1:2 [0] x.cc:1 NCCL WARN Odd")
     said = run_in_process(script, str(log)).stdout
     assert said.startswith("Verdict: A GPU has no memory left")
-    assert "Said as well, and not explained by a rule\n  KeyError: 'x'\n    exception; rank 1, " in said
+    assert "The log says as well, and no rule explains:\n  Odd\n    NCCL warning; " in said

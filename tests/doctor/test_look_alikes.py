@@ -20,10 +20,9 @@ def verdicts(log: str) -> list[str]:
 
 
 def logs(kind: str) -> list[tuple[str, str]]:
-    """Rule and log of all cases. `fires`: the rule is the verdict. `silent`: it looks alike, and the rule does not apply."""
-    return [
-        (path.stem, log) for path in sorted(CASES.glob("*.toml")) for log in tomllib.loads(path.read_text()).get(kind, [])
-    ]
+    """Rule and log of all cases. `fires`: the rule is the verdict. `silent`: it looks alike, and no rule applies."""
+    cases = {path.stem: tomllib.loads(path.read_text()) for path in sorted(CASES.glob("*.toml"))}
+    return [(rule, log) for rule, case in cases.items() for log in case.get(kind, [])]
 
 
 @pytest.mark.parametrize(("rule", "log"), logs("fires"))

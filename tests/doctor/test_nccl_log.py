@@ -104,7 +104,7 @@ def test_which_ranks_differ() -> None:
         lines += [f"{start} comm 0x1 rank {rank} nranks 4 cudaDev 0 - Init START"]
     assert differences(parse(*lines)) == [
         "NCCL version differs: 2.21.5 (ranks 0, 2); 2.27.3 (ranks 1, 3)",
-        "fabric differs: IB (ranks 0, 2); Socket (ranks 1, 3)",
+        "fabric differs: InfiniBand or RoCE (ranks 0, 2); Socket (ranks 1, 3)",
         "interface differs: ib0 (ranks 0, 2); eth0 (ranks 1, 3)",
     ]
     assert differences(parse(*lines[:4])) == []

@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from doctor.diagnosis import Finding, diagnose
+from doctor.diagnosis import Finding, advice, diagnose
 from doctor.facts import Facts
 from doctor.live.machine import Machine
 from doctor.predicates import PREDICATES
 from doctor.reading.inputs import read_inputs
 from doctor.reading.texts import LONGEST_LINE, to_text
-from doctor.rulebook import all_rules, rules_as_markdown
+from doctor.report import MOST_COMMANDS
+from doctor.rulebook import all_rules, compiled, rules_as_markdown
 from scripts import doctor as script
+from tests.doctor.test_look_alikes import logs
 from tests.in_process import run_in_process
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 DOCS = Path(__file__).parents[2] / "docs"
-CASES = sorted(path for rule in DATA.iterdir() if rule.name != "clean" for path in rule.iterdir())
+OTHERS = {"clean", "cases", "reports"}
+CASES = sorted(path for rule in DATA.iterdir() if rule.name not in OTHERS for path in rule.iterdir())
 CLEAN = sorted((DATA / "clean").iterdir())
 MEASURED = {"slow-pair"}
 """Rules without a file to read: they see only what `--live` measured (tests/doctor/test_live.py)."""
@@ -51,39 +54,48 @@ def test_every_pattern_and_predicate_is_tried(rule: object) -> None:
     """A pattern that matches none of its rule's inputs, or a predicate that sees nothing in them, would be untested."""
     if rule.name in MEASURED:
         return
-    cases = [read_inputs([str(case)]).facts for case in sorted((DATA / rule.name).iterdir())]
-    for pattern in rule.compiled:
+    folder = DATA / rule.name
+    cases = [read_inputs([str(case)]).facts for case in (sorted(folder.iterdir()) if folder.is_dir() else [])]
+    cases += [Facts(texts=[to_text("log", log.encode())]) for name, log in logs("fires") if name == rule.name]
+    assert cases
+    for pattern in compiled(tuple(rule.patterns)):
         assert any(facts.search(pattern) for facts in cases), pattern.pattern
-    of_machine = {"interface_not_here", "small_shm", "small_memlock", "cumem_on_some_ranks"}
+    of_machine = {"interface_not_here", "small_shm", "small_memlock"}
     if rule.predicate and rule.predicate not in of_machine:
         assert any(PREDICATES[rule.predicate](facts) for facts in cases)
 
 
 def test_rules_are_complete() -> None:
     names = [rule.name for rule in all_rules()]
-    assert len(set(names)) == len(names) and {path.name for path in DATA.iterdir()} - {"clean"} == set(names) - MEASURED
+    assert len(set(names)) == len(names) and {path.name for path in DATA.iterdir()} - OTHERS <= set(names)
     assert {rule.predicate for rule in all_rules()} - {None} == set(PREDICATES)
     for rule in all_rules():
         assert rule.patterns or rule.predicate
         assert rule.sources and all(source.startswith("https://") for source in rule.sources)
-        assert rule.advice.steps and rule.confirm and rule.why
+        assert rule.why and (rule.confidence is None) == (rule.kind == "symptom")
+        assert not re.search("--timeout-minutes|--ddp-choice|--grad-accum-steps", " ".join([*rule.to_try, *rule.more]))
+        for commands in (rule.to_try, rule.in_vm, rule.own):
+            assert len(commands) <= MOST_COMMANDS
+            for command in commands:
+                assert re.fullmatch(r"\S[^\n]{0,200}?  # \S[^\n]{3,}", command), f"{rule.name}: {command}"
+        assert rule.to_try
 
 
 def test_the_guide_lists_the_rules() -> None:
     page = (DOCS / "hangs.md").read_text()
-    rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (\w+) \| (\w+) \|$", page, re.MULTILINE)
-    assert rows == [(rule.name, rule.verdict, rule.kind, rule.confidence) for rule in all_rules()]
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (\w+) \| ([\w-]+) \|$", page, re.MULTILINE)
+    assert rows == [(rule.name, rule.verdict, rule.kind, rule.confidence or "-") for rule in all_rules()]
     printed = rules_as_markdown()
     for name in re.findall(r"\(rule ([a-z0-9-]+)\)", printed):
         assert f"### {name}\n" in printed
 
 
 def test_advice_differs_in_virtual_machines() -> None:
-    unknown = findings(DATA / "p2p-acs-iommu" / "lspci.txt")[0]
-    assert [heading for heading, _ in unknown.advice] == ["Try, on bare metal", "Try, in a virtual machine"]
-    virtual = findings(DATA / "p2p-acs-iommu" / "vm_with_hang")[0]
-    ((heading, advice),) = virtual.advice
-    assert heading == "Try, in a virtual machine" and advice.steps[0].startswith("Leave ACS")
+    lspci, virtual = (read_inputs([str(DATA / "p2p-acs-iommu" / name)]).facts for name in ("lspci.txt", "vm_with_hang"))
+    (rule,) = (rule for rule in all_rules() if rule.name == "p2p-acs-iommu")
+    assert diagnose(lspci)[0].rule is diagnose(virtual)[0].rule is rule
+    assert [heading for heading, _ in advice(rule, lspci)] == ["Try, on bare metal", "Try, in a virtual machine"]
+    assert advice(rule, virtual) == [("Try, in a virtual machine", rule.in_vm)]
 
 
 @pytest.mark.parametrize("with_topology", [True, False])
@@ -106,8 +118,7 @@ def test_a_rule_before_the_symptoms_that_follow_from_it() -> None:
     assert names == ["gpu-off-the-bus", "watchdog-timeout", "peer-closed", "collective-failed"]
 
     first, rest = run_in_process(script, *map(str, paths)).stdout.split("Found as well")
-    assert "rule gpu-off-the-bus" in first and "rule watchdog-timeout" in rest
-    assert "more: python scripts/doctor.py --rules, under watchdog-timeout" in rest
+    assert "rule gpu-off-the-bus" in first and "a symptom, not a cause; rule watchdog-timeout" in rest
 
 
 @pytest.mark.parametrize(
@@ -155,8 +166,8 @@ def machine(**changes: object) -> Machine:
         ({}, []),
         ({"environment": {"NCCL_SOCKET_IFNAME": "^lo,docker"}}, []),
         ({"environment": {"GLOO_SOCKET_IFNAME": "eth7"}}, ["interface-not-found"]),
-        ({"shm_bytes": 2**26, "shm_free_bytes": 2**26}, ["shm-full"]),
-        ({"shm_free_bytes": 0}, ["shm-full"]),
+        ({"shm_bytes": 2**26, "shm_free_bytes": 2**26}, ["shm-small"]),
+        ({"shm_free_bytes": 0}, ["shm-small"]),
         ({"memlock_bytes": 2**23}, ["memlock"]),
         ({"memlock_bytes": 2**23, "infiniband": []}, []),
     ],
@@ -170,11 +181,12 @@ def test_no_pattern_explodes(rule: object) -> None:
     """Long lines made of what a pattern begins with, repeated, must not take more than a moment."""
     starts = ["NCCL WARN ", "Got completion status=", "ACSCtl: SrcValid- ", "NVRM: Xid (", "a:1:1 [0] "]
     seeds = ["a", " ", "1", "[", *starts]
-    for pattern in rule.compiled:
+    patterns = compiled((*rule.patterns, *rule.unless, *rule.explains))
+    for pattern in patterns:
         seeds.append(re.sub(r"\\.|[\[\]{}()*+?|^$]", "", pattern.pattern)[:40] or "x")
     lines = [(seed * LONGEST_LINE)[:LONGEST_LINE] for seed in seeds]
     start = time.process_time()
-    for pattern in rule.compiled:
+    for pattern in patterns:
         for line in lines:
             pattern.search(line)
     assert time.process_time() - start < 1.0

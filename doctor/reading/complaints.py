@@ -1,0 +1,65 @@
+"""What a log complains of, whatever rules say: NCCL's warnings, last errors, exceptions and exit codes."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from doctor.reading.texts import Line, Text
+
+WARNING, LAST_ERROR, EXCEPTION = "NCCL warning", "last error of NCCL", "exception"
+TORCH, END = "error in torch's log", "end of a process"
+KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, END)
+"""In the order in which they are quoted: what is nearest to the reason comes first."""
+
+_PREFIX = (
+    r"^(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}\]? ?|\[\w{1,20}\]:? {0,4}|\d{1,6}: {1,4}"
+    r"|\(\w[^()\n]{0,120}pid=\d{1,10}[^()\n]{0,120}\) ?)*"
+)
+"""Of a line: time, rank, launcher."""
+_WORDINGS = {
+    WARNING: r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (\S.*)",
+    LAST_ERROR: r"Last error:(.*)",
+    EXCEPTION: _PREFIX + r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?[ \t]*$))"
+    r"|terminate called after throwing an instance of (\S.*)|^[ \t]{0,4}what\(\): {1,4}(\S.*)"
+    r"|((?:[Cc]uda|CUDA) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
+    TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
+    END: r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
+    r"|Sending process \d{1,10} closing signal \w{1,12}"
+    r"|Signal \d{1,2} \(SIG\w{1,8}\)|[Ss]egmentation fault|Aborted \(core dumped\)",
+}
+"""The first group that is found is what is said; without one, all of it."""
+_PATTERNS = {kind: re.compile(pattern, re.MULTILINE) for kind, pattern in _WORDINGS.items()}
+_ECHO = re.compile(r"ChildFailedError")
+"""What torchrun says of the exceptions of others."""
+_FRAME = re.compile(r'File "(?P<file>[^"\n]{1,300})", line (?P<line>\d{1,7}), in (?P<where>\S{1,100})')
+FARTHEST_FRAME = 12
+"""Lines between the last frame of a traceback and the exception."""
+
+
+class Said(NamedTuple):
+    """A line that complains, and what it says. `where`: of an exception, the frame that raised it."""
+
+    kind: str
+    text: str
+    line: Line
+    where: str
+
+
+def read_complaints(text: Text) -> Iterator[Said]:
+    for kind, pattern in _PATTERNS.items():
+        for index, line in text.find(pattern):
+            if (match := pattern.search(line.text)) is None:
+                continue
+            said = next((part for part in match.groups() if part is not None), match[0]).strip()
+            if kind == LAST_ERROR and not said and index + 1 < len(text.lines):
+                said = text.lines[index + 1].text.strip()
+            if not _ECHO.search(said):
+                yield Said(kind, said, line, _raised_at(text, index) if kind == EXCEPTION else "")
+
+
+def _raised_at(text: Text, index: int) -> str:
+    """Where the last frame above an exception is."""
+    for line in reversed(text.lines[max(0, index - FARTHEST_FRAME) : index]):
+        if match := _FRAME.search(line.text):
+            return f"{match['file']}:{match['line']} ({match['where']})"
+    return ""

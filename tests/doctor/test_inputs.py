@@ -1,0 +1,106 @@
+"""A log is read in any packing and encoding, wrapped or with very long lines; of a huge one the end is read."""
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from doctor.diagnosis import diagnose
+from doctor.reading import content
+from doctor.reading.inputs import Inputs, read_inputs, take
+from doctor.reading.texts import LONGEST_LINE, OVERLAP, to_text
+
+LINE = "n1:11:12 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes"
+LOG = f"step 1\n{LINE}\nstep 2\n"
+
+
+def verdict(inputs: Inputs) -> tuple[str, int]:
+    """Rule and line number of the evidence."""
+    assert inputs.problems == []
+    finding = diagnose(inputs.facts)[0]
+    return finding.rule.name, finding.lines[0].number
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        str.encode,
+        lambda text: codecs.BOM_UTF8 + text.encode(),
+        lambda text: text.encode("utf-16"),
+        lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
+        lambda text: text.encode("utf-16-le"),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: bz2.compress(text.encode()),
+        lambda text: lzma.compress(text.encode()),
+        lambda text: bz2.compress(text.encode("utf-16")),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: text.replace("step 1", "step \0\0 1").encode(),
+        lambda text: text.encode() + b"\0" * 5000,
+    ],
+    ids=["utf-8", "mark", "utf-16", "big", "no-mark", "gzip", "bzip2", "xz", "both", "windows", "nul", "hole"],
+)
+def test_packings_and_encodings(write: Callable[[str], bytes], tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_bytes(write(LOG))
+    assert verdict(read_inputs([str(tmp_path / "train.log")])) == ("shm-full", 2)
+
+
+def test_a_packed_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = gzip.compress((LOG * 5000).encode())
+    (tmp_path / "train.log.gz").write_bytes(whole[: len(whole) // 2])
+    inputs = read_inputs([str(tmp_path)])
+    assert verdict(inputs) == ("shm-full", 2) and "not whole: " in inputs.looked_at[0]
+
+
+@pytest.mark.parametrize("width", [60, 80, 105])
+def test_wrapped_lines(width: int) -> None:
+    """As copied from a terminal: no line is wider than it."""
+    lines = ["-" * width, "loss 0.5", *(LINE[i : i + width] for i in range(0, len(LINE), width)), "loss 0.4"]
+    text = to_text("log", "\n".join(lines).encode())
+    assert [line.number for line in text.lines] == list(range(1, len(lines) + 1))
+    inputs = Inputs()
+    take(inputs, "log", io.BytesIO("\n".join(lines).encode()))
+    assert verdict(inputs) == ("shm-full", 3)
+
+
+def test_a_terminal_that_pads_lines() -> None:
+    rows = ["[E c10d.cpp:485] [Rank 6] Watchdog caught collective operation", "timeout: WorkNCCL(OpType=ALLREDUCE, ran"]
+    inputs = Inputs()
+    take(inputs, "log", io.BytesIO("\n".join(row.ljust(63) for row in rows).encode()))
+    assert verdict(inputs) == ("watchdog-timeout", 1)
+
+
+@given(before=st.integers(0, 3 * LONGEST_LINE))
+def test_long_lines_are_searched_whole(before: int) -> None:
+    inputs = Inputs()
+    take(inputs, "log", io.BytesIO(f"first\n{'x' * before} {LINE}{'y' * 5000}".encode()))
+    assert verdict(inputs) == ("shm-full", 2)
+    assert len(diagnose(inputs.facts)[0].lines) == 1, "what two overlapping parts have is one line"
+    assert OVERLAP < LONGEST_LINE
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_of_a_huge_file_the_end_is_read(pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "HEAD_BYTES", 4096)
+    monkeypatch.setattr(content, "TAIL_BYTES", 8192)
+    monkeypatch.setattr(content, "_CHUNK", 1024)
+    version = "n1:11:12 [0] NCCL INFO NCCL version 2.26.2+cuda12.8\n"
+    body = "".join(f"step {step}\n" for step in range(20_000))
+    inputs = Inputs()
+    take(inputs, "log", io.BytesIO(pack((version + body + LOG).encode())))
+    assert verdict(inputs) == ("shm-full", 20_003)
+    assert inputs.facts.processes[0].version == "2.26.2"
+    assert "MiB in its middle (" in inputs.looked_at[0] and "lines) left out" in inputs.looked_at[0]
+
+
+def test_a_small_file_that_unpacks_to_a_huge_one_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MOST_UNPACKED_BYTES", 2**21)
+    inputs = Inputs()
+    take(inputs, "log", io.BytesIO(gzip.compress(b"step\n" * 2**20)))
+    assert "unpacked; unpack it, and give the end" in inputs.looked_at[0]
