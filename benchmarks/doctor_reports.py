@@ -3,9 +3,9 @@
     python benchmarks/doctor_reports.py            # the table, and every report with its verdict
     python benchmarks/doctor_reports.py --write    # also into docs/doctor-reports.md
 
-Each report in tests/data/doctor/reports/ names its thread, the conclusion, a quoted part of the log, and the rules that fit the
-conclusion: `right` ones name the cause, `partly` ones lead to it. Somebody who had not seen the doctor's answers chose
-them. Rules were written with `build`; nobody looked at `held_out` before they were done.
+Each report in tests/data/doctor/reports/ names its thread, the conclusion, a quoted part of the log, and the rules that
+fit the conclusion: `right` ones name the cause, `partly` ones lead to it. They were chosen without a look at
+what the doctor says. Rules were written with `build`; nobody looked at `held_out` before they were done.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judged(NamedTuple):
-    """A report, the doctor's verdict (`none` without one), how sure it is, its grade, and whether it quotes something."""
+    """A report, the doctor's verdict (or `none`), how sure it is, its grade, and whether it quotes a complaint."""
 
     name: str
     report: Report

@@ -38,9 +38,12 @@ class Divergence:
 
 
 def compare(dumps: Sequence[Dump]) -> list[Divergence]:
-    """The first divergence of each process group, the one that explains most first."""
-    groups = dict.fromkeys(call.group for dump in dumps for call in dump.calls)
-    found = [divergence for group in groups if (divergence := _compare_group(group, dumps))]
+    """The first divergence of each process group, the one that explains most first.
+
+    Groups of different ranks are different, even if they have one name.
+    """
+    groups = dict.fromkeys((call.group, dump.members.get(call.group)) for dump in dumps for call in dump.calls)
+    found = [divergence for group, members in groups if (divergence := _compare_group(group, members or None, dumps))]
     return sorted(found, key=lambda divergence: (KINDS.index(divergence.what), divergence.time_s))
 
 
@@ -63,11 +66,14 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
     return lines
 
 
-def _compare_group(group: str, dumps: Sequence[Dump]) -> Divergence | None:
-    by_rank = {dump.rank: {call.seq: call for call in dump.calls if call.group == group} for dump in dumps}
-    expected = frozenset[int]().union(*(dump.members.get(group, frozenset()) for dump in dumps))
-    if not expected:  # the dumps do not say who is in the group
-        expected = frozenset(rank for rank, calls in by_rank.items() if calls or DEFAULT_GROUP in group)
+def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[Dump]) -> Divergence | None:
+    """`members`: None if the dumps do not say who is in the group."""
+    by_rank = {
+        dump.rank: {call.seq: call for call in dump.calls if call.group == group}
+        for dump in dumps
+        if not (members and dump.members.get(group)) or dump.members[group] == members
+    }
+    expected = members or frozenset(rank for rank, calls in by_rank.items() if calls or DEFAULT_GROUP in group)
     present = {rank: calls for rank, calls in by_rank.items() if rank in expected}
     absent = sorted(expected - present.keys())
     start = max((min(calls) for calls in present.values() if calls), default=0)

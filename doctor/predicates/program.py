@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from doctor.comparison import evidence
-from doctor.facts import Facts, Match
+from doctor.facts import EARLY, Facts, Match
 from doctor.reading.texts import Line, printable, ranks_in_words
 from doctor.reading.watchdog import Status, Timeout
 
@@ -11,6 +11,8 @@ POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"}
 """torch's names of what is not the same on all ranks of a group, or may hold it."""
 EVEN = {"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
 """Collectives that move as many elements on each rank."""
+EARLY_HANG = "It is one of the first in its group: suspect the connection (network, P2P), or a rank that never came."
+LATE_HANG = "The group worked {times} times before: look for a rank that is late, ended or in another branch first."
 _PLACE = ("rank", "step", "phase", "collective")
 
 
@@ -105,6 +107,8 @@ def watchdog_timeout(facts: Facts) -> Match | None:
         local = "" if first.in_job or first.rank is None else " (numbers in their group)"
         who = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
         details = [f"{who} {first.kind}{number}."]
+        if first.seq is not None and first.seq > 0:
+            details.append(EARLY_HANG if first.seq <= EARLY else LATE_HANG.format(times=f"{first.seq - 1:,}"))
     elif facts.gave_up:
         seconds = max((one.seconds for one in facts.gave_up if one.seconds is not None), default=None)
         after = f" after {seconds:.0f} s" if seconds is not None else ""

@@ -41,6 +41,27 @@ def divergences(*contents: Any) -> list[Any]:
 CALLS = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
 
 
+def test_groups_of_different_ranks_with_one_name_are_different() -> None:
+    """As each rank counts the groups that it makes itself."""
+    dumps = [torch_dump(rank, "3", ranks, kind) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))]
+    found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), dumps, strict=True)])
+    assert [(each.what, each.ranks) for each in found] == [("missing", [1]), ("missing", [3])]
+    same = [torch_dump(rank, "3", "[0, 2]", kind) for rank, kind in ((0, "a"), (2, "b"))]
+    found = compare([read_dump(f"rank_{rank}.json", dump) for rank, dump in zip((0, 2), same, strict=True)])
+    assert [each.what for each in found] == ["differ"]
+
+
+def torch_dump(rank: int, group: str, ranks: str, kind: str) -> Any:
+    """A dump of torch with one collective that runs."""
+    entry = {
+        "collective_seq_id": 1,
+        "process_group": [group, "tp"],
+        "profiling_name": f"nccl:{kind}",
+        "state": "started",
+    }
+    return {"version": "2.10", "rank": rank, "entries": [entry], "pg_config": {group: {"ranks": ranks}}}
+
+
 AHEAD = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
 AHEAD["entries"][2]["state"] = "issued"
 

@@ -1,0 +1,129 @@
+"""What torch's watchdog prints: which rank, which group, which number; and who is behind or did something else."""
+
+import pytest
+
+from doctor.diagnosis import Finding, diagnose
+from doctor.facts import Facts
+from doctor.reading.texts import to_text
+from doctor.reading.watchdog import Timeout
+
+FILE = "ProcessGroupNCCL.cpp:632"
+
+
+def gave_up(rank: int, seq: int, kind: str, local: int | None = None, elements: int = 8) -> str:
+    """`local`: rank in the group."""
+    return (
+        f"[rank{rank}]:[E109 22:46:25.9335 {FILE}] [Rank {rank if local is None else local}] Watchdog caught collective "
+        f"operation timeout: WorkNCCL(SeqNum={seq}, OpType={kind}, NumelIn={elements}, NumelOut={elements}, "
+        "Timeout(ms)=600000) ran for 600044 milliseconds before timing out."
+    )
+
+
+def status(rank: int, group: str, seq: int, enqueued: int, local: int | None = None) -> str:
+    return (
+        f"[rank{rank}]:[E109 22:46:25.9336 {FILE}] [PG ID 2 PG GUID {group} Rank {rank if local is None else local}]  "
+        f"failure detected by watchdog at work sequence id: {seq} PG status: last enqueued work: {enqueued}, "
+        f"last completed work: {seq - 1}"
+    )
+
+
+def was_told(rank: int, group: str, enqueued: int) -> str:
+    """A rank on which nothing ran out of time."""
+    return (
+        f"[rank{rank}]:[E109 22:46:25.9337 {FILE}] [PG ID 0 PG GUID {group} Rank {rank}] Received a dump signal due to "
+        "a collective timeout from  rank 7 and we will try our best to dump the debug info. Last enqueued NCCL work: "
+        f"{enqueued}, last completed NCCL work: {enqueued}.This is most likely caused by incorrect usages"
+    )
+
+
+def facts_of(*lines: str) -> Facts:
+    return Facts(texts=[to_text("log", "\n".join(lines).encode())])
+
+
+def verdict(*lines: str) -> Finding:
+    return diagnose(facts_of(*lines))[0]
+
+
+def test_rank_of_the_job_and_group() -> None:
+    (timeout,) = facts_of(gave_up(5, 40, "ALLREDUCE", local=1), status(5, "3(mesh_tp)", 40, 41, local=1)).timeouts
+    assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (5, True, "3(mesh_tp)", 40)
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "seq"),
+    [
+        ("[E ProcessGroupNCCL.cpp:485] [Rank 6] Watchdog caught collective operation timeout: "
+         "WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802246 milliseconds before timing out.", 6, None),
+        ("Watchdog caught collective operation timeout: WorkNCCL(OpType=BROADCAST, Timeout(ms)=1800) ran", None, None),
+        ("[E ProcessGroupNCCL.cpp:828] [Rank 1]Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+         "OpType=ALLREDUCE, TensorShape=[1], Timeout(ms)=1800000) ran for 1804406 milliseconds", 1, 7),
+    ],
+)  # fmt: skip
+def test_wordings_without_a_group(line: str, rank: int | None, seq: int | None) -> None:
+    (timeout,) = facts_of(line).timeouts
+    assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (rank, False, None, seq)
+    assert verdict(line).rule.name == "watchdog-timeout"
+
+
+def test_what_is_said_twice_is_one_timeout() -> None:
+    line = gave_up(3, 9, "ALLREDUCE")
+    again = f"  what():  {line.split('] ', 1)[1]}"
+    assert len([one for one in facts_of(line, again).timeouts if one.in_job]) == 1
+
+
+def test_different_collectives_in_one_group() -> None:
+    lines = [gave_up(0, 40, "ALLREDUCE"), status(0, "0(default_pg)", 40, 40)]
+    finding = verdict(*lines, gave_up(1, 40, "BROADCAST"), status(1, "0(default_pg)", 40, 40))
+    assert finding.rule.name == "different-collectives"
+    assert finding.details == [
+        "Under number 40 of group 0(default_pg): rank 0 ALLREDUCE of 8, rank 1 BROADCAST of 8 elements."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "groups"),
+    [
+        (("ALLREDUCE", 8), ("BROADCAST", 8), ("1(mesh_dp)", "2(mesh_tp)")),  # two groups with equal numbers
+        (("SEND", 8), ("RECV", 16), ("5(mesh_pp)", "5(mesh_pp)")),  # a pair
+        (("COALESCED", 8), ("RECV", 16), ("5(mesh_pp)", "5(mesh_pp)")),
+        (("ALLTOALL_BASE", 8), ("ALLTOALL_BASE", 24), ("6(ep)", "6(ep)")),  # experts get different numbers of tokens
+        (("GATHER", 8), ("GATHER", 24), ("0(default_pg)", "0(default_pg)")),
+    ],
+)
+def test_what_is_no_different_collective(one: tuple[str, int], other: tuple[str, int], groups: tuple[str, str]) -> None:
+    lines = []
+    for rank, ((kind, elements), group) in enumerate(zip((one, other), groups, strict=True)):
+        lines += [gave_up(rank, 40, kind, elements=elements), status(rank, group, 40, 40)]
+    assert [finding.rule.name for finding in diagnose(facts_of(*lines))] == ["watchdog-timeout"]
+
+
+def test_a_rank_is_behind_what_ran_out_of_time() -> None:
+    group = "0(default_pg)"
+    lines = [
+        gave_up(0, 57, "ALLREDUCE"),
+        status(0, group, 57, 90),
+        gave_up(1, 57, "ALLREDUCE"),
+        status(1, group, 57, 57),
+    ]
+    assert diagnose(facts_of(*lines))[0].rule.name == "watchdog-timeout", (
+        "what is enqueued behind number 57 does not count"
+    )
+    finding = verdict(*lines, was_told(2, group, 56))
+    assert finding.rule.name == "rank-behind"
+    assert finding.details == [
+        "Collective 57 of group 0(default_pg) ran out of time; rank 2 issued only 56 of that group."
+    ]
+    assert diagnose(facts_of(*lines, was_told(2, "4(mesh_tp)", 56)))[0].rule.name == "watchdog-timeout", "another group"
+
+
+def test_early_and_late_hangs_differ() -> None:
+    assert "suspect the connection" in verdict(gave_up(0, 1, "BROADCAST")).details[1]
+    assert "worked 4,999 times before" in verdict(gave_up(0, 5000, "ALLREDUCE")).details[1]
+
+
+def test_timeouts_are_compared_in_the_job_only() -> None:
+    """`[Rank 0]` of two groups may be two processes."""
+    one = Timeout(0, False, "1", 4, "ALLREDUCE", ("8", "8"), facts_of("x").texts[0].lines[0])
+    facts = Facts()
+    facts.timeouts = [one, Timeout(1, False, "1", 4, "BROADCAST", ("8", "8"), one.line)]
+    assert "different-collectives" not in [finding.rule.name for finding in diagnose(facts)]
