@@ -23,7 +23,8 @@ def diagnose(facts: Facts) -> list[Finding]:
     """All findings, the verdict first; empty if no rule applies."""
     found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
     order = list(KINDS)
-    return sorted(found, key=lambda finding: order.index(finding.rule.kind))  # stable: the rules' own order within
+    found.sort(key=lambda finding: order.index(finding.rule.kind))  # stable: the rules' own order within
+    return [one for index, one in enumerate(found) if not _says_less(one, found[:index])]
 
 
 def _apply(rule: Rule, facts: Facts) -> Finding | None:
@@ -32,6 +33,12 @@ def _apply(rule: Rule, facts: Facts) -> Finding | None:
     if not (lines or match.details) or _search(facts, rule.unless):
         return None
     return Finding(rule, lines, match.details, _search(facts, rule.explains))
+
+
+def _says_less(finding: Finding, before: Sequence[Finding]) -> bool:
+    """Whether a place or a symptom has only lines that are quoted already for something better."""
+    quoted = {line for other in before for line in other.lines + other.explained}
+    return finding.rule.kind in ("place", "symptom") and bool(finding.lines) and quoted.issuperset(finding.lines)
 
 
 def _search(facts: Facts, patterns: Sequence[str]) -> list[Line]:

@@ -10,7 +10,8 @@ from doctor.reading.texts import Line, Text, ranks_in_words
 LAST_LINES = 30
 """An exception in the last lines of a text was not survived, even if nothing else says so."""
 _OUT_OF_MEMORY = re.compile(
-    r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
+    r"(?:CUDA|HIP) out of memory\b|HIP failure (?:2 )?'out of memory'"
+    r"|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
     r"|Cuda failure (?:2 )?'out of memory'|CUDA error: out of memory"
 )
 _SURVIVED = re.compile(
@@ -19,7 +20,8 @@ _SURVIVED = re.compile(
 )
 _COMMUNICATION = re.compile(
     r"nccl|rccl|gloo|c10d|c10::|'std::|\bDist\w{0,20}Error|rendezvous|TCPStore|process ?group"
-    r"|connection (?:reset|closed|refused)|broken pipe|watchdog|timed? ?out|CUDA|HIP error|cuDNN|cuBLAS|OutOfMemory"
+    r"|connection (?:reset|closed|refused)|broken pipe|watchdog|timed? ?out"
+    r"|(?:CUDA|HIP) (?:error|failure|driver|runtime|unknown|out of)|CUBLAS_|CUDNN_|OutOfMemory"
     r"|KeyboardInterrupt|SignalException|DataLoader worker|No space left|undefined symbol|\bEOFError\b|RemoteError"
     r"|(?:server|client) socket|monitoredBarrier|DDP expects|gradient reduction",
     re.IGNORECASE,

@@ -21,7 +21,7 @@ _WORDINGS = {
     LAST_ERROR: r"Last error:(.*)",
     EXCEPTION: _PREFIX + r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?[ \t]*$))"
     r"|terminate called after throwing an instance of (\S.*)|^[ \t]{0,4}what\(\): {1,4}(\S.*)"
-    r"|((?:[Cc]uda|CUDA) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
+    r"|((?:[Cc]uda|CUDA|HIP) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
     TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
     END: r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
     r"|Sending process \d{1,10} closing signal \w{1,12}"

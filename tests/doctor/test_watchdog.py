@@ -13,8 +13,8 @@ FILE = "ProcessGroupNCCL.cpp:632"
 def gave_up(rank: int, seq: int, kind: str, local: int | None = None, elements: int = 8) -> str:
     """`local`: rank in the group."""
     return (
-        f"[rank{rank}]:[E109 22:46:25.9335 {FILE}] [Rank {rank if local is None else local}] Watchdog caught collective "
-        f"operation timeout: WorkNCCL(SeqNum={seq}, OpType={kind}, NumelIn={elements}, NumelOut={elements}, "
+        f"[rank{rank}]:[E109 22:46:25.9335 {FILE}] [Rank {rank if local is None else local}] Watchdog caught "
+        f"collective operation timeout: WorkNCCL(SeqNum={seq}, OpType={kind}, NumelIn={elements}, NumelOut={elements}, "
         "Timeout(ms)=600000) ran for 600044 milliseconds before timing out."
     )
 
