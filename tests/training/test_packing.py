@@ -113,4 +113,4 @@ def test_the_built_in_prose_is_long_varied_and_held_out_in_whole_documents() -> 
     assert sum(map(len, train)) > 500_000 and len(held_out) > 10
     paragraphs = [set("\n".join(part).split("\n")) for part in (train, held_out)]
     assert not paragraphs[0] & paragraphs[1]
-    assert (train, held_out) == prose.documents()
+    assert (train, held_out) == prose.documents.__wrapped__()

@@ -8,6 +8,7 @@ import ast
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ENOUGH = 700_000
@@ -18,8 +19,9 @@ HELD_OUT = 10
 """One document of so many is held out."""
 
 
+@cache
 def documents() -> tuple[list[str], list[str]]:
-    """Training and held-out documents: one for each topic of the reference, and for each module. Takes a second."""
+    """Training and held-out documents: one for each topic of the reference, and for each module. Takes a second, once."""
     known: set[str] = set()
     found: list[str] = []
     characters = 0
