@@ -21,7 +21,7 @@ HELD_OUT = 10
 
 @cache
 def documents() -> tuple[list[str], list[str]]:
-    """Training and held-out documents: one for each topic of the reference, and for each module. Takes a second, once."""
+    """Training and held-out documents: one for each topic of the reference, and for each module. Read once."""
     known: set[str] = set()
     found: list[str] = []
     characters = 0
