@@ -10,9 +10,10 @@ from doctor.reading.texts import Line, Text, ranks_in_words
 LAST_LINES = 30
 """An exception in the last lines of a text was not survived, even if nothing else says so."""
 _OUT_OF_MEMORY = re.compile(
-    r"(?:CUDA|HIP) out of memory\b|HIP failure (?:2 )?'out of memory'"
-    r"|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
-    r"|Cuda failure (?:2 )?'out of memory'|CUDA error: out of memory"
+    r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
+)
+_MEMORY_REFUSED = re.compile(
+    r"(?:Cuda|CUDA|HIP) failure (?:2 )?'out of memory'|(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
 )
 _SURVIVED = re.compile(
     r"\btry(?:ing)? again\b"
@@ -55,8 +56,17 @@ def program_exception(facts: Facts) -> Match | None:
 
 
 def out_of_memory(facts: Facts) -> Match | None:
-    """The lines that say so, unless the program went on: it may have caught the error and tried a smaller batch."""
-    found = [(text, index, line) for text in facts.texts for index, line in text.find(_OUT_OF_MEMORY)]
+    """Torch's allocator says so, and the program did not catch it and try a smaller batch."""
+    return _not_survived(facts, _OUT_OF_MEMORY)
+
+
+def memory_refused(facts: Facts) -> Match | None:
+    """The driver says so, to NCCL or in another call than torch's allocator."""
+    return _not_survived(facts, _MEMORY_REFUSED)
+
+
+def _not_survived(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
+    found = [(text, index, line) for text in facts.texts for index, line in text.find(pattern)]
     ended = bool(facts.failures) or any("WARN" in line.text or _RANK.search(line.text) for _, _, line in found)
     lines = [line for text, index, line in found if (ended or _is_last(text, line)) and not _survived(text, index)]
     return Match(lines) if lines else None

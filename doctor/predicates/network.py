@@ -4,11 +4,12 @@ import re
 
 from doctor.facts import Facts, Match
 from doctor.reading.nccl_log import Process, by_value
+from doctor.reading.texts import printable
 
 VIRTUAL_INTERFACE = re.compile(r"(?:lo|docker|br-|veth|virbr|cni|flannel|cali|podman)[\w.-]{0,20}")
-LOCAL_ADDRESS = re.compile(r"172\.17\.|127\.|169\.254\.")
+LOCAL_ADDRESS = re.compile(r"172\.17\.0\.|127\.|169\.254\.")
 _FURTHER = re.compile(r"\[[1-9]\d{0,2}\]([\w.-]{1,32}):([0-9a-fA-F.:%\w]{2,64})<")
-_LOCAL_TARGET = re.compile(r"[Cc]onnect to (?:127\.|172\.17\.|169\.254\.)|remote=\[(?:127|169\.254)\.[\d.]{3,11}\]")
+_LOCAL_TARGET = re.compile(r"[Cc]onnect to (?:127\.|172\.17\.0\.|169\.254\.)|remote=\[(?:127|169\.254)\.[\d.]{3,11}\]")
 _NOT_CONNECTED = re.compile(
     r"[Cc]onnect to \S{1,80} (?:failed|returned)|connectFullMesh failed|Call to connect (?:failed|timeout)"
 )
@@ -16,9 +17,10 @@ _COMPLETION_12 = re.compile(
     r"Got completion .{0,200}(?:error:? |status=(?:\w{1,40}\()?)12\b|transport retry counter exceeded"
     r"|(?<!RNR_)RETRY_EXC_ERR"
 )
-_INFINIBAND_HERE = re.compile(r"%ib\d|mlx[45]_\d:\d/IB\b|localGids? ?:? ?fe80:|link_layer: {0,4}InfiniBand")
+_INFINIBAND_HERE = re.compile(r"%ib\d|:\d/IB\b|localGids? ?:? ?fe80:|link_layer: {0,4}InfiniBand")
 _ROCE_HERE = re.compile(r"::ffff:|:\d/RoCE\b|link_layer: {0,4}Ethernet|/roce\b|\brocep?\d", re.IGNORECASE)
 _RDMA_HERE = re.compile(r"hca_id:|CA '\w{1,40}'|\bmlx[45]_\d")
+_CLOSED = re.compile(r"Connection closed by (?:remote )?peer \[?([\w.-]{1,200}?)\]?(?:<\d{1,5}>|:\d{1,5}\b)")
 _NO_EFA = re.compile(r"NET/OFI .{0,40}fi_getinfo\(\) call failed: No data available")
 _OFI_IN_USE = re.compile(
     r"NET/OFI (?:Using transport protocol|Selected [Pp]rovider is (?!tcp))|Using network (?:AWS|OFI|Libfabric)"
@@ -117,6 +119,19 @@ def _unanswered(facts: Facts, fabric: str) -> Match | None:
     roce, infiniband = facts.search(_ROCE_HERE), facts.search(_INFINIBAND_HERE)
     here = "RoCE" if roce and not infiniband else "InfiniBand" if infiniband and not roce else "unknown"
     return Match([*lines, *(roce or infiniband)[:1]] if here != "unknown" else lines) if here == fabric else None
+
+
+def closed_by_one_host(facts: Facts) -> Match | None:
+    """Every connection that closed was one to the same host, of which there is no log: it is no victim like them."""
+    found = [(line, match[1]) for line in facts.search(_CLOSED) if (match := _CLOSED.search(line.text))]
+    hosts = {host for _, host in found}
+    mine = {process.host for process in facts.processes} | {""}
+    if len(hosts) != 1 or mine & {host.split(".")[0] for host in hosts}:
+        return None
+    return Match(
+        [line for line, _ in found],
+        [f"All connections that closed were to {printable(hosts.pop())}: look there first."],
+    )
 
 
 def efa_not_found(facts: Facts) -> Match | None:

@@ -13,6 +13,7 @@ KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, END)
 
 _PREFIX = (
     r"^(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}\]? ?|\[\w{1,20}\]:? {0,4}|\d{1,6}: {1,4}"
+    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]{1,60}:\d{1,6}\] "
     r"|\(\w[^()\n]{0,120}pid=\d{1,10}[^()\n]{0,120}\) ?)*"
 )
 """Of a line: time, rank, launcher."""
@@ -20,7 +21,7 @@ _WORDINGS = {
     WARNING: r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (\S.*)",
     LAST_ERROR: r"Last error:(.*)",
     EXCEPTION: _PREFIX + r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?[ \t]*$))"
-    r"|terminate called after throwing an instance of (\S.*)|^[ \t]{0,4}what\(\): {1,4}(\S.*)"
+    r"|terminate called after throwing an instance of (\S.*)|" + _PREFIX + r"[ \t]{0,4}what\(\): {1,4}(\S.*)"
     r"|((?:[Cc]uda|CUDA|HIP) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
     TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
     END: r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
@@ -51,8 +52,11 @@ def read_complaints(text: Text) -> Iterator[Said]:
             if (match := pattern.search(line.text)) is None:
                 continue
             said = next((part for part in match.groups() if part is not None), match[0]).strip()
-            if kind == LAST_ERROR and not said and index + 1 < len(text.lines):
-                said = text.lines[index + 1].text.strip()
+            after = text.lines[index + 1].text.strip() if index + 1 < len(text.lines) else ""
+            if kind == LAST_ERROR and not said:
+                said = after
+            if "terminate called" in line.text and "what():" in after:
+                continue
             if not _ECHO.search(said):
                 yield Said(kind, said, line, _raised_at(text, index) if kind == EXCEPTION else "")
 

@@ -133,6 +133,14 @@ def test_ranks_that_gave_up_in_nccl_of_torch_2_15(log: str, said: str) -> None:
     assert finding.details[0].startswith(said)
 
 
+def test_a_host_to_which_all_connections_closed_is_named() -> None:
+    lost = "{}:1:2 [0] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer {}<5591{}>"
+    one = Facts(texts=[to_text("log", "\n".join(lost.format(f"n{i}", "n7.lan", i) for i in (1, 2)).encode())])
+    assert diagnose(one)[0].details == ["All connections that closed were to n7.lan: look there first."]
+    each_other = "\n".join([lost.format("n1", "n2", 1), lost.format("n2", "n1", 2)])
+    assert diagnose(Facts(texts=[to_text("log", each_other.encode())]))[0].details == []
+
+
 def test_cumem_on_some_ranks_of_a_host() -> None:
     fallback = "cuMem host allocations do not appear to be working; falling back to a /dev/shm/ based implementation."
     lines = [f"a:1:1 [0] NCCL INFO {fallback}", "a:2:2 [1] NCCL INFO Using network Socket"]
