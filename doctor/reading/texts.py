@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from doctor.reading.literals import Shapes, demanded
+
 LONGEST_LINE = 4000
 """Characters of a line. A longer one, such as a dumped tensor, becomes several with the same number."""
 OVERLAP = 600
@@ -56,6 +58,10 @@ class Text:
         return "\n".join(line.text for _, line in self._searched)
 
     @cached_property
+    def _shapes(self) -> Shapes:
+        return Shapes(line.text for _, line in self._searched)
+
+    @cached_property
     def _starts(self) -> list[int]:
         starts, position = [], 0
         for _, line in self._searched:
@@ -67,10 +73,21 @@ class Text:
         """Index in `lines`, and the line, of each in which `pattern` (compiled with `re.MULTILINE`, if it has anchors)
         is found. What overlapping and joined lines both have counts once."""
         found: dict[tuple[int, str], tuple[int, Line]] = {}
-        for match in pattern.finditer(self.whole):
-            index, line = self._searched[bisect_right(self._starts, match.start()) - 1]
+        for place, match in self._matches(pattern):
+            index, line = self._searched[place]
             found.setdefault((line.number, match[0]), (index, line))
         return sorted(dict(reversed(found.values())).items())
+
+    def _matches(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
+        """Index in `_searched`, and the match."""
+        texts = demanded(pattern)
+        if texts is None:
+            for match in pattern.finditer(self.whole):
+                yield bisect_right(self._starts, match.start()) - 1, match
+            return
+        for place in self._shapes.with_one_of(texts):
+            if found := pattern.search(self._searched[place][1].text):
+                yield place, found
 
     def search(self, pattern: re.Pattern[str]) -> list[Line]:
         return [line for _, line in self.find(pattern)]

@@ -1,0 +1,63 @@
+"""A pattern is searched only in lines that have the text that it demands: it must demand no more than it matches."""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from doctor.reading.complaints import _PATTERNS
+from doctor.reading.literals import Shapes, demanded
+from doctor.reading.texts import to_text
+from doctor.rulebook import all_rules, compiled
+from tests.doctor.test_look_alikes import logs
+
+OF_RULES = [pattern for rule in all_rules() for pattern in compiled((*rule.patterns, *rule.unless, *rule.explains))]
+SEARCHED = [*OF_RULES, *_PATTERNS.values()]
+WITH_TEXTS = [pattern for pattern in SEARCHED if demanded(pattern)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"NCCL WARN .{0,9}lost", {"nccl warn "}),
+        (r"error 12\b", {"error 00"}),
+        (r"(?:cannot open|was closed)(?: by peer)?", {"cannot open", "was closed"}),
+        (r"(?:cannot open|\d+)", None),
+        (r"(?:not here)?x", None),
+        (r"(?:not here){2}", {"not here"}),
+        (r"(?i)Bus Error", {"bus error"}),
+        (r"first\nsecond", None),
+        (r"first[ \n]second", None),
+        (r"first[^\n]{0,9}second", {"second"}),
+    ],
+)
+def test_what_a_pattern_demands(pattern: str, expected: set[str] | None) -> None:
+    assert demanded(re.compile(pattern)) == expected
+
+
+def test_lines_with_one_of_several_texts() -> None:
+    shapes = Shapes(["a ERROR 7", "b", "c error 12", "d error 00", "Closed"])
+    assert shapes.with_one_of(frozenset({"error 00", "closed"})) == [2, 3, 4]
+    assert shapes.with_one_of(frozenset({"open"})) == []
+
+
+def test_most_patterns_demand_a_text() -> None:
+    assert len(WITH_TEXTS) > 0.95 * len(SEARCHED)
+
+
+@given(data=st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_whatever_a_pattern_matches_has_one_of_its_texts(data: st.DataObject) -> None:
+    pattern = data.draw(st.sampled_from(WITH_TEXTS))
+    line = data.draw(st.from_regex(pattern)).replace("\n", " ")
+    if match := pattern.search(line):
+        assert Shapes([match[0]]).with_one_of(demanded(pattern)) == [0]
+
+
+def test_every_case_is_found_as_by_a_search_in_each_line() -> None:
+    text = to_text("log", "\n".join(log for _, log in [*logs("fires"), *logs("silent")]).encode())
+    for pattern in WITH_TEXTS:
+        assert {line.number for line in text.search(pattern)} == {
+            line.number for line in text.lines if pattern.search(line.text)
+        }
