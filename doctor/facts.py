@@ -19,7 +19,8 @@ _VIRTUAL = re.compile(
     r"|\b(?:QEMU|VMware|Xen) (?:Standard|Virtual)|DMI: Amazon EC2"
 )
 _FAILED = re.compile(
-    r"exitcode {0,4}: {0,4}-?[1-9]|ChildFailedError|NO_OTHER_FAILURES|\[rank\d{1,6}\]:? {0,4}Traceback"
+    r"exitcode {0,4}: {0,4}-?[1-9]|return code = -?[1-9]|ChildFailedError|NO_OTHER_FAILURES"
+    r"|\[rank\d{1,6}\]:? {0,4}Traceback"
     r"|Signal \d{1,2} \(SIG|[Ee]xit(?:ed with)? (?:exit )?code:? -?[1-9]|terminate called after throwing"
 )
 EARLY = 3

@@ -13,19 +13,21 @@ KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, END)
 
 _PREFIX = (
     r"^(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}\]? ?|\[\w{1,20}\]:? {0,4}|\d{1,6}: {1,4}"
-    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]{1,60}:\d{1,6}\] "
+    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,60}:\d{1,6}\] "
     r"|\(\w[^()\n]{0,120}pid=\d{1,10}[^()\n]{0,120}\) ?)*"
 )
 """Of a line: time, rank, launcher."""
+_START = re.compile(_PREFIX)
 _WORDINGS = {
     WARNING: r"(?::\d{1,10}:\d{1,10} \[\d{1,3}\] .{0,120}?(?:NCCL )?|NCCL |\w\.(?:cc|cu|h):\d{1,5} )WARN (\S.*)",
     LAST_ERROR: r"Last error:(.*)",
-    EXCEPTION: _PREFIX + r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: \S.*|:?[ \t]*$))"
+    EXCEPTION: _PREFIX
+    + r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:Exception|[A-Z]\w{0,60}(?:Error|Exception|Interrupt))(?:: \S.*|:?[ \t]*$))"
     r"|terminate called after throwing an instance of (\S.*)|" + _PREFIX + r"[ \t]{0,4}what\(\): {1,4}(\S.*)"
     r"|((?:[Cc]uda|CUDA|HIP) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
     TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
-    END: r"exitcode {0,4}: {0,4}-?[1-9]\d{0,3}|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}"
-    r"|Sending process \d{1,10} closing signal \w{1,12}"
+    END: r"(?:exitcode {0,4}:|return code =) {0,4}-?[1-9]\d{0,3}"
+    r"|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}|Sending process \d{1,10} closing signal \w{1,12}"
     r"|Signal \d{1,2} \(SIG\w{1,8}\)|[Ss]egmentation fault|Aborted \(core dumped\)",
 }
 """The first group that is found is what is said; without one, all of it."""
@@ -52,7 +54,7 @@ def read_complaints(text: Text) -> Iterator[Said]:
             if (match := pattern.search(line.text)) is None:
                 continue
             said = next((part for part in match.groups() if part is not None), match[0]).strip()
-            after = text.lines[index + 1].text.strip() if index + 1 < len(text.lines) else ""
+            after = _START.sub("", text.lines[index + 1].text).strip() if index + 1 < len(text.lines) else ""
             if kind == LAST_ERROR and not said:
                 said = after
             if "terminate called" in line.text and "what():" in after:
