@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from doctor.facts import Facts, Match
 from doctor.predicates import PREDICATES
 from doctor.reading.texts import Line
-from doctor.rulebook import KINDS, Rule, all_rules, compiled
+from doctor.rulebook import CONFIDENCES, KINDS, Rule, all_rules, compiled
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Finding:
 def diagnose(facts: Facts) -> list[Finding]:
     """All findings, the verdict first; empty if no rule applies."""
     found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
-    order = list(KINDS)
-    found.sort(key=lambda finding: order.index(finding.rule.kind))  # stable: the rules' own order within
+    kinds, sure = list(KINDS), [*CONFIDENCES, None]
+    found.sort(key=lambda each: (kinds.index(each.rule.kind), sure.index(each.rule.confidence)))  # stable: then by file
     return [one for index, one in enumerate(found) if not _says_less(one, found[:index])]
 
 

@@ -1,4 +1,4 @@
-"""The rules, as data: `rules/*.toml`, in the order in which they win the verdict.
+"""The rules, as data: `rules/*.toml`. Of rules of one kind, the surest wins the verdict, and of these the first.
 
 A rule applies if one of its `patterns` is found in a line, or if its `predicate` (a function of `predicates`, by name)
 says so; not if one of `unless` is found in any line. Its kind decides what comes first: a `cause`, a `place` (which
@@ -22,6 +22,10 @@ KINDS = {
     "symptom": "says that something failed, not why",
 }
 """Kinds of rules, the first of which come first, and what they tell."""
+
+
+CONFIDENCES = ("certain", "likely", "possible")
+"""Of a verdict, the surest first."""
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +82,7 @@ def all_rules() -> list[Rule]:
 
 
 def rules_as_markdown() -> str:
-    """A section for each rule; within a kind, the first rule that applies is the verdict."""
+    """A section for each rule."""
     return "\n\n".join(map(_section, all_rules()))
 
 

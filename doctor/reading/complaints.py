@@ -7,8 +7,8 @@ from typing import NamedTuple
 from doctor.reading.texts import Line, Text
 
 WARNING, LAST_ERROR, EXCEPTION = "NCCL warning", "last error of NCCL", "exception"
-TORCH, END = "error in torch's log", "end of a process"
-KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, END)
+TORCH, LAUNCHER, END = "error in torch's log", "error of the launcher", "end of a process"
+KINDS = (WARNING, LAST_ERROR, EXCEPTION, TORCH, LAUNCHER, END)
 """In the order in which they are quoted: what is nearest to the reason comes first."""
 
 _PREFIX = (
@@ -26,6 +26,8 @@ _WORDINGS = {
     r"|terminate called after throwing an instance of (\S.*)|" + _PREFIX + r"[ \t]{0,4}what\(\): {1,4}(\S.*)"
     r"|((?:[Cc]uda|CUDA|HIP) failure .*'[^'\n]{1,200}'|\b[\w./-]{1,100}\.py: error: \S.*)",
     TORCH: r"\[E\d{0,4} ?[\w.:+ -]{0,60}\] ?(\S.*)|\[c10d\] .{0,300}? (timed out after \d.*)",
+    LAUNCHER: r"^(?:srun|slurmstepd|sbatch|salloc|mpirun|mpiexec|prterun)\b[\w.\[\]-]{0,60}: ((?:error|fatal): \S.*)"
+    r"|\bMPICH ERROR\b:? {0,4}(\S.*)",
     END: r"(?:exitcode {0,4}:|return code =) {0,4}-?[1-9]\d{0,3}"
     r"|[Ee]xit(?:ed with)?(?: exit)? (?:code|status):? -?[1-9]\d{0,3}|Sending process \d{1,10} closing signal \w{1,12}"
     r"|Signal \d{1,2} \(SIG\w{1,8}\)|[Ss]egmentation fault|Aborted \(core dumped\)",

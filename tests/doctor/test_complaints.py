@@ -60,6 +60,12 @@ def complaints_of(log: str, with_rules: bool = False) -> list[Complaint]:
             "end of a process",
             "Sending process 20360 closing signal SIGTERM",
         ),
+        (
+            "srun: error: plugin_load_from_file: dlopen(switch.so): libjson-c.so.3: cannot open shared object file",
+            "error of the launcher",
+            "error: plugin_load_from_file: dlopen(switch.so): libjson-c.so.3: cannot open shared object file",
+        ),
+        ("MPICH ERROR: Unable to use NUMA", "error of the launcher", "Unable to use NUMA"),
         ("  exitcode  : 7 (pid: 20)", "end of a process", "exitcode  : 7"),
         ("Segmentation fault (core dumped)", "end of a process", "Segmentation fault"),
     ],
