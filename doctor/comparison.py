@@ -42,7 +42,7 @@ def compare(dumps: Sequence[Dump]) -> list[Divergence]:
 
     Groups of different ranks are different, even if they have one name.
     """
-    groups = dict.fromkeys((call.group, dump.members.get(call.group)) for dump in dumps for call in dump.calls)
+    groups = dict.fromkeys((group, dump.members.get(group)) for dump in dumps for group in dump.by_group)
     found = [divergence for group, members in groups if (divergence := _compare_group(group, members or None, dumps))]
     return sorted(found, key=lambda divergence: (KINDS.index(divergence.what), divergence.time_s))
 
@@ -52,7 +52,7 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
     lines = []
     for dump in sorted(dumps, key=lambda dump: dump.rank):
         call = divergence.calls.get(dump.rank)
-        own = [other for other in dump.calls if other.group == divergence.group]
+        own = list(dump.by_group.get(divergence.group, {}).values())
         if call:
             text = f"rank {dump.rank}: seq {call.seq} {call}, {call.state}"
         elif own and dump.rank in divergence.ranks:
@@ -69,7 +69,7 @@ def evidence(divergence: Divergence, dumps: Sequence[Dump]) -> list[Line]:
 def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[Dump]) -> Divergence | None:
     """`members`: None if the dumps do not say who is in the group."""
     by_rank = {
-        dump.rank: {call.seq: call for call in dump.calls if call.group == group}
+        dump.rank: dump.by_group.get(group, {})
         for dump in dumps
         if not (members and dump.members.get(group)) or dump.members[group] == members
     }

@@ -14,7 +14,11 @@ from doctor.reading.complaints import KINDS
 from doctor.reading.texts import Line, ranks_in_words
 
 _RANK = re.compile(r"\[rank(\d{1,6})\]")
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_NUMBER = re.compile(
+    r"((?:\b(?:exit(?:ed with)?(?: ?code)?|exitcode|errorcode|status|error|signal|return code)[ :=(]{0,6}-?)?)"
+    r"(0x[0-9a-fA-F]+|\d+)",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -60,5 +64,5 @@ def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
 
 
 def _alike(text: str) -> str:
-    """What is the same in texts that differ in numbers."""
-    return _NUMBER.sub("N", text).strip()
+    """What is the same in texts that differ in ranks, processes, addresses and times: not in codes of errors."""
+    return _NUMBER.sub(lambda match: match[0] if match[1] else "N", text).strip()

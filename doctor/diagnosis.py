@@ -32,6 +32,10 @@ def _apply(rule: Rule, facts: Facts) -> Finding | None:
     lines = list(dict.fromkeys(_search(facts, rule.patterns) + match.lines))
     if not (lines or match.details) or _search(facts, rule.unless):
         return None
+    if rule.beside_failure and not (facts.failures or facts.hangs or facts.complaints):
+        return None
+    if rule.kind != "suspicion" and not match.lines and not match.details and not facts.ended_with(lines):
+        return None  # a program goes on after it: it was caught, or it is said of something else
     return Finding(rule, lines, match.details, _search(facts, rule.explains))
 
 

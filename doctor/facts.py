@@ -1,6 +1,7 @@
 """Everything that was read, in the form in which rules need it."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,12 @@ _FAILED = re.compile(
     r"|\[rank\d{1,6}\]:? {0,4}Traceback"
     r"|Signal \d{1,2} \(SIG|[Ee]xit(?:ed with)? (?:exit )?code:? -?[1-9]|terminate called after throwing"
 )
+_OF_ITSELF = re.compile(
+    r"\bWARN |NCCL INFO|\[rank\d{1,6}\]: |NVRM|\bkernel\b|^\[ {0,8}\d{1,9}\.\d{1,6}\]"
+    r"|^(?:\[[^\]\n]{1,40}\] )?Out of memory: |oom-kill|slurmstepd|srun: |systemd"
+)
+LAST_LINES = 30
+"""What is said in the last lines of a text may be why it ends."""
 EARLY = 3
 """A hang in one of a group's first collectives cannot come from what the program did later: DDP checks and broadcasts
 parameters before anything else."""
@@ -49,6 +56,12 @@ class Facts:
     def processes(self) -> list[Process]:
         return read_processes(self.texts)
 
+    @property
+    def of_one_job(self) -> list[Process]:
+        """The processes, to be compared; none if a rank is there twice, since then the log has several jobs."""
+        ranks = [process.rank for process in self.processes if process.rank is not None]
+        return self.processes if len(set(ranks)) == len(ranks) else []
+
     @cached_property
     def divergences(self) -> list[Divergence]:
         return compare(self.dumps)
@@ -66,6 +79,13 @@ class Facts:
     def failures(self) -> list[Line]:
         """Lines that say that a process of the job failed."""
         return self.search(_FAILED)
+
+    def ended_with(self, lines: Iterable[Line]) -> bool:
+        """Whether the job failed or hung, or the text ends soon after one of `lines`, or one is of NCCL, of torch's
+        prefix of uncaught exceptions, of the kernel or of the scheduler: these do not speak of what was caught."""
+        last = {text.path: text.lines[-1].number for text in self.texts if text.lines}
+        near = (line.number > last.get(line.path, 0) - LAST_LINES or _OF_ITSELF.search(line.text) for line in lines)
+        return bool(self.failures or self.hangs) or any(near)
 
     @cached_property
     def timeouts(self) -> list[Timeout]:

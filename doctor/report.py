@@ -13,12 +13,13 @@ from doctor.facts import Facts
 from doctor.live.results import Live
 from doctor.reading.inputs import Inputs, looked_for
 from doctor.reading.nccl_log import differences
-from doctor.reading.texts import count_of
+from doctor.reading.texts import count_of, printable
 from doctor.rulebook import compiled
 from doctor.views import in_words, print_matrix, process_table, topology_table, write_live
 
-MOST_LINES, MOST_COMMANDS, MOST_COMPLAINTS = 2, 5, 5
-"""Shown without `--all`: quoted lines of evidence, commands to try, complaints that no rule explains."""
+MOST_LINES, MOST_COMMANDS, MOST_COMPLAINTS, MOST_SENTENCES = 2, 5, 5, 4
+"""Shown without `--all`: quoted lines of evidence, commands to try, complaints that no rule explains, and sentences on
+what was found or read."""
 WIDEST = 300
 """Characters of a quoted line where the output is no terminal."""
 SCHEMA_VERSION = 3
@@ -64,7 +65,7 @@ class Report:
             self._write_tables()
         if self.inputs.looked_at:
             self._say("\nLooked at", "bold")
-            self._list(self.inputs.looked_at)
+            self._list_some(self.inputs.looked_at)
         if not self.everything and (self.findings or len(self.complaints) > MOST_COMPLAINTS):
             self._say("\n--all prints the rest: why, all evidence, sources, and tables of ranks and topology.")
 
@@ -79,13 +80,15 @@ class Report:
     def _write_verdict(self, finding: Finding) -> None:
         rule, facts = finding.rule, self.inputs.facts
         self._say(f"Verdict: {rule.verdict}", "bold")
-        self._list([f"{rule.how_sure}; rule {rule.name}", *finding.details])
+        self._say(f"  {rule.how_sure}; rule {rule.name}")
+        self._list_some(finding.details)
         self._quote(finding)
         for heading, commands in advice(rule, facts):
             self._say(f"\n{heading}", "bold")
             self._list(commands if self.everything else commands[:MOST_COMMANDS], "green")
         if self.everything:
-            self._say(f"\nWhy\n  {rule.why}")
+            self._say("\nWhy")
+            self._say(f"  {rule.why}")
             self._list(rule.more)
             self._say("\nSource")
             self._list(rule.sources)
@@ -136,13 +139,21 @@ class Report:
             print_matrix(self.console, topology_table(topology))
             self._list(in_words(topology))
 
+    def _list_some(self, sentences: Sequence[str]) -> None:
+        """All of them, or the first and how many more there are."""
+        shown = sentences if self.everything else sentences[:MOST_SENTENCES]
+        self._list([cut(sentence, WIDEST) for sentence in shown])
+        if len(sentences) > len(shown):
+            self._say(f"  and {len(sentences) - len(shown):,} more")
+
     def _list(self, sentences: Sequence[str], style: str = "") -> None:
         for sentence in sentences:
             self._say(f"  {sentence}", style)
 
     def _say(self, text: str, style: str = "") -> None:
         """Print a text as it is: nothing in a log is markup, and no quoted line is wrapped."""
-        self.console.print(Styled(text, style=style), soft_wrap=True)
+        start = "\n" * (len(text) - len(text.lstrip("\n")))
+        self.console.print(Styled(start + printable(text[len(start) :]), style=style), soft_wrap=True)
 
 
 def cut(text: str, room: int, place: int = 0) -> str:

@@ -37,6 +37,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         in_vm: The same for a virtual machine, where that differs.
         own: The same for a run of this project, with its flags.
         more: Sentences behind `--all`.
+        beside_failure: The rule applies only if something failed or hung.
         explains: Lines of the same failure: they do not make the rule apply, and are not complaints if it does.
     """
 
@@ -54,6 +55,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicate: str | None = None
     unless: list[str] = []
     explains: list[str] = []
+    beside_failure: bool = False
 
     @property
     def how_sure(self) -> str:

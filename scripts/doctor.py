@@ -11,6 +11,7 @@ Exit code 0: nothing found. 1: something could not be read or measured, and noth
 """
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def main() -> int:
     something = inputs.looked_at or live
     if options.json:
         print(to_json(findings, complaints, inputs, live))
-    elif something:
+    elif something or findings or complaints:
         from rich.console import Console
 
         Report(Console(highlight=False), findings, complaints, inputs, live, options.all).write()
@@ -136,10 +137,16 @@ def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack characters that a log has
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            print(f"error: cannot write the report: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except KeyboardInterrupt:
+        code = 130
     sys.exit(code)

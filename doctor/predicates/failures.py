@@ -1,14 +1,16 @@
 """Failures of the program, and what tells them from those that it survived or that follow from others."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from doctor.facts import Facts, Match
-from doctor.reading.complaints import EXCEPTION
+from doctor.facts import LAST_LINES, Facts, Match
+from doctor.reading.complaints import EXCEPTION, Said
 from doctor.reading.texts import Line, Text, ranks_in_words
 
-LAST_LINES = 30
-"""An exception in the last lines of a text was not survived, even if nothing else says so."""
+SOON = 100
+"""Lines within which a job fails that does not survive an error."""
+NOTHING_MORE = 3
+"""Lines that a program may write after the exception that ended it."""
 _OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
 )
@@ -16,8 +18,8 @@ _MEMORY_REFUSED = re.compile(
     r"(?:Cuda|CUDA|HIP) failure (?:2 )?'out of memory'|(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
 )
 _SURVIVED = re.compile(
-    r"\btry(?:ing)? again\b"
-    r"|\bretr(?:y|ies|ying)\b|\bskipp|\bhalv|\breduc\w{0,4} (?:the )?(?:\w+ )?batch|[Ff]all(?:ing|s)? ?back|\bcaught\b"
+    r"\btry(?:ing)? again\b|\bretr(?:y|ies|ying)\b|\bskipp|\bhalv|\breduc\w{0,4} (?:the )?(?:\w+ )?batch"
+    r"|[Ff]all(?:ing|s)? ?back|\bcaught\b|\brecover"
 )
 _COMMUNICATION = re.compile(
     r"nccl|rccl|gloo|c10d|c10::|'std::|\bDist\w{0,20}Error|rendezvous|TCPStore|process ?group"
@@ -29,6 +31,7 @@ _COMMUNICATION = re.compile(
 )
 """Exceptions that come from the communication or the device, or that say that something else ended."""
 _RANK = re.compile(r"\[rank(\d{1,6})\]")
+_CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _BARRIER = re.compile(
     r"(Timed out|Waiting).{0,40} store based barrier.{0,40} rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
     r"\(world_size=(\d{1,6}), (?:worker_count|num_workers_joined)=(\d{1,6})"
@@ -36,23 +39,39 @@ _BARRIER = re.compile(
 
 
 def program_exception(facts: Facts) -> Match | None:
-    """An exception of the program that no failure of the communication precedes: the first, and who raised it."""
+    """The exception of the program that ended a rank before anything of the communication failed, and who raised it."""
     consequences = facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
     for text in facts.texts:
-        first = min((line.number for line in consequences if line.path == text.path), default=text.lines[-1].number)
         own = [said for said in facts.complaints if said.kind == EXCEPTION and said.line.path == text.path]
-        own = [
-            said for said in own if not _COMMUNICATION.search(said.text) and not (first and said.line.number > first)
-        ]
-        own = [said for said in own if facts.failures or _RANK.search(said.line.text) or _is_last(text, said.line)]
-        if own:
-            said = own[0]
-            ranks = {
-                int(match[1]) for each in own if each.text == said.text and (match := _RANK.search(each.line.text))
-            }
-            who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "The first is"
+        own = [said for said in own if not _COMMUNICATION.search(said.text)]
+        ends = (line.number for line in facts.failures if line.path == text.path and "Traceback" not in line.text)
+        failed = min(ends, default=None)
+        end = text.lines[-1].number if text.lines and failed is None else failed or 0
+        followed = [line.number for line in consequences if line.path == text.path and line.number > end - SOON]
+        said = _that_ended(text, [said for said in own if said.line.number <= min(followed, default=end)], failed)
+        if said:
+            lines = [each.line.text for each in own if each.text == said.text]
+            ranks = {int(match[1]) for line in lines if (match := _RANK.search(line))}
+            who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
             return Match([said.line], [f"{who} {said.text[:200]}{f', in {said.where}' if said.where else ''}."])
     return None
+
+
+def _that_ended(text: Text, own: Sequence[Said], failed: int | None) -> Said | None:
+    """Of exceptions in the order of the text the first that a rank did not survive: by torch's prefix of uncaught ones,
+    the line at which the job `failed`, or the end of the text."""
+    if uncaught := [said for said in own if _RANK.search(said.line.text)]:
+        return uncaught[0]
+    if not own:
+        return None
+    after = sum(line.number > own[-1].line.number for line in text.lines[-NOTHING_MORE - 1 :])
+    if failed is None and after > NOTHING_MORE:
+        return None
+    chained = [line.number for line in text.search(_CHAINED)]
+    last = len(own) - 1
+    while last and any(own[last - 1].line.number < number < own[last].line.number for number in chained):
+        last -= 1  # the first of a chain is the reason of the others
+    return own[last]
 
 
 def out_of_memory(facts: Facts) -> Match | None:
@@ -66,18 +85,21 @@ def memory_refused(facts: Facts) -> Match | None:
 
 
 def _not_survived(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
-    found = [(text, index, line) for text in facts.texts for index, line in text.find(pattern)]
-    ended = bool(facts.failures) or any("WARN" in line.text or _RANK.search(line.text) for _, _, line in found)
-    lines = [line for text, index, line in found if (ended or _is_last(text, line)) and not _survived(text, index)]
+    """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon."""
+    lines = []
+    for text in facts.texts:
+        failed = [line.number for line in facts.failures if line.path == text.path]
+        for index, line in text.find(pattern):
+            is_last = line.number > text.lines[-1].number - LAST_LINES
+            fails_soon = any(0 <= number - line.number <= SOON for number in failed)
+            is_word = bool(_RANK.search(line.text)) or "NCCL WARN" in line.text
+            if is_word or ((is_last or fails_soon) and not _survived(text, index)):
+                lines.append(line)
     return Match(lines) if lines else None
 
 
 def _survived(text: Text, index: int) -> bool:
     return any(_SURVIVED.search(line.text) for line in text.lines[max(0, index - 1) : index + 3])
-
-
-def _is_last(text: Text, line: Line) -> bool:
-    return line.number > text.lines[-1].number - LAST_LINES
 
 
 def store_barrier_too_many(facts: Facts) -> Match | None:
@@ -89,9 +111,12 @@ def store_barrier_too_few(facts: Facts) -> Match | None:
 
 
 def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match | None:
-    found = {line: match for line in facts.search(_BARRIER) if (match := _BARRIER.search(line.text))}
-    wrong = {line: match for line, match in found.items() if is_wrong(match[1], int(match[3]), int(match[4]))}
-    if not wrong:
+    found: dict[Line, re.Match[str]] = {}
+    for line in facts.search(_BARRIER):
+        match = _BARRIER.search(line.text)
+        if match and is_wrong(match[1], int(match[3]), int(match[4])):
+            found[line] = match
+    if not found:
         return None
-    match = next(iter(wrong.values()))
-    return Match(list(wrong), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])
+    match = next(iter(found.values()))
+    return Match(list(found), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])

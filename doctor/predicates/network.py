@@ -28,7 +28,7 @@ _OFI_IN_USE = re.compile(
 
 
 def mixed_fabrics(facts: Facts) -> Match | None:
-    by_fabric = by_value(facts.processes, "fabric")
+    by_fabric = by_value(facts.of_one_job, "fabric")
     if len(by_fabric) < 2:
         return None
     sentences = [f"{process.name} on {process.host} uses {fabric}." for fabric, (process, *_) in by_fabric.items()]

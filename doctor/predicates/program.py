@@ -1,6 +1,7 @@
 """Ranks compared with each other: what they issued, how far they came, which versions they run."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from doctor.comparison import evidence
 from doctor.facts import EARLY, Facts, Match
@@ -32,14 +33,22 @@ def _different(timeouts: list[Timeout]) -> Match | None:
     by_call: dict[tuple[object, ...], list[Timeout]] = defaultdict(list)
     for timeout in timeouts:
         if timeout.kind not in POINT_TO_POINT and timeout.seq is not None and timeout.rank is not None:
-            by_call[timeout.group, timeout.seq].append(timeout)
-    for (group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
+            by_call[timeout.attempt, timeout.group, timeout.seq].append(timeout)
+    for (_, group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
+        if _are_several_groups(of_call):
+            continue
         differing = {_call(timeout): timeout for timeout in of_call}
         if len(differing) > 1 and len({timeout.rank for timeout in differing.values()}) > 1:
             calls = ", ".join(f"rank {t.rank} {' of '.join(filter(None, _call(t)))}" for t in differing.values())
             where = f" of group {printable(str(group))}" if group is not None else ""
             return Match([t.line for t in differing.values()], [f"Under number {seq}{where}: {calls} elements."])
     return None
+
+
+def _are_several_groups(members: Sequence[Timeout | Status]) -> bool:
+    """Whether two ranks of the job have one rank in the group: then groups of one name are more than one."""
+    ranks = {(each.rank, each.local) for each in members if each.in_job}
+    return len({local for _, local in ranks}) < len({rank for rank, _ in ranks})
 
 
 def _call(timeout: Timeout) -> tuple[str, str]:
@@ -51,17 +60,20 @@ def rank_behind(facts: Facts) -> Match | None:
     """A rank never issued the collective that ran out of time on others: by flight recorder, or by the watchdog."""
     if found := _divergence(facts, "behind"):
         return found
-    by_group: dict[str, list[Status]] = defaultdict(list)
+    by_group: dict[tuple[int, str], list[Status]] = defaultdict(list)
     for status in facts.statuses:
-        by_group[status.group].append(status)
-    for group, statuses in by_group.items():
+        by_group[status.attempt, status.group].append(status)
+    for (_, group), statuses in by_group.items():
+        if _are_several_groups(statuses):
+            continue
         stuck = max((status.timed_out for status in statuses if status.timed_out is not None), default=None)
         behind = {status.rank: status for status in statuses if stuck is not None and status.enqueued < stuck}
         if behind:
             least = min(status.enqueued for status in behind.values())
+            local = "" if all(status.in_job for status in statuses) else " (numbers in the group)"
             sentence = (
-                f"Collective {stuck} of group {printable(group)} ran out of time; {ranks_in_words(behind)} issued only "
-                f"{max(least, 0)} of that group."
+                f"Collective {stuck} of group {printable(group)} ran out of time; {ranks_in_words(behind)}{local} "
+                f"issued only {max(least, 0)} of that group."
             )
             waiting = next(status.line for status in statuses if status.timed_out == stuck)
             return Match([*(status.line for status in behind.values()), waiting], [sentence])
@@ -129,7 +141,7 @@ def _group_in_words(timeout: Timeout) -> str:
 
 
 def different_versions(facts: Facts) -> Match | None:
-    by_version = {process.version: process for process in facts.processes if process.version}
+    by_version = {process.version: process for process in facts.of_one_job if process.version}
     if len(by_version) < 2:
         return None
     sentences = [f"{process.name} on {process.host} has NCCL {version}." for version, process in by_version.items()]

@@ -16,6 +16,8 @@ HEAD_BYTES = 16 * 2**20
 """Kept of the beginning of a file, where versions and settings are."""
 TAIL_BYTES = 240 * 2**20
 """Kept of its end, where errors are."""
+HEAD_LINES, TAIL_LINES = 500_000, 3_000_000
+"""The most lines of both, to a chunk."""
 MOST_UNPACKED_BYTES = 4 * 2**30
 """Read of a compressed file, so that a small file cannot keep the doctor busy for hours."""
 _CHUNK = 2**20
@@ -55,9 +57,9 @@ def read_content(file: BinaryIO) -> Content:
 
 
 def _bounded(file: io.BufferedReader, most: int | None) -> Content:
-    chunks: deque[bytes] = deque()
+    chunks: deque[tuple[bytes, int]] = deque()
     head, kept, total, problem = bytearray(), 0, 0, ""
-    left_bytes = left_lines = 0
+    head_lines = kept_lines = left_bytes = left_lines = 0
     while True:
         try:
             chunk = file.read1(_CHUNK)  # as much as there is, so that a cut packed file loses nothing
@@ -69,17 +71,18 @@ def _bounded(file: io.BufferedReader, most: int | None) -> Content:
         if not chunk:
             break
         total += len(chunk)
-        if len(head) < HEAD_BYTES:
+        lines = chunk.count(b"\n")
+        if not chunks and len(head) < HEAD_BYTES and head_lines < HEAD_LINES:
             head += chunk
+            head_lines += lines
         else:
-            chunks.append(chunk)
-            kept += len(chunk)
-        while chunks and kept - len(chunks[0]) >= TAIL_BYTES:
-            gone = chunks.popleft()
-            kept -= len(gone)
-            left_bytes += len(gone)
-            left_lines += gone.count(b"\n")
+            chunks.append((chunk, lines))
+            kept, kept_lines = kept + len(chunk), kept_lines + lines
+        while len(chunks) > 1 and (kept - len(chunks[0][0]) >= TAIL_BYTES or kept_lines > TAIL_LINES):
+            gone, lines = chunks.popleft()
+            kept, kept_lines = kept - len(gone), kept_lines - lines
+            left_bytes, left_lines = left_bytes + len(gone), left_lines + lines
         if most is not None and total >= most:
             problem = f"only its first {most / 2**30:g} GiB unpacked; unpack it, and give the end"
             break
-    return Content(bytes(head), b"".join(chunks), (left_bytes, left_lines), problem)
+    return Content(bytes(head), b"".join(chunk for chunk, _ in chunks), (left_bytes, left_lines), problem)

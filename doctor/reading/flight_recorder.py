@@ -6,7 +6,9 @@ project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is 
 """
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -94,6 +96,14 @@ class Dump:
     point_to_point: int = 0
     is_own: bool = False
 
+    @cached_property
+    def by_group(self) -> dict[str, dict[int, Call]]:
+        """Calls by their group and number."""
+        found: dict[str, dict[int, Call]] = defaultdict(dict)
+        for call in self.calls:
+            found[call.group][call.seq] = call
+        return found
+
 
 def is_dump(content: Any) -> bool:
     """Whether decoded JSON looks like a dump of either layout."""
@@ -163,10 +173,13 @@ def _members_of(group: str, world_size: int) -> frozenset[int]:
     return _ranks_in(group)
 
 
+@cache
 def _ranks_in(text: str) -> frozenset[int]:
     """The ranks in `ranks 0,1`, `ranks 0-3,8 (2)` or `[0, 1]`; empty if it names none."""
     match = _RANKS.fullmatch(text)
     if not match:
         return frozenset()
     bounds = [part.partition("-") for part in match[1].replace(" ", "").split(",")]
+    if sum(int(last or first) - int(first) + 1 for first, _, last in bounds) > MOST_RANKS:
+        return frozenset()
     return frozenset(rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1))

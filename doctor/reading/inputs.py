@@ -5,6 +5,7 @@ Nothing that is read can run: pickles and archives are refused, JSON is checked 
 
 import codecs
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -55,23 +56,33 @@ def read_inputs(paths: Sequence[str]) -> Inputs:
     """Everything in the named files and folders; `-` is standard input."""
     inputs = Inputs()
     for name in paths:
-        path = Path(name)
-        if name == "-":
-            take(inputs, "standard input", sys.stdin.buffer)
-        elif path.is_dir():
-            _take_folder(inputs, path)
-        elif not path.exists():
-            inputs.problems.append(f"{printable(name)}: no such file or folder")
-        elif not path.is_file() and not path.is_fifo():  # a pipe: <(dmesg)
-            inputs.problems.append(f"{printable(name)}: neither a file nor a folder")
-        else:
-            _take_file(inputs, path)
+        try:
+            _take_path(inputs, name)
+        except OSError as error:
+            inputs.problems.append(f"{printable(name)}: {error.strerror}")
     return inputs
+
+
+def _take_path(inputs: Inputs, name: str) -> None:
+    path = Path(name)
+    if name == "-" and sys.stdin is None:
+        inputs.problems.append("-: standard input is closed")
+    elif name == "-":
+        take(inputs, "standard input", sys.stdin.buffer)
+    elif path.is_dir():
+        _take_folder(inputs, path)
+    elif not path.exists():
+        inputs.problems.append(f"{printable(name)}: no such file or folder")
+    elif not path.is_file() and not path.is_fifo():  # a pipe: <(dmesg)
+        inputs.problems.append(f"{printable(name)}: neither a file nor a folder")
+    else:
+        _take_file(inputs, path)
 
 
 def _take_folder(inputs: Inputs, folder: Path) -> None:
     """Everything useful in a folder. Of run records and this project's flight records, those of the latest run."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(SKIPPED))
+    names = (Path(where) / name for where, _, found in os.walk(folder) for name in found)
+    files = sorted(path for path in names if not path.name.endswith(SKIPPED) and path.is_file())
     if len(files) > MOST_FILES:
         inputs.looked_at.append(f"{folder}: only the first {MOST_FILES:,} of {len(files):,} files")
         files = files[:MOST_FILES]
@@ -114,12 +125,16 @@ def take(inputs: Inputs, name: str, file: BinaryIO, is_wanted: bool = True) -> N
 def _read(inputs: Inputs, name: str, content: Content) -> str:
     """Add what `content` is to the facts, and say what it is."""
     head = content.head.removeprefix(codecs.BOM_UTF8)
-    _refuse_binary(name, head)
+    _refuse_binary(name, head if head.strip() else content.tail)
     if head.lstrip()[:1] == b"{" and (found := _read_json(inputs, name, head + content.tail)):
         return found
-    text = to_text(name, head, content.tail, content.left_out[1])
+    text = to_text(name, head, content.tail, content.left_out)
     inputs.facts.texts.append(text)
-    topologies = find_topologies(text)
+    topologies = []
+    try:
+        topologies = find_topologies(text)
+    except InputError as error:
+        inputs.problems.append(str(error))
     inputs.facts.topologies += topologies
     kinds = [f"topology of {count_of(len(topology.gpus), 'GPU')}" for topology in topologies]
     count = sum("NCCL " in line.text for line in text.lines)

@@ -17,12 +17,12 @@ _ONE_DIGIT = str.maketrans("123456789", "0" * 9)
 
 
 @cache
-def demanded(pattern: re.Pattern[str]) -> frozenset[str] | None:
-    """Texts, one of which every match has, in small letters and with 0 for each digit; None if there are none, or if a
-    match may have a line's end in it."""
+def demanded(pattern: re.Pattern[str]) -> tuple[frozenset[str], bool]:
+    """Texts, one of which every match has, in small letters and with 0 for each digit (none if it demands none), and
+    whether a match may have a line's end in it."""
     parsed = _parser.parse(pattern.pattern, pattern.flags)
-    found = None if _spans_lines(parsed) else _demanded(parsed)
-    return None if found is None else frozenset(text.lower().translate(_ONE_DIGIT) for text in found)
+    found = frozenset(text.lower().translate(_ONE_DIGIT) for text in _demanded(parsed) or ())
+    return found, _spans_lines(parsed)
 
 
 class Shapes:
@@ -53,7 +53,7 @@ def _demanded(parts: Any) -> set[str] | None:
     options: list[set[str]] = []
     run = ""
     for kind, value in [*parts, (None, None)]:
-        if kind is op.LITERAL:
+        if kind is op.LITERAL and value != ord("\n"):
             run += chr(value)
             continue
         options.append({run})

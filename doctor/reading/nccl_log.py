@@ -18,6 +18,7 @@ _NO_HOST = re.compile(r"[^\w.-]")
 _SEVERITY = re.compile(r"\b(?:NCCL )?(INFO|WARN) (.*)")
 _RANK = re.compile(r"comm \S{1,40} rank (\d{1,6}) n[rR]anks (\d{1,6})")
 _VERSION = re.compile(r"NCCL version (\d{1,2}\.\d{1,3}(?:\.\d{1,3})?)")
+_BARE_VERSION = re.compile(r"(?:^|[\]>):] ?)NCCL version \d")
 _NETWORK = re.compile(r"Using (?:internal )?[nN]etwork (\S{1,40})")
 _NET = re.compile(r"NET/(IB|Socket|OFI|\S{1,20}?) ?: Using (.*)")
 _BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.-]{1,32}):([0-9a-fA-F.:\[\]%]{2,64})<\d{1,5}>")
@@ -80,7 +81,7 @@ def read_processes(texts: Iterable[Text]) -> list[Process]:
                 key = (_NO_HOST.split(line.text[: match.start()])[-1], int(match[1]), int(match[2]))
                 current = found.setdefault(key, Process(*key))
                 _take(current, line, severity[1], severity[2])
-            elif "NCCL version" in line.text:  # has no prefix: of the process whose lines are around it
+            elif _BARE_VERSION.search(line.text):  # has no prefix: of the process whose lines are around it
                 unclaimed = line
             if unclaimed and current:
                 _take(current, unclaimed, "INFO", unclaimed.text)

@@ -20,7 +20,7 @@ MOST_WRAPPED = 8
 """Lines that are joined to one."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
 class InputError(Exception):
@@ -41,12 +41,17 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """A text file. A number that several lines have is of one long line. `joined`: index of the first of several lines
-    that a terminal has wrapped, and all of them as one."""
+    """A text file without its blank lines. A number that several lines have is of one long line.
+
+    Attributes:
+        joined: Index of the first of several lines that a terminal has wrapped, and all of them as one.
+        width: Of that terminal, in characters.
+    """
 
     path: str
     lines: list[Line] = field(default_factory=list)
     joined: list[tuple[int, Line]] = field(default_factory=list)
+    width: int = 0
 
     @cached_property
     def _searched(self) -> list[tuple[int, Line]]:
@@ -71,40 +76,53 @@ class Text:
 
     def find(self, pattern: re.Pattern[str]) -> list[tuple[int, Line]]:
         """Index in `lines`, and the line, of each in which `pattern` (compiled with `re.MULTILINE`, if it has anchors)
-        is found. What overlapping and joined lines both have counts once."""
+        is found. Of joined lines counts only what is in none of them alone."""
         found: dict[tuple[int, str], tuple[int, Line]] = {}
-        for place, match in self._matches(pattern):
+        for place, match, start in self._matches(pattern):
             index, line = self._searched[place]
-            found.setdefault((line.number, match[0]), (index, line))
+            if place < len(self.lines) or start // self.width != (start + len(match[0]) - 1) // self.width:
+                found.setdefault((line.number, match[0]), (index, line))
         return sorted(dict(reversed(found.values())).items())
 
-    def _matches(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
-        """Index in `_searched`, and the match."""
-        texts = demanded(pattern)
-        if texts is None:
-            for match in pattern.finditer(self.whole):
-                yield bisect_right(self._starts, match.start()) - 1, match
+    def _matches(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str], int]]:
+        """Index in `_searched`, the match, and where in the line it begins."""
+        texts, spans_lines = demanded(pattern)
+        places = self._shapes.with_one_of(texts) if texts else None
+        if places == []:
             return
-        for place in self._shapes.with_one_of(texts):
+        if places is None or spans_lines:
+            for match in pattern.finditer(self.whole):
+                place = bisect_right(self._starts, match.start()) - 1
+                yield place, match, match.start() - self._starts[place]
+            return
+        for place in places:
             if found := pattern.search(self._searched[place][1].text):
-                yield place, found
+                yield place, found, found.start()
 
     def search(self, pattern: re.Pattern[str]) -> list[Line]:
         return [line for _, line in self.find(pattern)]
 
 
-def to_text(path: str, head: bytes, tail: bytes = b"", left_out_lines: int = 0) -> Text:
+def to_text(path: str, head: bytes, tail: bytes = b"", left_out: tuple[int, int] = (0, 0)) -> Text:
     """Lines without terminal codes, each at most `LONGEST_LINE` characters.
 
     A carriage return begins a new line too, since progress bars end no line otherwise. That line has the same number.
+
     Args:
-        tail: The end of the file, if the lines between `head` and it were left out.
+        left_out: Bytes and lines between `head` and `tail`, the end of the file.
     """
     encoding = encoding_of(head)
-    lines = list(_split(path, _clean(head, encoding), 1))
+    if not left_out[0]:
+        head, tail = head + tail, b""
+    if encoding != "utf-8":  # two bytes a character
+        tail = tail[(len(head) + left_out[0]) % 2 :]
+        head = head[: len(head) // 2 * 2]
+    first = _clean(head, encoding)
+    lines = list(_split(path, first, 1))
     if tail:
-        lines += _split(path, _clean(tail, encoding), lines[-1].number + left_out_lines)
-    return Text(path, lines, list(_joined(lines)))
+        lines += _split(path, _clean(tail, encoding), first.count("\n") + 1 + left_out[1])
+    width = _terminal_width(lines)
+    return Text(path, lines, list(_joined(lines, width)) if width else [], width)
 
 
 def encoding_of(content: bytes) -> str:
@@ -124,16 +142,20 @@ def _clean(content: bytes, encoding: str) -> str:
 
 def _split(path: str, decoded: str, first: int) -> Iterator[Line]:
     for number, whole in enumerate(decoded.split("\n"), first):
-        for part in whole.rstrip("\r").split("\r"):
+        for part in whole.rstrip("\r").split("\r") if whole else ():
             for start in range(0, max(1, len(part) - OVERLAP), LONGEST_LINE - OVERLAP):
                 yield Line(path, number, part[start : start + LONGEST_LINE])
 
 
-def _joined(lines: Sequence[Line]) -> Iterator[tuple[int, Line]]:
-    """Each line that fills the whole width of a terminal, and those after it, as one."""
+def _terminal_width(lines: Sequence[Line]) -> int:
+    """Of the terminal that has wrapped these lines: that of the longest, if another fills it too; 0 if none has."""
     width = max((len(line.text) for line in lines), default=0)
-    if not NARROWEST_TERMINAL <= width <= WIDEST_TERMINAL:
-        return
+    full = sum(len(line.text) >= width - 1 for line in lines)
+    return width if NARROWEST_TERMINAL <= width <= WIDEST_TERMINAL and full > 1 else 0
+
+
+def _joined(lines: Sequence[Line], width: int) -> Iterator[tuple[int, Line]]:
+    """Each line that fills the whole width of a terminal, and those after it, as one."""
     index = 0
     while index < len(lines):
         end = index
@@ -147,7 +169,8 @@ def _joined(lines: Sequence[Line]) -> Iterator[tuple[int, Line]]:
 
 def printable(text: str) -> str:
     """`text` without codes that move a terminal's cursor, change its colours or reorder its text."""
-    return CONTROL.sub("", ANSI.sub("", text)).replace("\r", " ")
+    clean = CONTROL.sub("", ANSI.sub("", text)).replace("\r", " ").replace("\n", " ")
+    return clean.encode(errors="replace").decode()
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -123,7 +123,7 @@ def test_early_and_late_hangs_differ() -> None:
 
 def test_timeouts_are_compared_in_the_job_only() -> None:
     """`[Rank 0]` of two groups may be two processes."""
-    one = Timeout(0, False, "1", 4, "ALLREDUCE", ("8", "8"), facts_of("x").texts[0].lines[0])
+    one = Timeout(0, False, 0, 0, "1", 4, "ALLREDUCE", ("8", "8"), facts_of("x").texts[0].lines[0])
     facts = Facts()
-    facts.timeouts = [one, Timeout(1, False, "1", 4, "BROADCAST", ("8", "8"), one.line)]
+    facts.timeouts = [one, Timeout(1, False, 1, 0, "1", 4, "BROADCAST", ("8", "8"), one.line)]
     assert "different-collectives" not in [finding.rule.name for finding in diagnose(facts)]
