@@ -159,6 +159,37 @@ def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.stdout)
 
 
+def test_a_flight_record_forges_no_lines(tmp_path: Path) -> None:
+    forged = "x\x1b[31m\x1b]0;pwned\x07\nVerdict: fake"
+    for rank, kind in enumerate(("all_reduce", "broadcast")):
+        entry = {"collective_seq_id": 1, "process_group": ["0", forged], "profiling_name": kind, "state": "started"}
+        dump = {"version": "2.10", "rank": rank, "entries": [entry], "pg_config": {"0": {"ranks": "[0, 1]"}}}
+        (tmp_path / f"fr_{rank}.json").write_text(json.dumps(dump))
+    answer = doctor(str(tmp_path), "--all")
+    assert answer.returncode == 3 and "\x1b" not in answer.stdout
+    assert [line for line in answer.stdout.splitlines() if line.startswith("Verdict")] == answer.stdout.splitlines()[:1]
+
+
+def test_a_broken_topology_hides_no_verdict(tmp_path: Path) -> None:
+    log = tmp_path / "all.log"
+    log.write_text("\tGPU0\tGPU1\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+    answer = doctor(str(log))
+    assert answer.returncode == 3 and "rule gpu-out-of-memory" in answer.stdout
+    assert "no row of it follows" in answer.stderr
+
+
+@pytest.mark.parametrize("end", ["<&-", "> /dev/full"])
+def test_streams_that_do_not_work_are_one_line(end: str) -> None:
+    command = f"{sys.executable} {ROOT / 'scripts' / 'doctor.py'} - {end}"
+    answer = subprocess.run(["bash", "-c", f"echo 'step 1' | {command}"], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1 and answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+
+
+def test_a_name_that_is_too_long_is_one_line() -> None:
+    answer = doctor("x" * 300)
+    assert answer.returncode == 1 and answer.stderr.endswith(": File name too long\n")
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     """As `| head` does."""
     reading, writing = os.pipe()

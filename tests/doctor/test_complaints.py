@@ -82,6 +82,23 @@ def test_lines_that_differ_in_numbers_are_one() -> None:
     assert complaint.summary == "3 times, ranks 0, 2, 5, first at train.log:1"
 
 
+def test_codes_that_differ_are_not_one() -> None:
+    said = {complaint.text for complaint in complaints_of("exitcode  : 1\nexitcode  : 77\nexitcode  : 1")}
+    assert said == {"exitcode  : 1", "exitcode  : 77"}
+    (left,) = complaints_of("[rank3]: ValueError: batch 3\nexitcode  : 77 (pid: 20)", with_rules=True)
+    assert left.text == "exitcode  : 77"
+
+
+@pytest.mark.parametrize(
+    "name", ["requests.exceptions.ReadTimeout", "zipfile.BadZipFile", "torch._dynamo.exc.Unsupported"]
+)
+@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "[1,0]<stderr>:", "2024-05-01T10:11:12.123456789Z ", "worker-1: "])
+def test_an_exception_of_any_name_ends_a_traceback(name: str, prefix: str) -> None:
+    lines = ["Traceback (most recent call last):", '  File "a.py", line 3, in get', "    fetch()", f"{name}: no answer"]
+    (complaint,) = complaints_of("\n".join(prefix + line for line in lines))
+    assert (complaint.kind, complaint.text, complaint.where) == ("exception", f"{name}: no answer", "a.py:3 (get)")
+
+
 def test_a_traceback_says_where_it_was_raised() -> None:
     log = """[rank1]: Traceback (most recent call last):
 [rank1]:   File "train.py", line 9, in <module>
@@ -110,6 +127,9 @@ def test_what_a_rule_explains_is_not_said_again() -> None:
         "exited with exit code 0",
         "def handle(error: ValueError):",
         "val_error: 0.3",
+        "[Epoch 1] loss 0.5",
+        "[ETA 3:20:10] step 5",
+        "Last error: 0.0013",
     ],
 )
 def test_what_is_no_complaint(line: str) -> None:

@@ -9,7 +9,9 @@ import pytest
 from doctor.diagnosis import Finding, advice, diagnose
 from doctor.facts import Facts
 from doctor.live.machine import Machine
-from doctor.predicates import PREDICATES
+from doctor.predicates import PREDICATES, failures, local, network
+from doctor.reading import complaints as reading_complaints
+from doctor.reading import nccl_log, watchdog
 from doctor.reading.inputs import read_inputs
 from doctor.reading.texts import LONGEST_LINE, to_text
 from doctor.report import MOST_COMMANDS
@@ -184,12 +186,30 @@ def test_rules_about_this_machine(changes: dict[str, object], expected: list[str
     assert [finding.rule.name for finding in diagnose(Facts(machine=machine(**changes)))] == expected
 
 
-@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.name)
-def test_no_pattern_explodes(rule: object) -> None:
+OTHER_PATTERNS = [
+    pattern
+    for module in (reading_complaints, watchdog, nccl_log, failures, local, network)
+    for value in vars(module).values()
+    for pattern in (value.values() if isinstance(value, dict) else [value])
+    if isinstance(pattern, re.Pattern)
+]
+BY_RULE = [pytest.param(compiled((*r.patterns, *r.unless, *r.explains)), id=r.name) for r in all_rules()]
+
+
+@pytest.mark.parametrize("patterns", [*BY_RULE, *([each] for each in OTHER_PATTERNS)])
+def test_no_pattern_explodes(patterns: list[re.Pattern[str]]) -> None:
     """Long lines made of what a pattern begins with, repeated, must not take more than a moment."""
-    starts = ["NCCL WARN ", "Got completion status=", "ACSCtl: SrcValid- ", "NVRM: Xid (", "a:1:1 [0] "]
+    starts = [
+        "2024-01-01 00:00:00123456: ",
+        "a.a.a.",
+        "[PG ID 1 Rank 1]at work: 1",
+        "NCCL WARN ",
+        "Got completion status=",
+        "ACSCtl: SrcValid- ",
+        "NVRM: Xid (",
+        "a:1:1 [0] ",
+    ]
     seeds = ["a", " ", "1", "[", *starts]
-    patterns = compiled((*rule.patterns, *rule.unless, *rule.explains))
     for pattern in patterns:
         seeds.append(re.sub(r"\\.|[\[\]{}()*+?|^$]", "", pattern.pattern)[:40] or "x")
     lines = [(seed * LONGEST_LINE)[:LONGEST_LINE] for seed in seeds]
