@@ -14,6 +14,8 @@ from doctor.reading.texts import Line, ranks_in_words
 
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "coalesced", "barrier")
 """Collectives that may move different sizes on different ranks."""
+NOT_BEGUN = ("queued", "scheduled")
+"""States of a collective that the device has not come to, in this project's records and in torch's."""
 DEFAULT_GROUP = "default_pg"
 """torch's name of the group of all ranks."""
 KINDS = ("differ", "behind", "missing", "stuck")
@@ -95,7 +97,7 @@ def _compare_group(group: str, members: frozenset[int] | None, dumps: Sequence[D
             sentence = f"{left_none[0]} {waiting(calls)} in {where}."
             return Divergence("missing", group, seq, calls, absent, call.time_s, [sentence])
         sentences = [f"All of its ranks have issued {where}, and none has finished it."]
-        not_there = [rank for rank in sorted(calls) if calls[rank].state == "queued"]
+        not_there = [rank for rank in sorted(calls) if calls[rank].state in NOT_BEGUN]
         if 0 < len(not_there) < len(calls):
             sentences.append(f"The device of {ranks_in_words(not_there)} has not come to it: look there first.")
         return Divergence("stuck", group, seq, calls, sorted(calls), call.time_s, sentences)

@@ -48,6 +48,7 @@ class Report:
         names_cause = bool(self.findings) and self.findings[0].rule.kind in ("cause", "place")
         if not names_cause and self.complaints:
             self._write_complaints("The log says, and no rule explains:")
+            self._say("")
         if self.findings:
             self._write_verdict(self.findings[0])
         else:
@@ -127,7 +128,6 @@ class Report:
                 self._say(f"    {complaint.meaning.says} ({complaint.meaning.source})")
         if len(self.complaints) > len(shown):
             self._say(f"  and {count_of(len(self.complaints) - len(shown), 'other complaint')}")
-        self._say("")
 
     def _write_tables(self) -> None:
         facts = self.inputs.facts

@@ -7,7 +7,7 @@
     torchrun --nnodes=2 ... scripts/doctor.py --live # the same across nodes
 
 Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: wrong command line.
-3: found something. 4: there are warnings or errors that no rule explains.
+3: found something. 4: no rule applies, but there are warnings or errors.
 """
 
 import argparse

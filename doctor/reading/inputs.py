@@ -155,8 +155,8 @@ def _refuse_binary(name: str, content: bytes) -> None:
         raise ForeignFile(f"{name}: a zip archive, or what torch.save has written; unpack logs first")
     if start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise InputError(
-            f"{name}: a pickle, which is not loaded because it can run code; have the flight recorder dump JSON "
-            "(torch._C._distributed_c10d._dump_nccl_trace_json)"
+            f"{name}: a pickle, which is not loaded because it can run code; use torchfrtrace for it, or have the "
+            "flight recorder dump JSON (torch._C._distributed_c10d._dump_nccl_trace_json)"
         )
     if content.startswith(b"\x28\xb5\x2f\xfd"):
         raise ForeignFile(f"{name}: packed by zstd; unpack it first: zstdcat FILE | python scripts/doctor.py -")
