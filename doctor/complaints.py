@@ -11,9 +11,8 @@ from doctor.diagnosis import Finding
 from doctor.facts import Facts
 from doctor.meanings import Meaning, all_meanings
 from doctor.reading.complaints import KINDS
-from doctor.reading.texts import Line, ranks_in_words
+from doctor.reading.texts import JOB_RANK, Line, ranks_in_words
 
-_RANK = re.compile(r"\[rank(\d{1,6})\]")
 _NUMBER = re.compile(
     r"((?:\b(?:exit(?:ed with)?(?: ?code)?|exitcode|errorcode|status|error|signal|return code)[ :=(]{0,6}-?)?)"
     r"(0x[0-9a-fA-F]+|\d+)",
@@ -53,7 +52,7 @@ def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
     for kind, said, line, where in facts.complaints:
         complaint = found.setdefault((kind, _alike(said)), Complaint(kind, said, [], where=where))
         complaint.lines.append(line)
-        match = _RANK.search(line.text)
+        match = JOB_RANK.search(line.text)
         rank = int(match[1]) if match else ranks.get(line)
         if rank is not None:
             complaint.ranks.add(rank)

@@ -17,9 +17,9 @@ from doctor.reading.texts import count_of, printable
 from doctor.rulebook import compiled
 from doctor.views import in_words, print_matrix, process_table, topology_table, write_live
 
-MOST_LINES, MOST_COMMANDS, MOST_COMPLAINTS, MOST_SENTENCES = 2, 5, 5, 4
-"""Shown without `--all`: quoted lines of evidence, commands to try, complaints that no rule explains, and sentences on
-what was found or read."""
+MOST_LINES, MOST_COMPLAINTS, MOST_SENTENCES = 2, 5, 4
+"""Shown without `--all`: quoted lines of evidence, complaints that no rule explains, and sentences on what was found or
+read."""
 WIDEST = 300
 """Characters of a quoted line where the output is no terminal."""
 SCHEMA_VERSION = 3
@@ -86,7 +86,7 @@ class Report:
         self._quote(finding)
         for heading, commands in advice(rule, facts):
             self._say(f"\n{heading}", "bold")
-            self._list(commands if self.everything else commands[:MOST_COMMANDS], "green")
+            self._list(commands, "green")
         if self.everything:
             self._say("\nWhy")
             self._say(f"  {rule.why}")

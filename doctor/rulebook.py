@@ -7,7 +7,6 @@ rank is behind, not why), a `suspicion` (it explains a hang, if there is one) or
 
 import re
 import tomllib
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,6 @@ KINDS = {
     "symptom": "says that something failed, not why",
 }
 """Kinds of rules, the first of which come first, and what they tell."""
-
 
 CONFIDENCES = ("certain", "likely", "possible")
 """Of a verdict, the surest first."""
@@ -90,16 +88,13 @@ def rules_as_markdown() -> str:
 
 def _section(rule: Rule) -> str:
     parts = [f"### {rule.name}", f"**{rule.verdict}** ({KINDS[rule.kind]}; {rule.how_sure})", rule.why]
+    newline = "\n"
     for heading, commands in (
         ("Try", rule.to_try),
         ("In a virtual machine", rule.in_vm),
         ("In a run of this project", rule.own),
     ):
-        parts += [f"{heading}:\n\n```bash\n{_lines(commands)}\n```"] if commands else []
+        parts += [f"{heading}:\n\n```bash\n{newline.join(commands)}\n```"] if commands else []
     parts += ["\n".join(f"- {sentence}" for sentence in rule.more)] if rule.more else []
     parts.append("Source: " + ", ".join(f"<{source}>" for source in rule.sources))
     return "\n\n".join(parts)
-
-
-def _lines(commands: Sequence[str]) -> str:
-    return "\n".join(commands)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from doctor.facts import LAST_LINES, Facts, Match
 from doctor.reading.complaints import EXCEPTION, Said
-from doctor.reading.texts import Line, Text, ranks_in_words
+from doctor.reading.texts import JOB_RANK, Line, Text, ranks_in_words
 
 SOON = 100
 """Lines within which a job fails that does not survive an error."""
@@ -30,7 +30,6 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 """Exceptions that come from the communication or the device, or that say that something else ended."""
-_RANK = re.compile(r"\[rank(\d{1,6})\]")
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _BARRIER = re.compile(
     r"(Timed out|Waiting).{0,40} store based barrier.{0,40} rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
@@ -51,7 +50,7 @@ def program_exception(facts: Facts) -> Match | None:
         said = _that_ended(text, [said for said in own if said.line.number <= min(followed, default=end)], failed)
         if said:
             lines = [each.line.text for each in own if each.text == said.text]
-            ranks = {int(match[1]) for line in lines if (match := _RANK.search(line))}
+            ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
             who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
             return Match([said.line], [f"{who} {said.text[:200]}{f', in {said.where}' if said.where else ''}."])
     return None
@@ -60,7 +59,7 @@ def program_exception(facts: Facts) -> Match | None:
 def _that_ended(text: Text, own: Sequence[Said], failed: int | None) -> Said | None:
     """Of exceptions in the order of the text the first that a rank did not survive: by torch's prefix of uncaught ones,
     the line at which the job `failed`, or the end of the text."""
-    if uncaught := [said for said in own if _RANK.search(said.line.text)]:
+    if uncaught := [said for said in own if JOB_RANK.search(said.line.text)]:
         return uncaught[0]
     if not own:
         return None
@@ -92,7 +91,7 @@ def _not_survived(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
         for index, line in text.find(pattern):
             is_last = line.number > text.lines[-1].number - LAST_LINES
             fails_soon = any(0 <= number - line.number <= SOON for number in failed)
-            is_word = bool(_RANK.search(line.text)) or "NCCL WARN" in line.text
+            is_word = bool(JOB_RANK.search(line.text)) or "NCCL WARN" in line.text
             if is_word or ((is_last or fails_soon) and not _survived(text, index)):
                 lines.append(line)
     return Match(lines) if lines else None

@@ -4,6 +4,7 @@ import re
 
 from doctor.facts import Facts, Match
 from doctor.live.machine import SMALL_MEMLOCK_BYTES, SMALL_SHM_BYTES
+from doctor.rulebook import all_rules, compiled
 
 _ACS = re.compile(r"ACSCtl:\s{0,8}SrcValid\+|ACSCtl:.{0,80}(?:ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _IOMMU = re.compile(r"DMAR: IOMMU enabled|AMD-Vi: AMD IOMMUv2|(?:intel|amd)_iommu=on")
@@ -14,14 +15,6 @@ _CUMEM_FAILURE = re.compile(
 )
 CUMEM_HOST_SINCE = (2, 24)
 """The first version of NCCL that shares host memory by cuMem on its own."""
-_NO_MEMORY = re.compile(
-    r"ibv_(?:reg_mr|create_cq|create_qp|create_srq)\w{0,8}\([^)\n]{0,60}\) ?failed: Cannot allocate memory"
-    r"|Call to ibv_(?:reg_mr\w{0,12}|reg_dmabuf_mr|create_cq|create_qp|create_srq)\b.{0,40}Cannot allocate memory"
-)
-_UNLIMITED = re.compile(
-    r"[Mm]ax locked memory {1,24}(?:\([^)\n]{1,40}\) {1,24})?unlimited|\bmemlock=(?:unlimited|-1)\b"
-    r"|ulimit -l(?:[ :=]{1,3}|[ \t]{0,8}\n[ \t]{0,8})unlimited\b(?![^\n]{0,60}cannot modify)"
-)
 
 
 def acs_or_iommu(facts: Facts) -> Match | None:
@@ -52,8 +45,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def rdma_no_memory_though_unlimited(facts: Facts) -> Match | None:
-    """Memory cannot be registered, and the limit on locked memory is not the reason."""
-    lines, unlimited = facts.search(_NO_MEMORY), facts.search(_UNLIMITED)
+    """What the rule `memlock` finds, beside what excludes it: the limit on locked memory is not the reason."""
+    rule = next(rule for rule in all_rules() if rule.name == "memlock")
+    lines, unlimited = (
+        [line for pattern in compiled(tuple(patterns)) for line in facts.search(pattern)]
+        for patterns in (rule.patterns, rule.unless)
+    )
     return Match(lines + unlimited[:1]) if lines and unlimited else None
 
 

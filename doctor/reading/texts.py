@@ -19,6 +19,8 @@ NARROWEST_TERMINAL, WIDEST_TERMINAL = 60, 250
 MOST_WRAPPED = 8
 """Lines that are joined to one."""
 
+JOB_RANK = re.compile(r"\[rank(\d{1,6})\]")
+"""Torch's prefix of a line: the rank in the job."""
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
 

@@ -10,9 +10,8 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from doctor.reading.texts import Line, Text
+from doctor.reading.texts import JOB_RANK, Line, Text
 
-_JOB_RANK = re.compile(r"\[rank(\d{1,6})\]")
 _TIMEOUT = re.compile(
     r"(?:Rank (\d{1,6})\] ?)?Watchdog caught collective operation timeout: "
     r"WorkNCCL\((?:SeqNum=(\d{1,12}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
@@ -135,7 +134,7 @@ def _statuses(text: Text) -> Iterator[tuple[int, Status]]:
 
 def _job_rank(line: Line, match: re.Match[str]) -> int | None:
     """The last `[rankN]` before a match: lines of several ranks may be mixed."""
-    found = _JOB_RANK.findall(line.text, 0, match.end())
+    found = JOB_RANK.findall(line.text, 0, match.end())
     return int(found[-1]) if found else None
 
 

@@ -160,3 +160,9 @@ def test_beside_a_verdict_they_come_after_it(tmp_path: Path) -> None:
     said = run_in_process(script, str(log)).stdout
     assert said.startswith("Verdict: A GPU has no memory left")
     assert "The log says as well, and no rule explains:\n  Odd\n    NCCL warning; " in said
+
+
+def test_a_known_warning_has_its_meaning() -> None:
+    (complaint,) = complaints_of("n1:1:2 [0] misc/ibvwrap.cu:61 WARN Failed to open libibverbs.so[.1]")
+    assert complaint.meaning and "Harmless without RDMA cards" in complaint.meaning.says
+    assert complaints_of("n1:1:2 [0] misc/x.cc:61 NCCL WARN Odd")[0].meaning is None

@@ -62,32 +62,26 @@ def test_what_the_program_says_of_versions_is_not_nccls() -> None:
     assert verdicts(*lines, other, *STEPS) == []
 
 
-def test_attempts_of_torchrun_are_not_compared() -> None:
-    def line(rank: int, kind: str) -> list[str]:
-        start = f"[rank{rank}]:[E109 22:46:25.93 ProcessGroupNCCL.cpp:632] "
-        return [
-            f"{start}[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType={kind}, "
-            "NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600044 milliseconds before timing out.",
-            f"{start}[PG ID 0 PG GUID 0(default_pg) Rank {rank}] failure detected by watchdog at work sequence id: 40 "
-            "PG status: last enqueued work: 40, last completed work: 39",
-        ]
+def gave_up(rank: int, local: int, kind: str) -> list[str]:
+    """A rank of the job, and its number in its group."""
+    start = f"[rank{rank}]:[E109 22:46:25.93 ProcessGroupNCCL.cpp:632] "
+    return [
+        f"{start}[Rank {local}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType={kind}, "
+        "NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600044 milliseconds before timing out.",
+        f"{start}[PG ID 1 PG GUID 1(mesh_tp) Rank {local}] failure detected by watchdog at work sequence id: 40 "
+        "PG status: last enqueued work: 40, last completed work: 39",
+    ]
 
+
+def test_attempts_of_torchrun_are_not_compared() -> None:
     again = "I1105 agent.py] [default] Worker group FAILED. 2/3 attempts left; will restart worker group"
-    assert verdicts(*line(0, "ALLREDUCE"), again, *line(1, "BROADCAST")) == ["watchdog-timeout None"]
-    assert verdicts(*line(0, "ALLREDUCE"), *line(1, "BROADCAST"))[0] == "different-collectives certain"
+    one, other = gave_up(0, 0, "ALLREDUCE"), gave_up(1, 1, "BROADCAST")
+    assert verdicts(*one, again, *other) == ["watchdog-timeout None"]
+    assert verdicts(*one, *other)[0] == "different-collectives certain"
 
 
 def test_groups_of_one_name_on_other_ranks_are_not_compared() -> None:
-    def line(rank: int, kind: str) -> list[str]:
-        start = f"[rank{rank}]:[E109 22:46:25.93 ProcessGroupNCCL.cpp:632] "
-        return [
-            f"{start}[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType={kind}, "
-            "NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600044 milliseconds before timing out.",
-            f"{start}[PG ID 1 PG GUID 1(mesh_tp) Rank 0] failure detected by watchdog at work sequence id: 40 PG "
-            "status: last enqueued work: 40, last completed work: 39",
-        ]
-
-    assert verdicts(*line(0, "ALLREDUCE"), *line(2, "BROADCAST")) == ["watchdog-timeout None"]
+    assert verdicts(*gave_up(0, 0, "ALLREDUCE"), *gave_up(2, 0, "BROADCAST")) == ["watchdog-timeout None"]
 
 
 def test_a_caught_error_is_not_why_the_job_ended_later() -> None:

@@ -14,7 +14,6 @@ from doctor.reading import complaints as reading_complaints
 from doctor.reading import nccl_log, watchdog
 from doctor.reading.inputs import read_inputs
 from doctor.reading.texts import LONGEST_LINE, to_text
-from doctor.report import MOST_COMMANDS
 from doctor.rulebook import all_rules, compiled, rules_as_markdown
 from scripts import doctor as script
 from tests.doctor.test_look_alikes import logs
@@ -77,7 +76,7 @@ def test_rules_are_complete() -> None:
         assert rule.why and (rule.confidence is None) == (rule.kind == "symptom")
         assert not re.search("--timeout-minutes|--ddp-choice|--grad-accum-steps", " ".join([*rule.to_try, *rule.more]))
         for commands in (rule.to_try, rule.in_vm, rule.own):
-            assert len(commands) <= MOST_COMMANDS
+            assert len(commands) <= 5
             for command in commands:
                 assert re.fullmatch(r"\S[^\n]{0,200}?  # \S[^\n]{3,}", command), f"{rule.name}: {command}"
         assert rule.to_try
