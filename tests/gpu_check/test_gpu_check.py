@@ -141,11 +141,12 @@ def test_parts_on_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "environment.json").read_text())["torch"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_all_of_it(tmp_path: Path) -> None:
+    """Ten minutes on two cores that do nothing else; the limit is for a hang."""
     command = [sys.executable, "scripts/gpu_check.py", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert FAIL not in done.stdout
     assert all(part.name in done.stdout for part in script.PARTS)
