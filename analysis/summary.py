@@ -163,9 +163,9 @@ def require_comparable(timelines: list[RankTimeline]) -> None:
 
 
 def hides_communication(timeline: RankTimeline) -> bool:
-    """Whether collectives ran, but none of them on the device, which is all that HTA sees."""
+    """Whether ranks met, but never on the device, which is all that HTA sees. A rank alone sends nothing."""
     no_kernels = not (timeline.kernels["lane"] == "communication").any()
-    return timeline.kind == "cuda" and no_kernels and len(timeline.collectives) > 0
+    return timeline.kind == "cuda" and no_kernels and bool(timeline.collectives["group_size"].gt(1).any())
 
 
 def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, Any]:

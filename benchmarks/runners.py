@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.variants import LOCAL, RUNTIME
+from benchmarks.variants import BARE_LOOP, PLAIN, RUNTIME
 from reference.pytorch_ddp import bucket_bytes
 from training.communication.traffic import Collective
 from training.config import RunConfig
@@ -20,6 +20,7 @@ from training.data.workloads import build_workload
 from training.distributed import Ranks
 from training.loop import Unwatched, train
 from training.model_parallel import Parallelize
+from training.precision import autocast
 from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
 from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from training.profiling.stopwatch import Stopwatch
@@ -28,9 +29,6 @@ from training.replicated import ReplicatedStrategy
 from training.run import build_strategy, cut_over_ranks, seed_everything
 from training.step import StepData
 from training.strategy import MicroBatch, Strategy
-
-PLAIN = (LOCAL, "bare_loop")
-"""A step without communication, and a loop around PyTorch DDP without this project's runtime."""
 
 
 class Unreduced(ReplicatedStrategy):
@@ -79,7 +77,7 @@ def make_runner(
     workload = build_workload(config)
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
-        return plain_runner(config.choice, workload, batches, ranks, group)
+        return plain_runner(config, workload, batches, ranks, group)
     elements = ModelSize.of(workload.model).elements
     model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
     model_size = ModelSize.of(workload.model)
@@ -110,13 +108,13 @@ def one_global_batch(config: RunConfig, workload: Workload, ranks: Ranks) -> lis
 
 
 def plain_runner(
-    name: str, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks, group: dist.ProcessGroup | None
+    config: RunConfig, workload: Workload, batches: Sequence[MicroBatch], ranks: Ranks, group: dist.ProcessGroup | None
 ) -> Runner:
     """One of `PLAIN`, as a person writes it by hand."""
-    size = ModelSize.of(workload.model)
+    name, size = config.choice, ModelSize.of(workload.model)
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
-    model: Any = DistributedDataParallel(module, process_group=group) if name == "bare_loop" else module
+    model: Any = DistributedDataParallel(module, process_group=group) if name == BARE_LOOP else module
     stopwatch = Stopwatch(ranks.device)
     phase_seconds: list[tuple[float, float, float]] = []
 
@@ -125,9 +123,10 @@ def plain_runner(
             marks = [stopwatch.mark()]
             optimizer.zero_grad()
             for index, batch in enumerate(batches):
-                if name == "bare_loop":
+                if name == BARE_LOOP:
                     model.require_backward_grad_sync = index == len(batches) - 1
-                loss = model(**batch).loss / len(batches)
+                with autocast(ranks.device.type, config.precision):
+                    loss = model(**batch).loss / len(batches)
                 marks.append(stopwatch.mark())
                 loss.backward()
                 marks.append(stopwatch.mark())
@@ -139,7 +138,7 @@ def plain_runner(
     def state_bytes() -> int:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        buckets = sum(bucket_bytes(model)) if name == "bare_loop" else 0
+        buckets = sum(bucket_bytes(model)) if name == BARE_LOOP else 0
         return storage_bytes([*module.parameters(), *module.buffers(), *gradients, *states]) + buckets
 
     expected = expected_state_bytes(size, ranks.world_size, ())
@@ -150,8 +149,8 @@ def plain_runner(
         optimizer.zero_grad,
         state_bytes,
         sum(expected.values()),
-        wire_bytes=lambda: wire_bytes if name == "bare_loop" else 0.0,
-        settling_steps=2 if name == "bare_loop" else 1,  # DDP rebuilds its buckets in the second
+        wire_bytes=lambda: wire_bytes if name == BARE_LOOP else 0.0,
+        settling_steps=2 if name == BARE_LOOP else 1,  # DDP rebuilds its buckets in the second
         phase_seconds=phase_seconds,
     )
 

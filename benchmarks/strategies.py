@@ -8,7 +8,8 @@ every choice, in a new random order, because what runs just before changes cache
 go on into the next step, and is waited for at the end of the round. A choice is judged by the median over rounds of its
 ratio to the reference in the same round. `local` is the same step without communication. `runtime` is a step of this
 project's training loop in which no gradient is sent; exposed time is the difference to it, so that the loop's own
-exchanges do not count. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
+exchanges do not count. Both compute in the precision of `--against`; a choice that computes in another way has no
+exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 
 With `@` a choice runs over a backend of its own: `pytorch_ddp@nccl-legacy`. Two choices over different backend classes
 get no ratio, since it would have two causes; one choice over both does.
@@ -39,7 +40,7 @@ if __name__ == "__main__":
 import ddp
 import sharding
 import tensor_parallel
-from benchmarks.variants import LOCAL, RUNTIME, SETTINGS, parse_variant
+from benchmarks.variants import BARE_LOOP, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
 from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from training.config import BACKENDS, RunConfig, link_text
 from training.data.workloads import WORKLOADS
@@ -54,7 +55,7 @@ RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, "bare_loop"]))
+    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, BARE_LOOP]))
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--choices",
@@ -88,11 +89,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     choices = options.choices.split(",")
     wanted = [options.against, *choices, *ALONE] if options.rounds else choices
     options.variants = {text: parse_variant(text, names) for text in wanted}
+    if options.rounds:
+        for name in ALONE:
+            options.variants[name]["precision"] = options.variants[options.against].get("precision", "fp32")
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
     if options.csv and not (options.csv.parent.is_dir() and os.access(options.csv.parent, os.W_OK)):
         exit_with_error(f"--csv {options.csv}: its folder does not exist or cannot be written to")
     return options
+
+
+def computes_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two variants differ in their communication alone."""
+    plain = RunConfig()
+    names = ("precision", "param_dtype", "compile", "activation_checkpointing")
+    return all(one.get(name, getattr(plain, name)) == other.get(name, getattr(plain, name)) for name in names)
 
 
 def main() -> int:
@@ -123,7 +134,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
 
     from benchmarks.groups import Groups
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
-    from benchmarks.runners import PLAIN, make_runner, measure_memory
+    from benchmarks.runners import make_runner, measure_memory
     from training.distributed import backend_class
 
     runners, rows, groups = {}, [], Groups(ranks, stack)
@@ -160,8 +171,9 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
         classes = {row["choice"]: row["backend_class"] for row in rows}
         table.loc[two_causes(classes, options.variants, options.against), RATIOS] = float("nan")
         for label, fields in options.variants.items():
-            alone = times[LOCAL if fields["choice"] in PLAIN else RUNTIME]
-            table.loc[label, "exposed_ms_median"] = (times[label] - alone).median()
+            alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
+            if computes_alike(fields, options.variants[alone]):
+                table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
         if options.link_rate:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()

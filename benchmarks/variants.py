@@ -10,9 +10,11 @@ from training.cli import exit_with_error, unknown_name
 from training.config import AUTO, RunConfig, bucket_cap
 from training.errors import UserError
 
-LOCAL, RUNTIME = "local", "runtime"
-"""A step without communication, as a person writes it for one device; and one through this project's training loop,
-with the small exchanges of that loop, in which no gradient is sent."""
+LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
+"""A step without communication, as a person writes it for one device; one through this project's training loop, with
+the small exchanges of that loop, in which no gradient is sent; and a loop around PyTorch DDP without this project's."""
+PLAIN = (LOCAL, BARE_LOOP)
+"""Loops written by hand, which have no setting but their precision."""
 SETTINGS = {
     "bucket_cap_mb": bucket_cap,
     "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
@@ -55,6 +57,10 @@ def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
             fields[name] = SETTINGS[name](value)
         except (ValueError, KeyError, argparse.ArgumentTypeError):
             exit_with_error(f"{text}: {name} cannot be '{value}'")
+    if choice in PLAIN and (unused := fields.keys() - {"choice", "backend", "precision"}):
+        exit_with_error(
+            f"{text}: {choice} has no setting but precision, so {', '.join(sorted(unused))} would do nothing"
+        )
     try:
         dataclasses.replace(RunConfig(), **fields)
     except UserError as error:

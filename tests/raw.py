@@ -88,14 +88,20 @@ def lanes(trace: dict[str, Any], everything: bool = False) -> dict[str, Spans]:
         for event in device:
             if everything or begin <= launched.get(event["args"]["correlation"], -1) <= end:
                 found[lane_of(event)].append(span(event))
+        found["communication"] += [span(e) for e in events if is_gloo(e) and begin <= e["ts"] <= end]
         return found
     for event in events:
         if begin <= event["ts"] <= end:
-            if event["name"].startswith("gloo:"):
+            if is_gloo(event):
                 found["communication"].append(span(event))
             elif event["cat"] == "cpu_op" and event["tid"] == steps[0]["tid"] and computes(event["name"]):
                 found["compute"].append(span(event))
     return found
+
+
+def is_gloo(event: dict[str, Any]) -> bool:
+    """Whether it is a collective on the host. Under NCCL too, hosts exchange counts that way."""
+    return bool(event["name"].startswith("gloo:")) and event["cat"] == "user_annotation"
 
 
 def computes(name: str) -> bool:

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
 
 
-def measured(choices: str) -> pd.DataFrame:
-    options = parse(["--choices", choices, *FLAGS])
+def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
+    options = parse(["--choices", choices, "--against", against, *FLAGS])
     config = RunConfig(workload="mlp", depth=2, width=8, train_samples=8, eval_samples=1, grad_accum_steps=1)
     with ExitStack() as stack:
         return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
@@ -37,6 +37,22 @@ def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None
         assert table["wire_bytes"]["runtime"] < table["wire_bytes"]["pytorch_ddp"] / 2
         assert table["exposed_ms_median"]["runtime"] == 0
         assert table["exposed_ms_median"]["bare_loop@gloo"] != table["exposed_ms_median"]["local"]
+
+
+def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) -> None:
+    """Else a step in bf16 seems to hide more than all of its communication."""
+    against = "zero3:precision=bf16"
+    for table in ranks.run(1, measured, "zero3,zero3:precision=bf16:compile=off,local:precision=bf16", against):
+        assert table["peak_bytes"]["local"] == table["peak_bytes"]["local:precision=bf16"]
+        assert table["exposed_ms_median"].isna().tolist() == [label == "zero3" for label in table["choice"]]
+    (plain,) = ranks.run(1, measured, "local")
+    assert plain["peak_bytes"]["local"] != table["peak_bytes"]["local"]
+
+
+def test_a_plain_loop_has_no_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--choices", "local:compress=int8"])
+    assert "local has no setting but precision" in capsys.readouterr().err
 
 
 def test_meshes_are_compared_in_one_run(ranks: RankPool) -> None:

@@ -1,6 +1,8 @@
 """Whole reports on device traces, against a plain reading of their JSON and against HTA's reading of the files.
 
-The traces here are made up in the form that several eras write. Real ones are tried by
+Most traces here are made up in the form that several eras write. Those in `tests/data/traces/h200` are real: runs of
+this project on one NVIDIA H200 (2026-11-26, torch 2.11, NCCL 2.28), with one rank over NCCL, which then needs no kernel
+for a collective, and with two ranks over Gloo. More real ones are tried by
 
     DEVICE_TRACES=FOLDER pytest tests/analysis/traces/test_device_traces.py
 
@@ -21,7 +23,7 @@ import pytest
 from hta.common.trace import Trace
 from hta.trace_analysis import TraceAnalysis
 
-from analysis.summary import WindowAnalysis, analyse_window
+from analysis.summary import WindowAnalysis, analyse_window, hides_communication
 from analysis.traces.finding import group_by_window
 from tests import raw
 from tests.traces import event, launched, write
@@ -118,10 +120,12 @@ def made(era: str, rank: int) -> dict[str, Any]:
     }
 
 
-REAL = sorted(path for path in Path(os.environ.get("DEVICE_TRACES", "/nowhere")).glob("*") if path.is_dir())
+H200 = Path(__file__).parents[2] / "data" / "traces" / "h200"
+FOLDERS = (H200, Path(os.environ.get("DEVICE_TRACES", "/nowhere")))
+REAL = sorted(path for folder in FOLDERS for path in folder.glob("*") if path.is_dir())
 
 
-@pytest.fixture(params=[*ERAS, *REAL], ids=str)
+@pytest.fixture(params=[*ERAS, *REAL], ids=lambda era: getattr(era, "name", era))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if isinstance(request.param, Path):
         return request.param
@@ -163,6 +167,7 @@ def test_payloads_and_bandwidths(analysis: WindowAnalysis) -> None:
     for timeline in analysis.timelines:
         hand = by_rank[timeline.rank]
         mine = timeline.collectives_by_step().sort_values("start", kind="stable")
+        mine = mine[~mine["stream"].astype(str).str.startswith("gloo")]  # `hand` is what the device shows
         assert mine["kind"].tolist() == [call["kind"] for call in hand]
         assert mine["bytes"].tolist() == pytest.approx([call["bytes"] for call in hand], rel=0.01, nan_ok=True)
         assert (mine["step"] - mine["step"].min()).tolist() == [call["step"] for call in hand]
@@ -204,12 +209,14 @@ def test_hta_says_the_same(analysis: WindowAnalysis, tmp_path: Path) -> None:
         alone = TraceAnalysis(trace_files=files, trace_dir=str(tmp_path))
     theirs = alone.get_temporal_breakdown(visualize=False).set_index("rank")
     overlap = alone.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
+    shown = ("compute",) if hides_communication(analysis.timelines[0]) else ("compute", "non_compute", "idle")
     for row in analysis.summary.to_dict("records"):
         rank, steps = row["rank"], row["steps"]
-        for part in ("compute", "non_compute", "idle"):
+        for part in shown:
             whole = theirs.loc[rank, f"{part}_time(us)"] / 1e6
             assert row[f"{part}_ms"] * steps == pytest.approx(whole, rel=0.01, abs=0.001 * steps)
-        assert row["overlap_pct"] == pytest.approx(overlap.get(rank, float("nan")), abs=1, nan_ok=True)
+        if len(shown) > 1:
+            assert row["overlap_pct"] == pytest.approx(overlap.get(rank, float("nan")), abs=1, nan_ok=True)
 
 
 def for_hta(trace: dict[str, Any], rank: int) -> dict[str, Any]:
