@@ -11,6 +11,8 @@ from tests.faults.scenarios import SCENARIOS, run_scenario
 TOLERANCE = 1e-4
 """Of a parameter after four steps of Adam in fp32, over the largest: matrix products round in other orders on a GPU."""
 FAULTS = ("killed in forward", "stopped (SIGSTOP)", "endless loop")
+PLANTED = "simple_ddp"
+"""The choice in which a wait is planted."""
 RACED = "simple_ddp_async,bucket_ddp_async,zero1,zero2,zero3"
 
 
@@ -31,9 +33,10 @@ def parity(machine: Machine) -> Verdict:
 def waits(machine: Machine) -> Verdict:
     """Calls that make the host wait for the device, as `torch.cuda.set_sync_debug_mode` sees them.
 
-    Hand-written choices make none. References may.
+    Hand-written choices make none. References may. A wait that is planted must be seen.
     """
     found = machine.on_ranks("waits", limit_s=300)
+    planted = machine.on_ranks("planted_wait", "--choices", PLANTED, limit_s=100)[PLANTED]
     rows, bad = [], []
     for choice, at in found.items():
         count, where = (str(sum(at.values())), ", ".join(at)) if isinstance(at, dict) else (at, "")
@@ -46,6 +49,8 @@ def waits(machine: Machine) -> Verdict:
         return Verdict(FAIL, "; ".join(bad), rows)
     if not machine.has_gpus:
         return Verdict(SKIPPED, "a CPU has nothing to wait for (every choice ran)", rows)
+    if not isinstance(planted, dict) or not planted:
+        return Verdict(FAIL, f"the wait that was planted is not seen, so nothing is proven here ({planted})", rows)
     return Verdict(PASS, "no hand-written choice waits for the device", rows)
 
 

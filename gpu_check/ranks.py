@@ -113,16 +113,27 @@ def parity(names: list[str], ranks: Ranks) -> dict[str, Any]:
     return each(names, difference)
 
 
-def waits(names: list[str], ranks: Ranks) -> dict[str, Any]:
+def waits(names: list[str], ranks: Ranks, is_planted: bool = False) -> dict[str, Any]:
     """By choice: calls of settled steps that make the host wait for the device, and where they are."""
 
     def places(name: str) -> dict[str, int]:
         strategy = make(name, build(MODEL).to(ranks.device))
+        if is_planted:
+            strategy.module.register_forward_hook(read_loss)
         with HostWaits(ranks.device) as counter:
             train(strategy, steps_of(ranks, counter.steps, micro_batches=2), counter, 1.0, lambda result: None)
         return counter.found
 
     return each(names, places)
+
+
+def read_loss(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    outputs.loss.item()
+
+
+def planted_wait(names: list[str], ranks: Ranks) -> dict[str, Any]:
+    """The same with a model that reads its loss in each forward pass."""
+    return waits(names, ranks, is_planted=True)
 
 
 def steps(names: list[str], ranks: Ranks) -> dict[str, Any]:
@@ -159,7 +170,14 @@ def each(names: list[str], find: Callable[[str], Any]) -> dict[str, Any]:
     return found
 
 
-FINDERS = {"backend": backend, "parity": parity, "waits": waits, "steps": steps, "race": race}
+FINDERS = {
+    "backend": backend,
+    "parity": parity,
+    "waits": waits,
+    "planted_wait": planted_wait,
+    "steps": steps,
+    "race": race,
+}
 
 
 if __name__ == "__main__":

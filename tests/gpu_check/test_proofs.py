@@ -14,6 +14,7 @@ from transformers import masking_utils
 from gpu_check import proofs, ranks
 from gpu_check.host_waits import COUNTED, SAYS, HostWaits
 from gpu_check.parts import FAIL, PASS
+from planner import runs
 from tests.gpu_check.pretended import Pretended
 from tests.in_process import run_in_process
 from training.data import copies
@@ -49,21 +50,35 @@ def test_the_planted_race_orders_no_streams(monkeypatch: pytest.MonkeyPatch) -> 
     assert copies.received is plain
 
 
+NONE: dict[str, Any] = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
+SEEN = {"ranks.py:9": 8}
+
+
 @pytest.mark.parametrize(
-    ("found", "how", "says"),
+    ("found", "planted", "how", "says"),
     [
-        ({"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}, PASS, "no hand-written choice"),
-        ({"zero1": {"zero1.py:9": 8}}, FAIL, f"zero1 waits 8 times in {COUNTED} steps: zero1.py:9"),
-        ({"pytorch_ddp": "ValueError: planted"}, FAIL, "pytorch_ddp: ValueError: planted"),
+        (NONE, SEEN, PASS, "no hand-written choice"),
+        (NONE, {}, FAIL, "the wait that was planted is not seen"),
+        (NONE, "ValueError: planted", FAIL, "(ValueError: planted)"),
+        ({"zero1": {"zero1.py:9": 8}}, SEEN, FAIL, f"zero1 waits 8 times in {COUNTED} steps: zero1.py:9"),
+        ({"pytorch_ddp": "ValueError: planted"}, SEEN, FAIL, "pytorch_ddp: ValueError: planted"),
     ],
 )
-def test_waits_are_judged(found: dict[str, Any], how: str, says: str, tmp_path: Path) -> None:
+def test_waits_are_judged(found: dict[str, Any], planted: Any, how: str, says: str, tmp_path: Path) -> None:
     class Waiting(Pretended):
         def answer(self, log: str, command: Sequence[str]) -> str:
-            return json.dumps(found)
+            return json.dumps({proofs.PLANTED: planted} if "planted_wait" in command else found)
 
     verdict = proofs.waits(Waiting(2, True, tmp_path, is_quick=True))
     assert verdict.how == how and says in verdict.line
+
+
+def test_a_planted_wait_reads_the_loss_in_every_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    monkeypatch.setattr(ranks, "read_loss", lambda module, inputs, outputs: reads.append(1))
+    with runs.alone():
+        ranks.planted_wait([proofs.PLANTED], ALONE)
+    assert len(reads) == 2 * HostWaits.steps
 
 
 def test_only_settled_steps_are_counted() -> None:
