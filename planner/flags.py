@@ -1,17 +1,21 @@
 """The flags of `scripts/plan.py`, and the model that they name. Imports nothing heavy."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.cli import at_least, rate
 from training.config import (
     AUTO,
+    CAUSAL_LM,
+    CLASSIFICATION,
     MASTER_DTYPES,
     OFFLOADS,
     PARAM_DTYPES,
     PRECISIONS,
     REDUCE_DTYPES,
+    TASKS,
     bucket_cap,
     mesh_text,
 )
@@ -41,8 +45,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=count, default=512, help="tokens of a sample (default: 512)")
 
 
+def add_task_flag(parser: argparse.ArgumentParser) -> None:
+    what = "what the model is trained for, as the runner's (default: classification)"
+    parser.add_argument("--task", choices=TASKS, default=CLASSIFICATION, help=what)
+
+
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
+    add_task_flag(parser)
     add = parser.add_argument
     add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
     add("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
@@ -106,6 +116,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
+    add_task_flag(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
     add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
@@ -141,11 +152,22 @@ COMMANDS = {
 
 
 def chosen_model(options: argparse.Namespace) -> "Model":
-    """The model that these flags name.
+    """The model that these flags name, for the task that they name.
 
     Raises:
-        UserError: they name none, or two, or one that cannot be built.
+        UserError: they name none, or two, or one that cannot be built, or not for this task.
     """
+    from planner import models
+
+    model = named_model(options)
+    if getattr(options, "task", CLASSIFICATION) != CAUSAL_LM:
+        return model
+    if model.kind == models.IMAGES:
+        raise UserError(f"--task {CAUSAL_LM}: {model.name} takes images; leave the flag out")
+    return models.checked(replace(model, task=CAUSAL_LM))
+
+
+def named_model(options: argparse.Namespace) -> "Model":
     from planner import models
 
     sizes = {name: getattr(options, name) for name in SIZES}

@@ -1,7 +1,8 @@
 """Models by name, from a local `config.json`, or from a few sizes: built without weights, with batches to match.
 
-The model is what the runner trains (`training.data.text`): a classifier with as many labels as reviews have stars, in
-fp32, on batches of token ids that are padded to one length. Image models classify ImageNet's pictures.
+The model is what the runner trains, in fp32: a classifier with as many labels as reviews have stars
+(`training.data.text`), on batches of token ids that are padded to one length; or a causal language model
+(`training.data.causal_lm`), on whole sequences of one document. Image models classify ImageNet's pictures.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from training.cli import unknown_name
+from training.config import CAUSAL_LM, CLASSIFICATION
 from training.data.reviews import STARS
 from training.errors import UserError
 from training.strategy import MicroBatch
@@ -52,12 +54,14 @@ class Model:
         type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
         config: What differs from that configuration's defaults.
         parameters: Of the published model with its published head; None if nothing is published.
+        task: As the runner's `--task`.
     """
 
     name: str
     type: str
     config: Mapping[str, Any]
     parameters: int | None = None
+    task: str = CLASSIFICATION
 
     @property
     def kind(self) -> str:
@@ -70,15 +74,18 @@ class Model:
         Raises:
             UserError: it cannot be built.
         """
-        from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+        import transformers
 
-        makers = {TOKENS: AutoModelForSequenceClassification, IMAGES: AutoModelForImageClassification}
-        labels = {TOKENS: STARS, IMAGES: IMAGE_CLASSES}[self.kind]
-        config = self.configuration(num_labels=labels)
-        if self.kind == TOKENS:
-            config.pad_token_id, config.use_cache = 0, False
+        maker: Any
+        if self.kind == IMAGES:
+            maker, config = transformers.AutoModelForImageClassification, self.configuration(num_labels=IMAGE_CLASSES)
+        elif self.task == CAUSAL_LM:
+            maker, config = transformers.AutoModelForCausalLM, self.configuration(use_cache=False)
+        else:
+            maker = transformers.AutoModelForSequenceClassification
+            config = self.configuration(num_labels=STARS, pad_token_id=0, use_cache=False)
         try:
-            return makers[self.kind].from_config(config, trust_remote_code=False, dtype=torch.float32).train()
+            return maker.from_config(config, trust_remote_code=False, dtype=torch.float32).train()
         except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
             raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
 
@@ -92,7 +99,7 @@ class Model:
             raise UserError(f"model {self.name}: no configuration can be made: {first_line(error)}") from error
 
     def elements(self) -> int:
-        """Parameters of the classifier; tied ones count once. Raises as `build`."""
+        """Parameters of what the runner would train; tied ones count once. Raises as `build`."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.build().parameters())
 
@@ -105,6 +112,8 @@ class Model:
         batch = {"labels": torch.zeros(samples, dtype=torch.long)}
         if self.kind == IMAGES:
             batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)
+        elif self.task == CAUSAL_LM:
+            batch = dict.fromkeys(("input_ids", "labels"), torch.ones(samples, sequence_length, dtype=torch.long))
         else:
             tokens = torch.ones(samples, sequence_length, dtype=torch.long)
             # Real samples differ in length, so attention needs a mask, which it does not for a single sample.

@@ -22,6 +22,7 @@ def headline(plan: Plan) -> str:
     sizes = " or ".join(map(str, sorted({each.micro_batch_size for each in plan.cases})))
     given = {name: getattr(config, name) for name in NAMED if not (several and name == "mesh")}
     settings = [
+        *[case.model.task] * (case.model.kind == "tokens"),
         config.precision,
         *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),

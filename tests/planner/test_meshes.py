@@ -86,7 +86,7 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     ]
     assert table.entrypoint.tolist() == ["main_shard.py", "main_parallel.py", "main_parallel.py"]
     assert table.peak_parameters_bytes[1] < 0.6 * table.peak_parameters_bytes[0]
-    assert "micro-batches of 1 or 2 on each rank; fp32, --sequence-parallel." in answer.stdout
+    assert "micro-batches of 1 or 2 on each rank; classification, fp32, --sequence-parallel." in answer.stdout
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
     assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout

@@ -2,11 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner import models
+from training.config import CAUSAL_LM
+from training.data import hub
+from training.data.packing import collate_sequences
 from training.errors import UserError
 
 
@@ -43,6 +48,23 @@ def test_local_configurations_that_are_none(tmp_path: Path, content: str | None,
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=re.escape(expected)):
         models.find(str(tmp_path))
+
+
+def test_a_language_model_is_that_of_the_runner(tmp_path: Path) -> None:
+    """With tied embeddings and without, on whole sequences of one document."""
+    for is_tied in (True, False):
+        shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+        shape |= {"vocab_size": 90, "tie_word_embeddings": is_tied}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+        planned = replace(models.find(str(tmp_path)), task=CAUSAL_LM)
+        runs, plans = hub.load_causal_lm(str(tmp_path)).model, planned.build()
+        assert [p.shape for p in plans.parameters()] == [p.shape for p in runs.parameters()]
+        assert planned.elements() == sum(p.numel() for p in runs.parameters())
+    (batch,) = planned.micro_batches(1, 2, 7)
+    sample = {"input_ids": torch.ones(7, dtype=torch.long), "position_ids": torch.arange(7)}
+    real = collate_sequences(0)([sample | {"labels": sample["input_ids"]}] * 2)
+    assert {name: tensor.shape for name, tensor in batch.items()} == {n: t.shape for n, t in real.items()}
+    assert plans(**batch).loss.isfinite() and plans(**batch).logits.shape == (2, 7, 90)
 
 
 def test_batches_are_those_of_the_runner() -> None:

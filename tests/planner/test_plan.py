@@ -132,6 +132,17 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert reason in table.note[3] and reason in (tmp_path / "plan.html").read_text()
 
 
+def test_a_language_model_needs_room_for_its_logits(tmp_path: Path) -> None:
+    """Of 4 sequences of 16 tokens, over 5,000 words in fp32: at least three tensors of that size are there at once."""
+    peaks, logits = {}, 4 * 16 * 5000 * 4
+    for task in ("classification", "causal-lm"):
+        files, words = ["--csv", str(tmp_path / task)], ["--vocab", "5000"]
+        answer = plan("--task", task, *TINY, *words, *WHERE, *files, "--choices", "baseline", "--grad-accum-steps", "1")
+        assert answer.returncode == 0 and f"; {task}, fp32." in answer.stdout, answer.stderr
+        peaks[task] = pd.read_csv(tmp_path / task)["peak_activations_bytes"][0]
+    assert peaks["causal-lm"] > 3 * logits > 2 * peaks["classification"]
+
+
 def test_simulations_side_by_side_are_the_same() -> None:
     costs = costs_of(hardware.cluster("2xL4", "pcie4"), "fp32")
     small = replace(case(), model=models.from_sizes(64, 96, 1, vocab=50), costs=costs)
@@ -198,6 +209,10 @@ SMOL = ["--model", "SmolLM2-360M"]
         (["--d-model", "64", "--layers", "1", *WHERE], "--d-ff is missing"),
         ([*SMOL, "--layers", "3", *WHERE], "--layers is for a model by sizes"),
         (["--d-model", "100", "--d-ff", "1", "--layers", "1", *WHERE], "--d-model 100: not a multiple of 64"),
+        (
+            ["--task", "causal-lm", "--model", "resnet-50", *WHERE],
+            "resnet-50 takes images; leave the flag out",
+        ),
         ([*TINY, "--heads", "5", *WHERE], "--heads 5: --d-model 64 must divide"),
         ([*TINY, "--heads", "4", "--kv-heads", "3", *WHERE], "--kv-heads 3: must divide --heads 4"),
         (
