@@ -172,8 +172,9 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
         table.loc[two_causes(classes, options.variants, options.against), RATIOS] = float("nan")
         for label, fields in options.variants.items():
             alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
-            if computes_alike(fields, options.variants[alone]):
-                table.loc[label, "exposed_ms_median"] = (times[label] - times[alone]).median()
+            is_known = computes_alike(fields, options.variants[alone])
+            exposed = (times[label] - times[alone]).median() if is_known else float("nan")
+            table.loc[label, "exposed_ms_median"] = exposed
         if options.link_rate:
             bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
             table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()

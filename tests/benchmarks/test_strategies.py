@@ -24,7 +24,9 @@ def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
     options = parse(["--choices", choices, "--against", against, *FLAGS])
     config = RunConfig(workload="mlp", depth=2, width=8, train_samples=8, eval_samples=1, grad_accum_steps=1)
     with ExitStack() as stack:
-        return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
+        table = measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
+        show(table, options)
+        return table
 
 
 def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None:
