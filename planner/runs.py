@@ -85,7 +85,9 @@ def _model_of(config: RunConfig) -> models.Model:
     from training.data import hub
 
     if config.task == CAUSAL_LM:
-        raise UserError("the planner knows language models as classifiers only: leave out --task causal-lm")
+        raise UserError(
+            f"a run with --task {CAUSAL_LM} on a model of yours is not simulated; plan.py --task {CAUSAL_LM} plans it"
+        )
     return models.find(config.model or hub.MODEL)
 
 
