@@ -219,6 +219,13 @@ def test_hta_says_the_same(analysis: WindowAnalysis, tmp_path: Path) -> None:
             assert row["overlap_pct"] == pytest.approx(overlap.get(rank, float("nan")), abs=1, nan_ok=True)
 
 
+def test_a_rank_alone_hides_no_communication() -> None:
+    """Its host's exchanges with itself over Gloo leave idle time and exposed copies as the device shows them."""
+    (window,) = group_by_window(sorted((H200 / "zero3_nccl").iterdir()), "x")
+    (row,) = analyse_window(window).summary.to_dict("records")
+    assert row["idle_ms"] > 0 and row["non_compute_ms"] > 0
+
+
 def for_hta(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     steps = [e for e in raw.complete(trace) if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"]
     begin, end = raw.span(steps[0])
