@@ -2,8 +2,8 @@
 
 import sys
 
+from ddp_lab.runtime.flags import train_from_command_line
 from sharding import REGISTRY
-from training.flags import train_from_command_line
 
 if __name__ == "__main__":
     sys.exit(

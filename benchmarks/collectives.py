@@ -17,15 +17,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.process.environment import prepare_process
+from ddp_lab.runtime.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
 
 from benchmarks.collective.sizes import parse_size, size_range
-from training.cli import OneLineParser, at_least, unknown_name
-from training.config import BACKENDS, RunConfig
-from training.errors import UserError
+from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
+from ddp_lab.runtime.config import BACKENDS, RunConfig
+from ddp_lab.runtime.errors import UserError
 
 COLLECTIVES = (
     "all_reduce",
@@ -108,8 +108,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     from benchmarks.collective.loop import RanksLostError, measure_all
-    from training.distributed import joined_ranks, on_every_rank
-    from training.run import silence_libraries
+    from ddp_lab.runtime.distributed import joined_ranks, on_every_rank
+    from ddp_lab.runtime.run import silence_libraries
 
     silence_libraries()
     try:

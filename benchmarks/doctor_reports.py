@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec
 
-from doctor.complaints import unexplained
-from doctor.diagnosis import diagnose
-from doctor.reading.inputs import Inputs, take
-from training.cli import OneLineParser
+from ddp_lab.doctor.complaints import unexplained
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.reading.inputs import Inputs, take
+from ddp_lab.runtime.cli import OneLineParser
 
 REPORTS = ROOT / "tests" / "data" / "doctor" / "reports"
 PAGE = ROOT / "docs" / "doctor-reports.md"

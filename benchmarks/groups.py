@@ -4,8 +4,8 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from training.distributed import Ranks, group_config, library_of, meshed
-from training.errors import UserError
+from ddp_lab.runtime.distributed import Ranks, group_config, library_of, meshed
+from ddp_lab.runtime.errors import UserError
 
 
 class Groups:

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 import ddp
 import sharding
-from training.config import StrategyOptions
-from training.loop import Unwatched, train
-from training.step import StepData
-from training.watch.flight_recorder import FlightRecorder
-from training.watch.sequence import follow_gradients, recorded_collectives
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.sequence import follow_gradients, recorded_collectives
+from ddp_lab.strategy.step import StepData
 
 RANKS, STEPS = 4, 8
 BATCH: dict[str, Tensor] = {name: torch.ones(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}

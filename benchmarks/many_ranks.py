@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import psutil
 
 from benchmarks.collectives import numbers
-from training.cli import OneLineParser
+from ddp_lab.runtime.cli import OneLineParser
 
 STEPS, STEP_US = 4, 400_000
 """Profiled steps, and their length."""

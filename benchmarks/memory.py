@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import sharding
 from benchmarks.collectives import names_of, numbers
-from training.cli import OneLineParser
-from training.data.workloads import WORKLOADS
+from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.data.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     import pandas as pd

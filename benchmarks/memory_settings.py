@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.process.environment import prepare_process
+from ddp_lab.runtime.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
 
 import sharding
 from benchmarks.collectives import names_of
-from training.cli import OneLineParser, exit_with_error
-from training.config import RunConfig
-from training.data.workloads import WORKLOADS
-from training.errors import UnsupportedError, UserError
+from ddp_lab.runtime.cli import OneLineParser, exit_with_error
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.workloads import WORKLOADS
+from ddp_lab.runtime.errors import UnsupportedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,8 +69,8 @@ def cells(base: RunConfig, choices: Sequence[str]) -> Iterator[tuple[dict[str, A
 
 def main() -> int:
     options = parse()
-    from training.distributed import joined_ranks
-    from training.run import silence_libraries
+    from ddp_lab.runtime.distributed import joined_ranks
+    from ddp_lab.runtime.run import silence_libraries
 
     silence_libraries()
     base = RunConfig(
@@ -117,7 +117,7 @@ def predict(config: RunConfig, ranks: int) -> int:
     Raises:
         UserError: it cannot be simulated.
     """
-    from planner.savings import RECORDED, Recorded
+    from ddp_lab.planner.savings import RECORDED, Recorded
 
     row = Recorded(config, ranks, "cpu", "gloo").row(RECORDED, {})
     if row["note"]:

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
 
 GIB = 2**30
 WIDTH, STATES_BYTES = 4096, 16
@@ -65,7 +65,7 @@ def train(layers: int, folder: Path, steps: int) -> None:
     import torch.distributed as dist
 
     import ddp_lab
-    from training.profiling.memory import peak_rss_bytes
+    from ddp_lab.runtime.profiling.memory import peak_rss_bytes
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))

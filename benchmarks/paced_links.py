@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.cli import OneLineParser, at_least, rate
+from ddp_lab.runtime.cli import OneLineParser, at_least, rate
 
 CHOICES = (
     "simple_ddp,simple_ddp_ga,flat_ddp,simple_ddp_hook,simple_ddp_async,bucket_ddp_async,pytorch_ddp,"

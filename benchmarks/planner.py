@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training.cli import OneLineParser
-from training.errors import UserError
-from training.process.environment import quiet_libraries
+from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.process.environment import quiet_libraries
 
 HAND_WRITTEN = "simple_ddp,flat_ddp,simple_ddp_hook,simple_ddp_async,bucket_ddp_async,zero1,zero2,zero3"
 

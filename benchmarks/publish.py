@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.collectives import names_of
 from benchmarks.link_lab.shaping import require_tools
 from benchmarks.publish_blocks import Data, out_of_step, render
-from training.cli import OneLineParser
-from training.errors import UserError
+from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd

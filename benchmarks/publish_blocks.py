@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

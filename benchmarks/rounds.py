@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.link_lab.counters import link_bytes
 from benchmarks.runners import Runner, over_ranks
-from training.distributed import Ranks, host_barrier
+from ddp_lab.runtime.distributed import Ranks, host_barrier
 
 WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3

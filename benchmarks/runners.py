@@ -11,24 +11,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.variants import BARE_LOOP, PLAIN, RUNTIME
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.copies import to_device
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.data.workloads import build_workload
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.profiling.allocations import counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
+from ddp_lab.runtime.profiling.stopwatch import Stopwatch
+from ddp_lab.runtime.run import build_strategy, cut_over_ranks, seed_everything
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.interface import MicroBatch, Strategy
+from ddp_lab.strategy.model_parallel import Parallelize
+from ddp_lab.strategy.precision import autocast
+from ddp_lab.strategy.registry import refuse_tensor_parallelism
+from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.step import StepData
 from reference.pytorch_ddp import bucket_bytes
-from training.communication.traffic import Collective
-from training.config import RunConfig
-from training.data.copies import to_device
-from training.data.workload import Workload
-from training.data.workloads import build_workload
-from training.distributed import Ranks
-from training.loop import Unwatched, train
-from training.model_parallel import Parallelize
-from training.precision import autocast
-from training.profiling.allocations import counting_on_all_threads, peak_of_allocations
-from training.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
-from training.profiling.stopwatch import Stopwatch
-from training.registry import refuse_tensor_parallelism
-from training.replicated import ReplicatedStrategy
-from training.run import build_strategy, cut_over_ranks, seed_everything
-from training.step import StepData
-from training.strategy import MicroBatch, Strategy
 
 
 class Unreduced(ReplicatedStrategy):

@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.link_lab.namespaces import lab_network
 from benchmarks.link_lab.shaping import require_tools
 from benchmarks.link_lab.state import Lab, Node
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 NODES = ("head", "n1", "n2")
 """The first one has slurmctld and no jobs."""

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.process.environment import prepare_process
+from ddp_lab.runtime.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -41,11 +41,11 @@ import ddp
 import sharding
 import tensor_parallel
 from benchmarks.variants import BARE_LOOP, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
-from training.cli import OneLineParser, at_least, exit_with_error, unknown_name
-from training.config import BACKENDS, RunConfig, link_text
-from training.data.workloads import WORKLOADS
-from training.errors import UserError
-from training.link.speed import NONE, Link
+from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
+from ddp_lab.runtime.config import BACKENDS, RunConfig, link_text
+from ddp_lab.runtime.data.workloads import WORKLOADS
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.speed import NONE, Link
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 ALONE = (LOCAL, RUNTIME)
@@ -108,8 +108,8 @@ def computes_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def main() -> int:
     options = parse()
-    from training.distributed import joined_ranks
-    from training.run import silence_libraries
+    from ddp_lab.runtime.distributed import joined_ranks
+    from ddp_lab.runtime.run import silence_libraries
 
     silence_libraries()
     names = "workload global_batch_size device grad_accum_steps backend link nodes outer_link depth width"
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
     from benchmarks.groups import Groups
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
     from benchmarks.runners import make_runner, measure_memory
-    from training.distributed import backend_class
+    from ddp_lab.runtime.distributed import backend_class
 
     runners, rows, groups = {}, [], Groups(ranks, stack)
     for label, fields in options.variants.items():

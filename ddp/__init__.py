@@ -4,7 +4,7 @@ Reading order: simple_ddp, simple_ddp_ga, flat_ddp, simple_ddp_hook, simple_ddp_
 (docs/how-it-works/README.md names the files that each one needs).
 """
 
-from training.registry import Registry
+from ddp_lab.strategy.registry import Registry
 
 REGISTRY = Registry(
     {

@@ -24,9 +24,9 @@ from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
 from ddp.early_updates import EarlyUpdates
 from ddp.fitted_buckets import FittedBuckets
 from ddp.fixed_order import FixedOrder
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy
-from training.strategy import MicroBatch
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.interface import MicroBatch
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class BucketDDP(ReplicatedStrategy):

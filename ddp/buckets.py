@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.replicated import bytes_of
+from ddp_lab.strategy.replicated import bytes_of
 
 DEFAULT_CAP_MB = 25.0
 """PyTorch DDP's, too."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ddp.buckets import Bucket
-from training.communication.verdict import norm_of, not_finite, update_unless
-from training.errors import UnsupportedError
-from training.replicated import ReplicatedStrategy
-from training.watch.phases import phase
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.watch.phases import phase
+from ddp_lab.strategy.communication.verdict import norm_of, not_finite, update_unless
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class EarlyUpdates:

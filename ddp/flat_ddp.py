@@ -10,8 +10,8 @@ from itertools import chain
 
 import torch
 
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy, by_dtype
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy, by_dtype
 
 
 class FlatDDP(ReplicatedStrategy):

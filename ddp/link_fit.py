@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket_plan import Cost, Timeline
-from training.communication.link_model import Piece
-from training.profiling.stopwatch import Clock, Stopwatch
-from training.replicated import bytes_of
+from ddp_lab.runtime.link.link_model import Piece
+from ddp_lab.runtime.profiling.stopwatch import Clock, Stopwatch
+from ddp_lab.strategy.replicated import bytes_of
 
 WATCHED_STEPS = 4
 SETTLING_STEPS = 1

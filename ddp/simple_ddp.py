@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class SimpleDDP(ReplicatedStrategy):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class AsyncDDP(ReplicatedStrategy):

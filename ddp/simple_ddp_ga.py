@@ -7,8 +7,8 @@ itself, within `no_sync()`, and they are all-reduced once, after the last backwa
 
 import torch
 
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class SimpleDDPAccumulated(ReplicatedStrategy):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
-from training.communication.traffic import Collective
-from training.replicated import ReplicatedStrategy
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class HookDDP(ReplicatedStrategy):

@@ -1,32 +1,18 @@
-"""The strategies for training loops of your own (docs/own-loop.md).
+"""The strategies for training loops of your own (docs/own-loop.md). This is the public door: what lies below may move.
 
     strategy = ddp_lab.load("zero3")(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
 
-An installed ddp-lab also brings the packages `ddp`, `sharding`, `reference` and `training`, which hold its code.
+Names are imported when they are asked for, so that reading traces with `ddp_lab.analysis` does not load torch.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import training
-
-if Path(training.__file__).parents[1] != Path(__file__).parents[1]:
-    raise ImportError(
-        f"{training.__file__} hides ddp-lab's package of the same name: rename yours, or put ddp-lab first in sys.path"
-    )
-
-import ddp
-import sharding
-from training.checkpoint.of_strategy import load_checkpoint, save_checkpoint
-from training.cli import unknown_name
-from training.config import StrategyOptions
-from training.errors import NonFiniteError, UnsupportedError
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.strategy import Strategy
-
-CHOICES = tuple(name for name in dict.fromkeys((*ddp.CHOICES, *sharding.CHOICES)) if not name.startswith("deepspeed"))
-"""Names of all strategies that run in a loop of your own: DeepSpeed has an engine for that."""
+    from ddp_lab.choices import CHOICES, load
+    from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+    from ddp_lab.runtime.config import StrategyOptions
+    from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 
 __all__ = [
     "CHOICES",
@@ -38,14 +24,18 @@ __all__ = [
     "save_checkpoint",
 ]
 
+_HOMES = {
+    "CHOICES": "ddp_lab.choices",
+    "load": "ddp_lab.choices",
+    "NonFiniteError": "ddp_lab.runtime.errors",
+    "UnsupportedError": "ddp_lab.runtime.errors",
+    "StrategyOptions": "ddp_lab.runtime.config",
+    "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
+    "save_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
+}
 
-def load(choice: str) -> "type[Strategy]":
-    """The class of a strategy.
 
-    Raises:
-        KeyError: there is none of this name.
-        UserError: what it needs is not installed; says how to install it.
-    """
-    if choice not in CHOICES and not choice.startswith("deepspeed"):
-        raise KeyError(unknown_name("strategy", choice, CHOICES))
-    return (ddp if choice in ddp.CHOICES else sharding).load(choice)
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddp_lab' has no attribute '{name}'; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.config import FP16, StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes
+from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import Piece
+from ddp_lab.strategy.recompute.setting import NONE
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from sharding.elementwise import require_elementwise
-from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state, shapes_of
-from training.communication.traffic import Collective
-from training.config import FP16, StrategyOptions
-from training.errors import UnsupportedError
-from training.optimizers import MakeOptimizer
-from training.profiling.memory import ModelSize, expected_state_bytes
-from training.recompute.setting import NONE
-from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import Strategy
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
 """DeepSpeed's defaults, in elements. In stage 3: the largest parameter that stays whole, and the size of a prefetch."""

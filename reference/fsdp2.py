@@ -25,22 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import REPLICATE, SHARD
+from ddp_lab.runtime.profiling.memory import ModelSize, storage_bytes
+from ddp_lab.runtime.tensors import TensorsBeside
+from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import Piece
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
 from sharding.elementwise import require_elementwise
 from sharding.placement import Placement
-from training.blocks import find_blocks
-from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state, shapes_of
-from training.communication.traffic import Collective
-from training.errors import UnsupportedError
-from training.mesh import REPLICATE, SHARD
-from training.optimizers import MakeOptimizer
-from training.profiling.memory import ModelSize, storage_bytes
-from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.strategy import Strategy
-from training.tensors import TensorsBeside
-from training.watch.gradient_watch import refuse_graph_of_backward, second_gradient
 
 
 class FSDP2(Strategy):

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from training.communication.traffic import Collective
-from training.errors import UnsupportedError
-from training.profiling.memory import ModelSize
-from training.replicated import ReplicatedStrategy
-from training.step import MicroBatch
-from training.tensors import TensorsBeside
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.runtime.tensors import TensorsBeside
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp_lab.strategy.step import MicroBatch
 
 
 class PyTorchDDP(ReplicatedStrategy):

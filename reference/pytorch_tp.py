@@ -25,20 +25,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, Mesh, MeshGroups
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.model_parallel import Cut, ModelParallel
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import Piece
+from ddp_lab.strategy.replicated import ReplicatedStrategy
 from reference.dtensors import local
 from reference.fsdp2 import FSDP2
 from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, Split, Style, matched, plan_of
 from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
-from training.checkpoint.ranges import Piece
-from training.communication.traffic import Collective
-from training.config import RunConfig
-from training.errors import UnsupportedError
-from training.mesh import DATA, SHARD, TENSOR, Mesh, MeshGroups
-from training.model_parallel import Cut, ModelParallel
-from training.optimizers import MakeOptimizer
-from training.replicated import ReplicatedStrategy
-from training.strategy import Strategy
 
 NO_DATA_DIMENSION = "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp"
 

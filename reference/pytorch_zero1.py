@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import Piece
+from ddp_lab.strategy.replicated import bytes_of
 from reference.pytorch_ddp import PyTorchDDP
-from training.checkpoint.ranges import Piece
-from training.communication.traffic import Collective
-from training.errors import UnsupportedError
-from training.optimizers import MakeOptimizer
-from training.replicated import bytes_of
 
 
 class PyTorchZero1(PyTorchDDP):

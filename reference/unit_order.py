@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from training.communication.agreement import StepAgreement
-from training.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.strategy.communication.agreement import StepAgreement
 
 END = -1
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from analysis.command import main
+from ddp_lab.analysis.command import main
 
 if __name__ == "__main__":
     sys.exit(

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
 
 from benchmarks.collectives import REPORTS, numbers, parse
-from training.cli import OneLineParser
+from ddp_lab.runtime.cli import OneLineParser
 
 END_S = 30
 """How long ranks may take to end after Ctrl-C."""
@@ -101,8 +101,8 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def write_report(files: Sequence[Path], folder: Path) -> int:
-    from analysis.errors import TraceError
     from benchmarks.collective.report import report
+    from ddp_lab.analysis.errors import TraceError
 
     try:
         page = report(files, folder)

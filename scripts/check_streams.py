@@ -22,10 +22,10 @@ from rich.table import Table
 
 import ddp
 import sharding
-from stream_checker.check import Seen, check, plain_loop
+from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.stream_checker.check import Seen, check, plain_loop
 from tests.models import MODELS, build, make_batch
-from training.cli import OneLineParser, at_least
-from training.config import StrategyOptions
 
 CHOICES = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if not name.startswith("deepspeed")]
 COLUMNS = ("choice", "races", "waits of the host", "waits in backward", "stalls", "collectives", "launches", "copied")

@@ -12,16 +12,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from analysis.command import report_folder
-from analysis.comparison.changes import exceeding, signed
-from analysis.comparison.choices import report_on_choices
-from analysis.comparison.fairness import FIELDS
-from analysis.comparison.two_runs import report_on_two_runs
-from analysis.errors import TraceError
+from ddp_lab.analysis.command import report_folder
+from ddp_lab.analysis.comparison.changes import exceeding, signed
+from ddp_lab.analysis.comparison.choices import report_on_choices
+from ddp_lab.analysis.comparison.fairness import FIELDS
+from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.config import LEGACY_NCCL, split_label
 from scripts.meshes import place
 from scripts.runs import FAMILIES, Family, report_root_of
-from training.cli import OneLineParser
-from training.config import LEGACY_NCCL, split_label
 
 WORSE_THAN_ALLOWED = 3
 LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")

@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from doctor.complaints import unexplained
-from doctor.diagnosis import diagnose
-from doctor.live.machine import examine
-from doctor.live.results import Live, flag_slow_pairs
-from doctor.reading.inputs import Inputs, read_inputs
-from doctor.reading.texts import InputError, to_text
-from doctor.reading.topology import find_topologies
-from doctor.report import Report, to_json
-from doctor.rulebook import rules_as_markdown
-from training.cli import OneLineParser, at_least
+from ddp_lab.doctor.complaints import unexplained
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.live.machine import examine
+from ddp_lab.doctor.live.results import Live, flag_slow_pairs
+from ddp_lab.doctor.reading.inputs import Inputs, read_inputs
+from ddp_lab.doctor.reading.texts import InputError, to_text
+from ddp_lab.doctor.reading.topology import find_topologies
+from ddp_lab.doctor.report import Report, to_json
+from ddp_lab.doctor.rulebook import rules_as_markdown
+from ddp_lab.runtime.cli import OneLineParser, at_least
 
 FOUND, UNEXPLAINED = 3, 4
 
@@ -115,7 +115,7 @@ def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
 def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
     import torch
 
-    from doctor.live import measure as pairs
+    from ddp_lab.doctor.live import measure as pairs
 
     gpus = torch.cuda.device_count()
     device = options.device if options.device != "auto" else "cuda" if gpus > 1 else "cpu"

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis.report.pages.strategy_page import PICTURE, filled, problems, run_block, without_picture
+from ddp_lab.analysis.report.pages.strategy_page import PICTURE, filled, problems, run_block, without_picture
+from ddp_lab.runtime.config import labelled
+from ddp_lab.runtime.mesh import Mesh
 from scripts.runs import FAMILIES, Family
-from training.config import labelled
-from training.mesh import Mesh
 
 if TYPE_CHECKING:
-    from analysis.report.figures.traced_step import TracedStep
-    from analysis.summary import WindowAnalysis
+    from ddp_lab.analysis.report.figures.traced_step import TracedStep
+    from ddp_lab.analysis.summary import WindowAnalysis
 
 PAGES = ROOT / "docs" / "how-it-works"
 RANKS = 2
@@ -117,10 +117,10 @@ def train_all(runs: Path) -> None:
 
 def traced_step(runs: Path, label: str) -> "tuple[TracedStep, WindowAnalysis]":
     """Of the newest run of this label. Leaves the process if it is not as announced."""
-    from analysis.report.figures.traced_step import TracedStep
-    from analysis.summary import analyse_window
-    from analysis.traces.finding import find_windows
-    from analysis.traces.reading import read_trace
+    from ddp_lab.analysis.report.figures.traced_step import TracedStep
+    from ddp_lab.analysis.summary import analyse_window
+    from ddp_lab.analysis.traces.finding import find_windows
+    from ddp_lab.analysis.traces.reading import read_trace
 
     window = find_windows(runs / "profile" / label)[-1]
     analysis = analyse_window(window)
@@ -132,8 +132,8 @@ def traced_step(runs: Path, label: str) -> "tuple[TracedStep, WindowAnalysis]":
 
 def draw_all(runs: Path, pages: Path) -> None:
     """Draw the pictures, and fill the figures in, from the newest run of each choice under `runs`."""
-    from analysis.columns import MIB
-    from analysis.report.figures.step_picture import draw
+    from ddp_lab.analysis.columns import MIB
+    from ddp_lab.analysis.report.figures.step_picture import draw
 
     def save(page: str, step: "TracedStep", most_mib: float, most_ms: float) -> None:
         draw(step, most_mib, most_ms).savefig(pages / PICTURE.format(choice=page), dpi=DPI)

@@ -24,12 +24,12 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 from rich.console import Console
 
-from gpu_check import facts, proofs, speed
-from gpu_check.page import gist, page
-from gpu_check.parts import FAIL, SKIPPED, Broken, Machine, Part, Verdict
-from training.cli import OneLineParser, at_least
-from training.errors import UserError
-from training.process.environment import has_gpu
+from ddp_lab.gpu_check import facts, proofs, speed
+from ddp_lab.gpu_check.page import gist, page
+from ddp_lab.gpu_check.parts import FAIL, SKIPPED, Broken, Machine, Part, Verdict
+from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.process.environment import has_gpu
 
 PARTS = [
     Part("environment", facts.environment),

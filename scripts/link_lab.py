@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.link_lab import control
 from benchmarks.link_lab.run import run_at, sweep
-from training.cli import OneLineParser, rate
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.cli import OneLineParser, rate
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 MOST_NODES = 100
 SMALLEST_MTU, LARGEST_MTU = 1280, 65535

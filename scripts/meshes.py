@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from training.config import ASYNC, LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
-from training.errors import UserError
-from training.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.config import ASYNC, LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 
 MOST_TENSOR = 4
 """Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
 
 
 def mesh_labels(ranks: int) -> list[str]:
-    """Labels of the runs on so many ranks (`training.config.RunConfig.label`).
+    """Labels of the runs on so many ranks (`ddp_lab.runtime.config.RunConfig.label`).
 
     Raises:
         UserError: that is no mesh.

@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.flags import COMMANDS
-from training.cli import OneLineParser, unknown_name
-from training.errors import UserError
-from training.process.environment import prepare_process
+from ddp_lab.planner.flags import COMMANDS
+from ddp_lab.runtime.cli import OneLineParser, unknown_name
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.process.environment import prepare_process
 
 DEFAULT = "plan"
 WIDTH = 240

@@ -10,12 +10,12 @@ from pathlib import Path
 import ddp
 import sharding
 import tensor_parallel
+from ddp_lab.runtime.config import LEGACY_NCCL, RunConfig, labelled, split_label
+from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.strategy.registry import Registry
 from scripts.meshes import mesh_flags, mesh_labels, mesh_setting
-from training.config import LEGACY_NCCL, RunConfig, labelled, split_label
-from training.errors import UnsupportedError, UserError
-from training.flags import parse_config
-from training.mesh import Mesh
-from training.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Runs:
 
     def labels(self) -> list[str]:
         """Labels of all runs: those of `names`, and where torch has two NCCL classes, runs over the older one."""
-        from training.distributed import has_two_nccl_classes  # imports torch
+        from ddp_lab.runtime.distributed import has_two_nccl_classes  # imports torch
 
         registry = self.family.registry
         labels = [self.config(name).label for name in self.names()]
@@ -143,8 +143,8 @@ class Runs:
         Raises:
             UserError: the folder cannot be read.
         """
-        from training.checkpoint.manifest import checkpoints_in
-        from training.checkpoint.origin import checkpoint_folder
+        from ddp_lab.runtime.checkpoint.manifest import checkpoints_in
+        from ddp_lab.runtime.checkpoint.origin import checkpoint_folder
 
         config = self.config(label)
         return config.checkpoint_every is not None and bool(checkpoints_in(checkpoint_folder(config)))
@@ -155,7 +155,7 @@ def train(label: str, ranks: int, arguments: list[str]) -> bool:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from training.process.loopback import torchrun_on_loopback
+    from ddp_lab.runtime.process.loopback import torchrun_on_loopback
 
     logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:

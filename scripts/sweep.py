@@ -16,15 +16,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis.errors import TraceError
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.runtime.cli import OneLineParser, exit_with_error
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import with_config_file
+from ddp_lab.runtime.link.speed import NONE
+from ddp_lab.runtime.process.environment import quiet_libraries
+from ddp_lab.runtime.process.under_nsys import find_nsys
 from scripts.runs import FAMILIES, Runs, train
 from scripts.sweep_state import SweepState
-from training.cli import OneLineParser, exit_with_error
-from training.errors import UserError
-from training.flags import with_config_file
-from training.link.speed import NONE
-from training.process.environment import quiet_libraries
-from training.process.under_nsys import find_nsys
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
@@ -110,7 +110,7 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     if config.nsys:
         find_nsys()
     if config.max_steps is not None and config.profile_steps() > config.max_steps:
-        from training.profiling.profiler import require_window_fits  # imports torch
+        from ddp_lab.runtime.profiling.profiler import require_window_fits  # imports torch
 
         require_window_fits(config, config.max_steps, settling_steps=0)
     checkpoint_dir = options.checkpoint_dir and str(options.checkpoint_dir)
@@ -166,7 +166,7 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
     """
     started = time.monotonic()
     state.write()
-    from analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
+    from ddp_lab.analysis.comparison.choices import report_on_choices  # takes seconds, too long for a mistake in a flag
 
     family, output_dir = runs.family, runs.output_dir
     succeeded, failed = list(state.finished), []

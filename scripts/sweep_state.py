@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
 
 
 class SweepState:
@@ -46,7 +46,7 @@ class SweepState:
         Raises:
             UserError: it cannot be written.
         """
-        from training.records.record import write_text  # imports torch
+        from ddp_lab.runtime.records.record import write_text  # imports torch
 
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 Reading order: zero1, zero2, zero3 (docs/how-it-works/README.md names the files that each one needs).
 """
 
-from training.registry import Registry
+from ddp_lab.strategy.registry import Registry
 
 REGISTRY = Registry(
     {

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from training.blocks import find_blocks, uses_of_parameters
-from training.replicated import bytes_of
+from ddp_lab.strategy.blocks import find_blocks, uses_of_parameters
+from ddp_lab.strategy.replicated import bytes_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.errors import UnsupportedError
+from ddp_lab.runtime.errors import UnsupportedError
 
 
 def require_elementwise(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from sharding.collectives import all_gather
 from sharding.host_memory import Offload
 from sharding.placement import Placement
 from sharding.replicas import ShardRanks
-from training.errors import UnsupportedError
 
 ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
 
 
 class Offload(NamedTuple):

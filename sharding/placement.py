@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.precision import DTYPES
 from sharding.host_memory import Offload
-from training.config import StrategyOptions
-from training.precision import DTYPES
-from training.profiling.memory import ModelSize
 
 
 class Placement(NamedTuple):

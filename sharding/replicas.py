@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.runtime.mesh import REPLICATE
+from ddp_lab.strategy.communication.traffic import Collective
 from sharding.collectives import Pending, is_gloo
-from training.communication.traffic import Collective
-from training.mesh import REPLICATE
 
 
 class ShardRanks:

@@ -7,6 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import Piece
+from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.collectives import all_gather
 from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
@@ -15,14 +23,6 @@ from sharding.offload import HostUpdate
 from sharding.placement import Placement, cast_inputs
 from sharding.replicas import ShardRanks
 from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
-from training.blocks import find_blocks
-from training.checkpoint.ranges import Piece
-from training.communication.consistency import require_matching_state, shapes_of
-from training.errors import OneRankError, UnsupportedError
-from training.optimizers import MakeOptimizer
-from training.profiling.memory import ModelSize
-from training.replicated import broadcast_from_rank0
-from training.strategy import Strategy
 
 
 class ShardedStrategy(Strategy):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.early_updates import only
+from ddp_lab.runtime.errors import UnsupportedError
 from sharding.flat import FlatParameters
-from training.errors import UnsupportedError
 
 CUT_BITS = 16
 """Of an fp32 pattern; what is above them is the pattern of a bf16 value."""

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
 from ddp.fixed_order import FixedOrder
+from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
 from sharding.arrivals import Arrivals
 from sharding.blocks import around_units, plan_units
 from sharding.collectives import all_gather, expected_all_gathers, expected_reduce_scatters, side_group
 from sharding.flat import FlatParameters
 from sharding.gradient_buckets import GradientBucket
 from sharding.sharded import ShardedStrategy
-from training.blocks import find_blocks
-from training.communication.traffic import Collective
-from training.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
 
 IN_FLIGHT = 2
 """Buckets that are reduced while one fills, where a rank waits for them in backward. With a single one, the link and

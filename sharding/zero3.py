@@ -37,6 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp.buckets import DEFAULT_CAP_MB
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.tensors import tensors_in
+from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from sharding.blocks import around_units, plan_units
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters
 from sharding.gradient_buckets import ShardedGradientBucket
@@ -45,12 +51,6 @@ from sharding.units.embeddings import Embeddings, find_embeddings
 from sharding.units.execution_order import ExecutionOrder
 from sharding.units.schedule import Schedule
 from sharding.units.unit import ShardedParameters, Unit, storage_of
-from training.blocks import find_blocks
-from training.communication.traffic import Collective
-from training.errors import OneRankError, UnsupportedError
-from training.replicated import broadcast_from_rank0, buffer_broadcasts
-from training.tensors import tensors_in
-from training.watch.gradient_watch import refuse_graph_of_backward
 
 
 class Zero3(ShardedStrategy):

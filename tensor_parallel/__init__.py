@@ -3,7 +3,7 @@
 Reading order: operators, layers, cross_entropy, sequence, plan, parallelize.
 """
 
-from training.registry import Registry
+from ddp_lab.strategy.registry import Registry
 
 REGISTRY = Registry(
     {

@@ -6,8 +6,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from training.errors import UnsupportedError
-from training.model_parallel import Cut
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.model_parallel import Cut
 
 
 def cut_evenly(

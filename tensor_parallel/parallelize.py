@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.packing import IGNORED
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import MeshGroups
+from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts, is_transposed, weight_of
 from tensor_parallel.layers import RowParallel, VocabularyParallelEmbedding, WholeVocabulary
@@ -35,11 +40,6 @@ from tensor_parallel.plan import (
 )
 from tensor_parallel.region import Ranks, with_first
 from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
-from training.config import RunConfig
-from training.data.packing import IGNORED
-from training.errors import UnsupportedError
-from training.mesh import MeshGroups
-from training.model_parallel import Cut, ModelParallel
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:

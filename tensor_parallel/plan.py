@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from training.errors import UnsupportedError, UserError
+from ddp_lab.runtime.errors import UnsupportedError, UserError
 
 
 @dataclass(frozen=True)

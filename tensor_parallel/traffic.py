@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.precision import DTYPES
+from ddp_lab.strategy.recompute.setting import Recomputation
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks
 from tensor_parallel.sequence import padded
-from training.blocks import find_blocks
-from training.communication.traffic import Collective
-from training.precision import DTYPES
-from training.recompute.setting import Recomputation
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.link_fit import WATCHED_STEPS
+from ddp_lab.runtime.checkpoint.manifest import checkpoints_in, folder_name
+from ddp_lab.runtime.checkpoint.session import Checkpoints
+from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
+from ddp_lab.runtime.run import seed_everything
+from ddp_lab.runtime.schedule import learning_rates
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
-from training.checkpoint.manifest import checkpoints_in, folder_name
-from training.checkpoint.session import Checkpoints
-from training.config import AUTO, RunConfig
-from training.distributed import Ranks
-from training.errors import UserError
-from training.loop import Plan, TrainingResult, Unwatched, train
-from training.run import seed_everything
-from training.schedule import learning_rates
-from training.step import StepData
-from training.strategy import Strategy
 
 SAMPLES = 24
 """In a global batch. They divide among 1 to 4 ranks with two micro-batches each."""

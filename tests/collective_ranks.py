@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks import collectives
 from benchmarks.collective import loop, operations
-from training.distributed import Ranks
+from ddp_lab.runtime.distributed import Ranks
 
 CPU = torch.device("cpu")
 

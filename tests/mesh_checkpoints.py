@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
+from ddp_lab.runtime.checkpoint.state import COUNT
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import TENSOR, Mesh, mesh_groups
+from ddp_lab.strategy.interface import Strategy
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.models import build, make_batch
-from training.checkpoint.state import COUNT
-from training.errors import UserError
-from training.mesh import TENSOR, Mesh, mesh_groups
-from training.strategy import Strategy
 
 STEPS = 2
 """Of each leg of a relay."""

@@ -16,13 +16,13 @@ from torch import Tensor
 
 import ddp
 import sharding
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.precision import DTYPES, autocast
+from ddp_lab.strategy.registry import Registry
 from tests.models import BRANCHES, build, make_batch
 from tests.ranks import RankPool
-from training.config import StrategyOptions
-from training.errors import UnsupportedError
-from training.precision import DTYPES, autocast
-from training.registry import Registry
-from training.strategy import Strategy
 
 Split = Sequence[Sequence[int]]
 OPTIMIZERS = {

@@ -2,11 +2,11 @@
 
 from unittest import mock
 
-from planner import models
-from planner.contracts import Costs, MemoryCurve, Simulated, Span
-from planner.costs import hardware
-from planner.plan import Case, Outcome, Plan
-from training.config import RunConfig
+from ddp_lab.planner import models
+from ddp_lab.planner.contracts import Costs, MemoryCurve, Simulated, Span
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.plan import Case, Outcome, Plan
+from ddp_lab.runtime.config import RunConfig
 
 GIB = 2**30
 

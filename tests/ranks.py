@@ -17,14 +17,14 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from training.process.environment import schedule_as_batch
+from ddp_lab.runtime.process.environment import schedule_as_batch
 
 JOB_TIMEOUT_S = 120.0
 FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
     [
         "tests.parity",
-        "training.run",
+        "ddp_lab.runtime.run",
         "torch._dynamo",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
@@ -110,7 +110,7 @@ def forget_strategies() -> None:
     """
     from torch import nn
 
-    from planner.simulation.simulate import forget_hooks
+    from ddp_lab.planner.simulation.simulate import forget_hooks
 
     gc.collect()
     forget_hooks([found for found in gc.get_objects() if type(found) is nn.Parameter])

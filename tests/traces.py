@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysis.traces.reading import RankTrace, parse_trace
-from analysis.traces.timeline import RankTimeline, build_timeline
-from training.config import RECORD_VERSION
+from ddp_lab.analysis.traces.reading import RankTrace, parse_trace
+from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+from ddp_lab.runtime.config import RECORD_VERSION
 
 
 def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:

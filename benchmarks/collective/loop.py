@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.collective.operations import DTYPES, OPERATIONS, Call
 from benchmarks.collective.sizes import Measured, available_memory, size_text
-from training.distributed import Ranks
-from training.errors import OneRankError
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import OneRankError
 
 if TYPE_CHECKING:
     from benchmarks.collective.results import Results

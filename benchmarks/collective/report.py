@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
-from analysis.errors import TraceError
-from analysis.files import write_csv
-from analysis.report.pages.collectives import Measurements, write_collectives_page
 from benchmarks.collective.rows import OF_ONE_MODEL, busbw_over_algbw, fit_models, model_text
-from training.communication.link_model import LinkModel, Piece
+from ddp_lab.analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.files import write_csv
+from ddp_lab.analysis.report.pages.collectives import Measurements, write_collectives_page
+from ddp_lab.runtime.link.link_model import LinkModel, Piece
 
 CURVE_POINTS = 200
 

@@ -9,14 +9,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from analysis.benchmark_columns import RESULT_COLUMNS
-from analysis.errors import TraceError
-from analysis.files import write_csv
 from benchmarks.collective.rows import fit_models, link_rate, make_row, model_text
 from benchmarks.collective.sizes import Measured
-from training.distributed import Ranks
-from training.errors import UserError
-from training.records.record import device_name, package_versions, write_json
+from ddp_lab.analysis.benchmark_columns import RESULT_COLUMNS
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.files import write_csv
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.records.record import device_name, package_versions, write_json
 
 SCHEMA_VERSION = 1
 SHOWN = {

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.metrics.exposure import bus_factor
 from benchmarks.collective.sizes import Measured, size_text
-from training.communication.link_model import LinkModel, held_out_error
-from training.distributed import Ranks
+from ddp_lab.analysis.metrics.exposure import bus_factor
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.link.link_model import LinkModel, held_out_error
 
 OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
 """Measurements with the same values in these columns share one model."""
 
 
 def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
-    """A row of `analysis.benchmark_columns.RESULT_COLUMNS`; None where a column does not apply."""
+    """A row of `ddp_lab.analysis.benchmark_columns.RESULT_COLUMNS`; None where a column does not apply."""
     micro = np.asarray(measured.seconds) * 1e6
     low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
     mean = float(micro.mean())

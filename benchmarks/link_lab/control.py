@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from benchmarks.link_lab import shaping
 from benchmarks.link_lab.state import Lab, Node, all_labs, choose, locked
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 
 def change(action: str, number: int | None, node: int | None, rate: Rate | None = None) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.link_lab.failures import why_failed
 from benchmarks.link_lab.shaping import unreachable
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORT = 29500

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from benchmarks.link_lab.shaping import RefusedError, require_tools, run_tool, shape
 from benchmarks.link_lab.state import INTERFACE, Lab, all_labs, locked, plan
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 CONGESTION_CONTROL = "reno"
 """Of TCP on all nodes; every kernel has it. A host's default may be BBR, with which steps of small messages stop for

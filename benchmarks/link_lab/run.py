@@ -12,8 +12,8 @@ from benchmarks.link_lab.counters import COLUMNS, read_counters, write_sample
 from benchmarks.link_lab.launch import run_job
 from benchmarks.link_lab.namespaces import lab_network
 from benchmarks.link_lab.state import Lab
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 OUTPUT_FLAG = "--output-dir"
 TABLE_FLAG = "--csv"
@@ -25,8 +25,8 @@ def sweep(options: Namespace) -> int:
     Raises:
         UserError: the folder cannot be made, or the command names a place for its results itself.
     """
-    from analysis.errors import TraceError
-    from analysis.report.pages.link_rates import write_link_page  # takes seconds to import
+    from ddp_lab.analysis.errors import TraceError
+    from ddp_lab.analysis.report.pages.link_rates import write_link_page  # takes seconds to import
 
     rates, command, output_dir = options.rate, options.command, options.output_dir
     flag = TABLE_FLAG if Path(command[0]).name == "strategies.py" else OUTPUT_FLAG

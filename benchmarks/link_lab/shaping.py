@@ -14,8 +14,8 @@ import subprocess
 from collections.abc import Sequence
 
 from benchmarks.link_lab.state import INTERFACE, Lab, Node
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 BUCKET_S = 0.002
 LEAST_BUCKET_BYTES = 72 * 1024

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from training.communication.rates import Rate
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 
 FOLDER = Path("/run/ddp-link-lab")
 PREFIX = "ddp-lab"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from planner.plan_command import write
+from ddp_lab.planner.plan_command import write
 
 COLUMNS = ("setting", "choice", "what", "unit", "predicted", "measured")
 APART_PCT = 5.0

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predictions.held import Held, finish
-from planner.choices import choices
-from planner.contracts import CollectiveCosts, Costs, OperatorCosts, Setting
-from planner.costs import hardware, record
-from planner.costs.links import FittedCosts, LinkCosts
-from planner.runs import first_micro_batches, module_maker
-from planner.simulation.simulate import simulate
-from training.cli import unknown_name
-from training.communication.link_model import LinkModel, Piece
-from training.config import RunConfig
-from training.errors import UserError
+from ddp_lab.planner.choices import choices
+from ddp_lab.planner.contracts import CollectiveCosts, Costs, OperatorCosts, Setting
+from ddp_lab.planner.costs import hardware, record
+from ddp_lab.planner.costs.links import FittedCosts, LinkCosts
+from ddp_lab.planner.runs import first_micro_batches, module_maker
+from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.runtime.cli import unknown_name
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.link_model import LinkModel, Piece
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from training.process.environment import prepare_process
+from ddp_lab.runtime.process.environment import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -27,16 +27,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.predictions.machine import longest_rank
-from planner.costs.timing import TrainingStep, measure
-from planner.simulation.meshed import load
-from training.config import RunConfig
-from training.data.workloads import build_workload
-from training.distributed import Ranks, joined_ranks
-from training.loop import Unwatched, train
-from training.profiling.memory import ModelSize
-from training.profiling.memory_timeline import record_step_memory
-from training.records.record import gather_memory
-from training.run import batches_of_steps, build_strategy, seed_everything, silence_libraries
+from ddp_lab.planner.costs.timing import TrainingStep, measure
+from ddp_lab.planner.simulation.meshed import load
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.workloads import build_workload
+from ddp_lab.runtime.distributed import Ranks, joined_ranks
+from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.runtime.records.record import gather_memory
+from ddp_lab.runtime.run import batches_of_steps, build_strategy, seed_everything, silence_libraries
 
 
 def main() -> None:

@@ -20,13 +20,13 @@ from itertools import pairwise
 import torch
 
 from benchmarks.predictions.held import Held, finish
-from planner.contracts import CollectiveCost, Costs, Setting, Simulated
-from planner.costs import hardware
-from planner.costs.cluster import Cluster, Device, Link
-from planner.runs import module_maker
-from planner.simulation.simulate import simulate
-from training.communication.link_model import LinkModel, Piece
-from training.config import AUTO, RunConfig
+from ddp_lab.planner.contracts import CollectiveCost, Costs, Setting, Simulated
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.cluster import Cluster, Device, Link
+from ddp_lab.planner.runs import module_maker
+from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.link.link_model import LinkModel, Piece
 
 MB = 2**20
 COMPUTE_S = (1406.7 - 498.0) / 1e3

@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from safetensors.numpy import load_file
 
 from benchmarks.slurm_cluster import GPUS, Cluster, slurm_cluster, wait_for, why_no_cluster
-from training.cli import OneLineParser
-from training.errors import UserError
+from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.runtime.errors import UserError
 
 SKIPPED = 77
 LIMIT_S = 150.0

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from ddp_lab.runtime.errors import OneRankError
+from ddp_lab.strategy.blocks import uses_of_parameters
 from sharding.blocks import UnitPlan
 from sharding.collectives import references
 from sharding.placement import Placement
 from sharding.replicas import ShardRanks
 from sharding.units.unit import Unit
-from training.blocks import uses_of_parameters
-from training.errors import OneRankError
 
 RELEASE_S = 0.1
 """Seconds within which a backend's thread drops a tensor that it has finished with."""

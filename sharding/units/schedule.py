@@ -15,10 +15,10 @@ A rank that skips a unit issues the unit's actions all the same, when it comes t
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ddp_lab.runtime.errors import OneRankError
 from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.units.execution_order import AgreedOrder
 from sharding.units.unit import Unit
-from training.errors import OneRankError
 
 IN_FLIGHT = 2
 """Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from sharding.collectives import Pending, all_gather
 from sharding.flat import FlatParameters, group_by_kind
 from sharding.gradient_buckets import ShardedGradientBucket
 from sharding.placement import Placement
 from sharding.replicas import ShardRanks
 from sharding.units.low_precision import LowPrecisionWeights
-from training.errors import UnsupportedError
 
 
 class ShardedParameters(FlatParameters):

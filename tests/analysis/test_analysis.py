@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS, kinds_run
-from analysis.command import main, report_folder
-from analysis.comparison.changes import Run, changes
-from analysis.comparison.compare import comparison, keep
-from analysis.errors import TraceError
-from analysis.metrics.memory import memory_row, memory_timeline
-from analysis.report.figures.memory import memory_figure, memory_timeline_figure
-from analysis.report.figures.tradeoff import tradeoff_figure
-from analysis.report.figures.traffic import traffic_figure
-from analysis.report.pages.compare import Compared, write_comparison
-from analysis.report.pages.summary import kernel_times, write_summary
-from analysis.summary import analyse_window
-from analysis.traces import intervals
-from analysis.traces.collectives import KINDS, gloo_collectives
-from analysis.traces.finding import find_windows
+from ddp_lab.analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS, kinds_run
+from ddp_lab.analysis.command import main, report_folder
+from ddp_lab.analysis.comparison.changes import Run, changes
+from ddp_lab.analysis.comparison.compare import comparison, keep
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.metrics.memory import memory_row, memory_timeline
+from ddp_lab.analysis.report.figures.memory import memory_figure, memory_timeline_figure
+from ddp_lab.analysis.report.figures.tradeoff import tradeoff_figure
+from ddp_lab.analysis.report.figures.traffic import traffic_figure
+from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
+from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces import intervals
+from ddp_lab.analysis.traces.collectives import KINDS, gloo_collectives
+from ddp_lab.analysis.traces.finding import find_windows
 from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"

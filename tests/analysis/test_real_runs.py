@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import sharding
-from analysis.errors import TraceError
-from analysis.metrics.audit import calls_by_step
-from analysis.report.pages.summary import write_summary
-from analysis.summary import analyse_window
-from analysis.traces.finding import find_windows
-from analysis.traces.matching import KEY
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.simple_ddp_ga import SimpleDDPAccumulated
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.metrics.audit import calls_by_step
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.traces.matching import KEY
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.run import train_and_record
 from tests import raw
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.distributed import Ranks
-from training.run import train_and_record
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_samples": 8, "profile_wait": 1}
 

@@ -19,19 +19,19 @@ import pandas as pd
 import pytest
 import torch
 
-from analysis.benchmark_columns import RESULT_COLUMNS
-from analysis.errors import TraceError
-from analysis.report.pages.collectives import pairs_figure, sizes_figure
 from benchmarks import collectives
 from benchmarks.collective import operations
 from benchmarks.collective.loop import Bench
 from benchmarks.collective.report import CURVE_POINTS, curves, report
 from benchmarks.collective.rows import fit_models, make_row, model_text
 from benchmarks.collective.sizes import Measured, parse_size, size_range, size_text
+from ddp_lab.analysis.benchmark_columns import RESULT_COLUMNS
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.report.pages.collectives import pairs_figure, sizes_figure
+from ddp_lab.runtime.distributed import Ranks
 from scripts import bench_collectives as script
 from tests import collective_ranks as planted
 from tests.ranks import RankPool
-from training.distributed import Ranks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120

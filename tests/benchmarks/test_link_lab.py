@@ -14,14 +14,14 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from analysis.comparison.link_rates import RATE_COLUMNS
 from benchmarks.link_lab import control, failures, shaping, state
 from benchmarks.link_lab.counters import COLUMNS, read_counters
 from benchmarks.link_lab.namespaces import ip, lab_network, pids_in
 from benchmarks.link_lab.state import Lab
+from ddp_lab.analysis.comparison.link_rates import RATE_COLUMNS
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 from scripts import link_lab as script
-from training.communication.rates import Rate
-from training.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "command-line.md").read_text().partition("## `scripts/link_lab.py`")[2].split("\n## ")[0]
@@ -135,7 +135,7 @@ import subprocess, sys, time
 from pathlib import Path
 from benchmarks.link_lab import state
 from benchmarks.link_lab.namespaces import lab_network
-from training.communication.rates import Rate
+from ddp_lab.runtime.link.rates import Rate
 state.FOLDER, state.PREFIX = Path(sys.argv[1]), sys.argv[2]
 with lab_network([Rate(10**9)] * 2, 9000, None, ["x.py"]) as lab:
     subprocess.Popen(["ip", "netns", "exec", lab.nodes[1].namespace, "sleep", "300"])

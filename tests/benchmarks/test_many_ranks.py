@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.summary import analyse_window
-from analysis.traces.finding import find_windows
 from benchmarks.many_ranks import main, report, write_ranks
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import find_windows
 
 LARGEST_PAGE_BYTES = 6_000_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import publish, publish_blocks
 from benchmarks.publish_blocks import out_of_step, render, table
-from training.errors import UserError
+from ddp_lab.runtime.errors import UserError
 
 ENTRY = {"commands": ["python x.py"], "machine": "m", "date": "2026-11-24", "commit": "c", "seconds": 60}
 MEMORY = {**ENTRY, "rows": [{"choice": "zero3", "ranks": 2, "at rest, MiB": 1024.5, "peak, MiB": 2048.0}]}

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from benchmarks.groups import Groups
 from benchmarks.strategies import MIB, measure, parse, show, two_causes
 from benchmarks.variants import parse_variant
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.distributed import Ranks
-from training.errors import UserError
 
 CPU = torch.device("cpu")
 FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]

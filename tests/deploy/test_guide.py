@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from doctor.rulebook import all_rules
+from ddp_lab.doctor.rulebook import all_rules
 
 DOCS = Path(__file__).parents[2] / "docs"
 RULES = {rule.name: rule for rule in all_rules()}

@@ -11,8 +11,8 @@ import yaml
 from torch.distributed.run import config_from_args, parse_args
 
 import ddp
-from training.config import RunConfig
-from training.flags import parse_config
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.flags import parse_config
 
 ROOT = Path(__file__).parents[2]
 JOB = yaml.safe_load((ROOT / "deploy" / "pytorchjob.yaml").read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from doctor.report import cut
+from ddp_lab.doctor.report import cut
 from scripts import doctor as script
 from tests.in_process import run_in_process
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from doctor.complaints import Complaint, unexplained
-from doctor.diagnosis import diagnose
-from doctor.facts import Facts
-from doctor.reading.inputs import read_inputs
-from doctor.reading.texts import to_text
+from ddp_lab.doctor.complaints import Complaint, unexplained
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.reading.inputs import read_inputs
+from ddp_lab.doctor.reading.texts import to_text
 from scripts import doctor as script
 from tests.in_process import run_in_process
 

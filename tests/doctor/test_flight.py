@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor.comparison import compare
-from doctor.reading.flight_recorder import is_dump, read_dump
-from doctor.reading.inputs import read_inputs
-from doctor.reading.texts import InputError
+from ddp_lab.doctor.comparison import compare
+from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
+from ddp_lab.doctor.reading.inputs import read_inputs
+from ddp_lab.doctor.reading.texts import InputError
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 

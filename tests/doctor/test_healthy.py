@@ -2,9 +2,9 @@
 
 import pytest
 
-from doctor.diagnosis import diagnose
-from doctor.facts import Facts
-from doctor.reading.texts import to_text
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.reading.texts import to_text
 
 STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(60)]
 INFO = "n1:{pid}:{pid} [0] NCCL INFO {said}"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor.diagnosis import diagnose
-from doctor.reading import content
-from doctor.reading.inputs import Inputs, read_inputs, take
-from doctor.reading.texts import LONGEST_LINE, OVERLAP, to_text
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.reading import content
+from ddp_lab.doctor.reading.inputs import Inputs, read_inputs, take
+from ddp_lab.doctor.reading.texts import LONGEST_LINE, OVERLAP, to_text
 
 LINE = "n1:11:12 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes"
 LOG = f"step 1\n{LINE}\nstep 2\n"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from doctor.reading.complaints import _PATTERNS
-from doctor.reading.literals import Shapes, demanded
-from doctor.reading.texts import to_text
-from doctor.rulebook import all_rules, compiled
+from ddp_lab.doctor.reading.complaints import _PATTERNS
+from ddp_lab.doctor.reading.literals import Shapes, demanded
+from ddp_lab.doctor.reading.texts import to_text
+from ddp_lab.doctor.rulebook import all_rules, compiled
 from tests.doctor.test_look_alikes import logs
 
 OF_RULES = [pattern for rule in all_rules() for pattern in compiled((*rule.patterns, *rule.unless, *rule.explains))]

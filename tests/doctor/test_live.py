@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from doctor.diagnosis import diagnose
-from doctor.facts import Facts
-from doctor.live.machine import examine
-from doctor.live.measure import MeasureError, _collect
-from doctor.live.results import Pair, flag_slow_pairs
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.live.machine import examine
+from ddp_lab.doctor.live.measure import MeasureError, _collect
+from ddp_lab.doctor.live.results import Pair, flag_slow_pairs
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from doctor.diagnosis import diagnose
-from doctor.facts import Facts
-from doctor.reading.texts import to_text
-from doctor.rulebook import all_rules
+from ddp_lab.doctor.diagnosis import diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.reading.texts import to_text
+from ddp_lab.doctor.rulebook import all_rules
 
 CASES = Path(__file__).parents[1] / "data" / "doctor" / "cases"
 MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together"}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from doctor.reading.inputs import read_inputs
-from doctor.reading.nccl_log import Process, differences, read_processes
-from doctor.reading.texts import to_text
+from ddp_lab.doctor.reading.inputs import read_inputs
+from ddp_lab.doctor.reading.nccl_log import Process, differences, read_processes
+from ddp_lab.doctor.reading.texts import to_text
 
 CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.doctor_reports import BEGIN, END, HALVES, PAGE, Report, block, judge, judged, read
-from doctor.rulebook import all_rules
+from ddp_lab.doctor.rulebook import all_rules
 
 
 def test_the_page_is_what_the_doctor_says() -> None:

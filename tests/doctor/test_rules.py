@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from doctor.diagnosis import Finding, advice, diagnose
-from doctor.facts import Facts
-from doctor.live.machine import Machine
-from doctor.predicates import PREDICATES, failures, local, network
-from doctor.reading import complaints as reading_complaints
-from doctor.reading import nccl_log, watchdog
-from doctor.reading.inputs import read_inputs
-from doctor.reading.texts import LONGEST_LINE, to_text
-from doctor.rulebook import all_rules, compiled, rules_as_markdown
+from ddp_lab.doctor.diagnosis import Finding, advice, diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.live.machine import Machine
+from ddp_lab.doctor.predicates import PREDICATES, failures, local, network
+from ddp_lab.doctor.reading import complaints as reading_complaints
+from ddp_lab.doctor.reading import nccl_log, watchdog
+from ddp_lab.doctor.reading.inputs import read_inputs
+from ddp_lab.doctor.reading.texts import LONGEST_LINE, to_text
+from ddp_lab.doctor.rulebook import all_rules, compiled, rules_as_markdown
 from scripts import doctor as script
 from tests.doctor.test_look_alikes import logs
 from tests.in_process import run_in_process

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doctor.reading.inputs import read_inputs
-from doctor.reading.texts import InputError, to_text
-from doctor.reading.topology import Topology, find_topologies
+from ddp_lab.doctor.reading.inputs import read_inputs
+from ddp_lab.doctor.reading.texts import InputError, to_text
+from ddp_lab.doctor.reading.topology import Topology, find_topologies
 
 LINKS = ["NV1", "NV4", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]
 NIC_NAMES = ["mlx5_0", "mlx5_1", "mlx5_bond_0", "ibp12s0", "bnxt_re0", "rdmap16s27", "mlx4_0"]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from doctor.diagnosis import Finding, diagnose
-from doctor.facts import Facts
-from doctor.reading.texts import to_text
-from doctor.reading.watchdog import Timeout
+from ddp_lab.doctor.diagnosis import Finding, diagnose
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.reading.texts import to_text
+from ddp_lab.doctor.reading.watchdog import Timeout
 
 FILE = "ProcessGroupNCCL.cpp:632"
 

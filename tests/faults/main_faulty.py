@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import ddp
 import sharding
 import tensor_parallel
-from training.flags import train_from_command_line
-from training.registry import Registry
+from ddp_lab.runtime.flags import train_from_command_line
+from ddp_lab.strategy.registry import Registry
 
 HOOK_ID = 4_711
 
@@ -223,7 +223,7 @@ def with_fault(real: type, plan: Plan) -> type:
 
     Faulty.__name__ = real.__name__
     if plan.at == "trace":
-        from training.profiling import profiler as profiling
+        from ddp_lab.runtime.profiling import profiler as profiling
 
         plain = profiling.write_trace
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from training.checkpoint.saver import LOCK
-from training.mesh import Mesh
+from ddp_lab.runtime.checkpoint.saver import LOCK
+from ddp_lab.runtime.mesh import Mesh
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = "tests/faults/main_faulty.py"

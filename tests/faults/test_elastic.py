@@ -16,8 +16,8 @@ import pytest
 from tests.faults.scenarios import MARK, ROOT, processes_of
 from tests.faults.test_faults import wait_for
 from tests.ranks import RankPool
-from tests.training.checkpoint.test_runs import records
-from tests.training.test_run import run_here
+from tests.runtime.checkpoint.test_runs import records
+from tests.runtime.test_run import run_here
 
 STRAIGHT = {"choice": "flat_ddp", "workload": "mlp", "depth": 8, "width": 256, "train_samples": 800, "eval_samples": 4}
 FLAGS = ["--ddp-choice", "zero2", "--workload", "mlp", "--depth", "8", "--width", "256", "--train-samples", "800"]

@@ -22,7 +22,7 @@ from tests.faults.scenarios import (
     processes_of,
     run_scenario,
 )
-from tests.training.test_run import record_of
+from tests.runtime.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
 SAMPLED = ["stopped (SIGSTOP)", "another order", "out of memory"]

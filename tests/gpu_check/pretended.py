@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_check.parts import Machine
+from ddp_lab.gpu_check.parts import Machine
 
 
 class Pretended(Machine):

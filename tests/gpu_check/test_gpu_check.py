@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from gpu_check.page import page
-from gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
+from ddp_lab.gpu_check.page import page
+from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
 from scripts import gpu_check as script
 from tests.in_process import run_in_process
 

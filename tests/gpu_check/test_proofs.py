@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from gpu_check import proofs, ranks
-from gpu_check.host_waits import COUNTED, SAYS, HostWaits
-from gpu_check.parts import FAIL, PASS
-from planner import runs
+from ddp_lab.gpu_check import proofs, ranks
+from ddp_lab.gpu_check.host_waits import COUNTED, SAYS, HostWaits
+from ddp_lab.gpu_check.parts import FAIL, PASS
+from ddp_lab.planner import runs
+from ddp_lab.runtime.data import copies
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.strategy.step import StepData
 from tests.gpu_check.pretended import Pretended
 from tests.in_process import run_in_process
-from training.data import copies
-from training.distributed import Ranks
-from training.step import StepData
 
 ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 
@@ -116,7 +116,7 @@ def test_ranks_read_no_masks_and_round_to_fp32(
         seen = json.loads(run_in_process(ranks, "look").stdout)  # type: ignore[arg-type]
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert seen == {"masks": "training.data.masks", "precision": "highest"}
+    assert seen == {"masks": "ddp_lab.runtime.data.masks", "precision": "highest"}
 
 
 def test_any_error_of_a_choice_stops_no_other() -> None:

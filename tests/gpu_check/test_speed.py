@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import ddp
-from analysis.metrics.audit import audit
-from gpu_check import proofs, speed
-from gpu_check.parts import FAIL, MEASURED, PASS
+from ddp_lab.analysis.metrics.audit import audit
+from ddp_lab.gpu_check import proofs, speed
+from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.run import planned_steps
 from tests.gpu_check.pretended import Pretended
 from tests.traces import cuda_trace, record_of_eight_steps, timeline_of
-from training.flags import parse_config
-from training.run import planned_steps
 
 
 @pytest.mark.parametrize("size", range(1, 9))

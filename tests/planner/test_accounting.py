@@ -11,16 +11,16 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from planner import models
-from planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
+from ddp_lab.planner import models
+from ddp_lab.planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
+from ddp_lab.runtime.config import PRECISIONS
+from ddp_lab.runtime.data.masks import without_useless_mask
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes
+from ddp_lab.strategy.precision import autocast
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.ranks import RankPool
-from training.config import PRECISIONS
-from training.data.masks import without_useless_mask
-from training.mesh import Mesh, mesh_groups
-from training.precision import autocast
-from training.profiling.memory import ModelSize, expected_state_bytes
 
 GIB = 2**30
 LARGEST_BUILT = 10e9

@@ -15,11 +15,11 @@ from benchmarks import planner as benchmark
 from benchmarks.predictions import machine, t4
 from benchmarks.predictions.held import Held, finish, frame, wrong_orders
 from benchmarks.predictions.ranks import measure_choice, record_operators
-from planner.costs.hardware import table
+from ddp_lab.planner.costs.hardware import table
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.distributed import Ranks
-from training.errors import UserError
 
 
 def row(choice: str, predicted: float, measured: float, setting: str = "lab") -> Held:

@@ -7,19 +7,19 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from planner import models
-from planner.choices import choices
-from planner.costs import hardware
-from planner.meshes import all_meshes, on_all_meshes
-from planner.savings import Recorded
-from planner.traced_run import TracedRun
-from planner.what_if import WhatIf
+from ddp_lab.planner import models
+from ddp_lab.planner.choices import choices
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.meshes import all_meshes, on_all_meshes
+from ddp_lab.planner.savings import Recorded
+from ddp_lab.planner.traced_run import TracedRun
+from ddp_lab.planner.what_if import WhatIf
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import Mesh
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.plans import case
-from training.config import RunConfig
-from training.errors import UserError
-from training.mesh import Mesh
 
 FOUR = ["--gpus", "4xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner import models
-from training.config import CAUSAL_LM
-from training.data import hub
-from training.data.packing import collate_sequences
-from training.errors import UserError
+from ddp_lab.planner import models
+from ddp_lab.runtime.config import CAUSAL_LM
+from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data.packing import collate_sequences
+from ddp_lab.runtime.errors import UserError
 
 
 def test_names_of_models() -> None:

@@ -12,14 +12,14 @@ import pandas as pd
 import pytest
 
 import sharding
-from planner import models, plan_command
-from planner.choices import choices
-from planner.contracts import Costs
-from planner.costs import hardware
-from planner.costs.sources import RECORD_ERROR, costs_of
-from planner.plan import interval, outcomes, row
-from planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
-from planner.report.recommendation import reasons, recommended
+from ddp_lab.planner import models, plan_command
+from ddp_lab.planner.choices import choices
+from ddp_lab.planner.contracts import Costs
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
+from ddp_lab.planner.plan import interval, outcomes, row
+from ddp_lab.planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
+from ddp_lab.planner.report.recommendation import reasons, recommended
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.plans import GIB, case, made, simulation

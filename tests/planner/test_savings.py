@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 
 from benchmarks.memory_settings import OFFLOADS, PRECISIONS, RECOMPUTED, cells
-from planner.savings import RECORDED, TOGETHER, Recorded
-from planner.simulation.memory import CUDA_BLOCK
-from planner.traced_run import read_recorded
+from ddp_lab.planner.savings import RECORDED, TOGETHER, Recorded
+from ddp_lab.planner.simulation.memory import CUDA_BLOCK
+from ddp_lab.planner.traced_run import read_recorded
+from ddp_lab.runtime.config import RunConfig
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import record_of_eight_steps
-from training.config import RunConfig
 
 RUN_ID = "20261121-093000-0001"
 MEASURED = 123_456

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.traced_run import compute_seconds, fits, read_run, shared_out
-from planner.what_if import WhatIf
+from ddp_lab.planner.traced_run import compute_seconds, fits, read_run, shared_out
+from ddp_lab.planner.what_if import WhatIf
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import cpu_trace, record_of_eight_steps, timeline_of, write_run
-from training.communication.rates import Rate
-from training.errors import UserError
 
 RUN_ID = "20261121-093000-0001"
 BUSY_US = 799

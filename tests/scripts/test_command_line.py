@@ -14,12 +14,12 @@ import pytest
 
 import ddp
 import sharding
+from ddp_lab.runtime.config import split_label
+from ddp_lab.runtime.data.workloads import WORKLOADS
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.process.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
 from tests.in_process import compare_runs
 from tests.traces import record, write, write_run
-from training.config import split_label
-from training.data.workloads import WORKLOADS
-from training.flags import parse_config
-from training.process.environment import OF_GPUS, TUNABLES, has_glibc, scheduling
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -59,8 +59,8 @@ def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
 
 
 def test_every_flag_of_reports_is_documented() -> None:
-    """Those of the entrypoints: `tests/training/test_flags.py`."""
-    from analysis.command import build_parser
+    """Those of the entrypoints: `tests/runtime/test_flags.py`."""
+    from ddp_lab.analysis.command import build_parser
     from scripts import compare_runs
 
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them

@@ -15,13 +15,13 @@ import pytest
 
 import ddp
 import tensor_parallel
-from analysis.errors import TraceError
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.runtime.checkpoint.manifest import folder_name
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.mesh import Mesh
 from scripts import sweep as script
 from scripts.meshes import mesh_flags, mesh_labels, mesh_setting, place
 from scripts.runs import report_root_of
-from training.checkpoint.manifest import folder_name
-from training.flags import parse_config
-from training.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 CHOICES = list(ddp.CHOICES)
@@ -59,7 +59,7 @@ class Sweep:
         with (
             mock.patch.object(sys, "argv", command),
             mock.patch.object(script, "train", started),
-            mock.patch("analysis.comparison.choices.report_on_choices", reported),
+            mock.patch("ddp_lab.analysis.comparison.choices.report_on_choices", reported),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
         ):
@@ -392,7 +392,7 @@ if sys.argv[1] == "is killed" and os.environ["RANK"] == "1":
 if sys.argv[1] == "exits":
     sys.exit(3)
 if sys.argv[1] == "says why":
-    from training.cli import exit_with_error
+    from ddp_lab.runtime.cli import exit_with_error
     exit_with_error("a mistake")
 if sys.argv[1] == "can be reached from elsewhere":
     port = int(os.environ["MASTER_PORT"])

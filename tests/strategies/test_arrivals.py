@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_lab.strategy.blocks import find_blocks
 from sharding.arrivals import Arrivals
-from training.blocks import find_blocks
 
 
 class Model(nn.Module):

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError, UserError
 from reference.deepspeed_zero import DeepSpeedZero3
 from tests.models import build
 from tests.parity import (
@@ -27,8 +29,6 @@ from tests.parity import (
 )
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.config import StrategyOptions
-from training.errors import UnsupportedError, UserError
 
 QUICK = {"compile_backend": "aot_eager"}
 STEPS = [[[2, 2]] * 2] * 3

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import ddp
+from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.strategy.communication.compression import RoundedAllReduce
+from ddp_lab.strategy.communication.powersgd import WHOLE_ROUNDS, PowerSGD
+from ddp_lab.strategy.communication.verdict import VERDICT_BYTES
 from tests.models import build
 from tests.parity import oracle, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication.compression import RoundedAllReduce
-from training.communication.powersgd import WHOLE_ROUNDS, PowerSGD
-from training.communication.verdict import VERDICT_BYTES
-from training.profiling.memory import storage_bytes
 
 STEPS = [[[2, 2], [2, 2]]] * 6
 

@@ -14,14 +14,14 @@ from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import only
 from ddp.fitted_buckets import UNKNOWN
 from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
+from ddp_lab.runtime.config import RunConfig, StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.profiling.stopwatch import Stopwatch
+from ddp_lab.strategy.communication.agreement import NonFiniteError
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication.agreement import NonFiniteError
-from training.config import RunConfig, StrategyOptions
-from training.errors import UnsupportedError, UserError
-from training.profiling.stopwatch import Stopwatch
 
 BUCKETS = ("ddp", "bucket_ddp_async")
 STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
+from ddp_lab.strategy.interface import Strategy
 from tests import parity
 from tests.models import Plain, answer, build, make_batch
 from tests.parity import Split, global_batch, in_own_loops, joined, load, message_of, options_of
 from tests.ranks import RankPool
 from tests.strategies.test_traps import Choice
-from training.config import StrategyOptions
-from training.errors import NonFiniteError, UnsupportedError, UserError
-from training.strategy import Strategy
 
 TOLERANCE = 2**-9
 """Relative. Fp16 has 11 bits of mantissa; weights' gradients are summed over samples in another order."""

@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
+from ddp_lab.runtime.checkpoint.state import tensors_to_save
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.runtime.profiling.memory import ModelSize
 from tests.models import build, make_batch
 from tests.parity import (
     OPTIMIZERS,
@@ -30,11 +35,6 @@ from tests.parity import (
     train_on_rank,
 )
 from tests.ranks import RankPool
-from training.checkpoint.of_strategy import load_checkpoint, save_checkpoint
-from training.checkpoint.state import tensors_to_save
-from training.errors import NonFiniteError, UnsupportedError
-from training.mesh import Mesh, mesh_groups
-from training.profiling.memory import ModelSize
 
 Choice = tuple[str, str]
 CHOICES = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]

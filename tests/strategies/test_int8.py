@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddp
+from ddp_lab.runtime.errors import NonFiniteError
+from ddp_lab.strategy.communication import int8
+from ddp_lab.strategy.communication.int8 import BLOCK, FORGETTING_ROUNDS, LARGEST, SCALE_BYTES, Int8
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, load, message_of, options_of
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication import int8
-from training.communication.int8 import BLOCK, FORGETTING_ROUNDS, LARGEST, SCALE_BYTES, Int8
-from training.errors import NonFiniteError
 
 SIZES = (0, 1, 2, 7, 255, 256 * 3, 257 * 3, 10_001)
 """Of gradients: fewer elements than ranks, and sizes that neither ranks nor blocks divide."""

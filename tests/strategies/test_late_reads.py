@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lab.runtime.errors import NonFiniteError
+from ddp_lab.runtime.loop import Plan, Unwatched, train
+from ddp_lab.strategy.communication.verdict import ReadLater
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import for_each_choice, load, message_of, options_of
 from tests.ranks import RankPool
 from tests.strategies.test_traps import Choice
-from training.communication.verdict import ReadLater
-from training.errors import NonFiniteError
-from training.loop import Plan, Unwatched, train
-from training.step import StepData
-from training.strategy import Strategy
 
 STEPS = 5
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ def reads_late(strategy: Strategy) -> Iterator[list[int]]:
         NotHereYet.now += 1
 
     with (
-        mock.patch("training.communication.verdict.ReadLater", NotHereYet),
+        mock.patch("ddp_lab.strategy.communication.verdict.ReadLater", NotHereYet),
         mock.patch.object(strategy, "before_step", lambda before=strategy.before_step: (count(), before())),
     ):
         yield NotHereYet.ages

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ddp_lab.runtime.profiling.memory import ModelSize
 from tests.models import LORA, build
 from tests.parity import build_and_step, check_parity, for_each_choice
 from tests.ranks import RankPool
-from training.profiling.memory import ModelSize
 
 STEPS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3, 1]]]
 

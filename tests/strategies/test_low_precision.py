@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_lab.runtime.config import StrategyOptions
 from sharding.units.low_precision import LowPrecisionWeights
 from tests.models import FEATURES, answer, batch, build, make_batch
 from tests.parity import OPTIMIZERS, load, one_step
 from tests.ranks import RankPool
-from training.config import StrategyOptions
 
 
 class Block(nn.Module):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.profiling.memory import ModelSize
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, global_batch, load
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.config import StrategyOptions
-from training.errors import UnsupportedError, UserError
-from training.profiling.memory import ModelSize
 
 CASTING = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]
 for_each_casting = pytest.mark.parametrize("choice", CASTING, ids="-".join)

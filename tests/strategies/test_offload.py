@@ -12,16 +12,16 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.communication.clipping import clip_parts
+from ddp_lab.strategy.communication.loss_scale import LossScaler
+from ddp_lab.strategy.communication.verdict import norm_of
 from tests.models import build
 from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
-from training.communication.clipping import clip_parts
-from training.communication.loss_scale import LossScaler
-from training.communication.verdict import norm_of
-from training.config import StrategyOptions
-from training.errors import NonFiniteError, UnsupportedError, UserError
-from training.profiling.memory import ModelSize
 
 CASES = [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
 ORIGINALS = [("pytorch_zero2", "parameters"), ("pytorch_zero3", "parameters")]

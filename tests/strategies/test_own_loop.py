@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp_lab
+from ddp_lab.runtime.errors import UnsupportedError
 from tests.parity import check_messages, in_own_loops, load, options_of
 from tests.ranks import RankPool
-from training.errors import UnsupportedError
 
 Choice = tuple[str, str]
 FEATURES, STEPS = 6, 3

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.blocks import find_blocks
 from sharding.blocks import around_units, plan_units
 from sharding.elementwise import require_elementwise
 from sharding.flat import ALIGNMENT, group_by_kind, lay_out
 from sharding.units.embeddings import find_embeddings
 from sharding.units.execution_order import merge_orders
 from tests.models import build
-from training.blocks import find_blocks
-from training.errors import UnsupportedError
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.loop import Plan, Unwatched, train
+from ddp_lab.runtime.schedule import learning_rates
+from ddp_lab.strategy.step import StepData
 from tests.checkpoints import fingerprints, train_to
 from tests.models import build
 from tests.parity import OPTIMIZERS, assert_close, for_each_choice, global_batch, joined, load, options_of
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.loop import Plan, Unwatched, train
-from training.schedule import learning_rates
-from training.step import StepData
 
 STEPS, LR = 6, 1e-2
 SPLIT = [[2, 2]] * 2

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from ddp_lab.runtime.config import flag_name
+from ddp_lab.runtime.errors import UserError
 from tests import parity
 from tests.models import build
 from tests.parity import OPTIMIZERS, load, message_of, options_of
@@ -31,8 +33,6 @@ from tests.strategies.cases.settings import (
     refusal,
     refusal_of_module,
 )
-from training.config import flag_name
-from training.errors import UserError
 
 
 def train(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:

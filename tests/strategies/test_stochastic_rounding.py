@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ddp_lab
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import UnsupportedError, UserError
 from sharding.stochastic_rounding import round_stochastically
 from tests.checkpoints import error_of
 from tests.models import build, make_batch
@@ -19,8 +21,6 @@ from tests.ranks import RankPool
 from tests.strategies.test_mixed_precision import LARGE, SMALL, loaded_whole, resting_memory
 from tests.strategies.test_offload import memory as memory_offloaded
 from tests.strategies.test_traffic import profiled_step
-from training.config import StrategyOptions
-from training.errors import UnsupportedError, UserError
 
 ROUNDED = {"param_dtype": "bf16", "master_dtype": "bf16"}
 ALL_IN_BF16 = {**ROUNDED, "reduce_dtype": "bf16"}

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.data.masks import read_no_masks
+from ddp_lab.runtime.data.packing import Documents, TokenSequences, collate_sequences, target_count
 from tests.parity import OPTIMIZERS, TOLERANCE, assert_close, for_each_choice, load, options_of
 from tests.ranks import RankPool
-from training.data.masks import read_no_masks
-from training.data.packing import Documents, TokenSequences, collate_sequences, target_count
 
 LENGTH, VOCABULARY, STEPS = 16, 40, 3
 PACKED, PROMPTED = "packed", "prompted"

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.traces.collectives import gloo_collectives
-from analysis.traces.reading import read_trace
+from ddp_lab.analysis.traces.collectives import gloo_collectives
+from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.runtime.profiling.memory import storage_bytes
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, for_each_choice, is_refused, load, options_of
 from tests.ranks import RankPool
-from training.profiling.memory import storage_bytes
 
 Totals = dict[str, tuple[int, int]]
 

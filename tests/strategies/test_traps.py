@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.strategy.communication.agreement import NonFiniteError
+from ddp_lab.strategy.interface import Strategy
 from tests.models import BRANCHES, build, make_batch
 from tests.parity import (
     OPTIMIZERS,
@@ -29,10 +33,6 @@ from tests.parity import (
     train_on_rank,
 )
 from tests.ranks import RankPool
-from training.communication.agreement import NonFiniteError
-from training.config import StrategyOptions
-from training.errors import OneRankError, UnsupportedError
-from training.strategy import Strategy
 
 Choice = tuple[str, str]
 

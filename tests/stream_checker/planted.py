@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import training.replicated
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import EarlyUpdates
 from ddp.flat_ddp import FlatDDP
 from ddp.simple_ddp_async import AsyncDDP
+from ddp_lab.strategy import replicated
 from sharding.arrivals import Arrivals
 from sharding.collectives import Pending, all_gather, free
 from sharding.gradient_buckets import GradientBucket, ShardedGradientBucket
@@ -147,7 +147,7 @@ def written_while_it_is_reduced(self: ShardedGradientBucket) -> None:
     self.full.mul_(1)
 
 
-plain_broadcast = training.replicated.broadcast_from_rank0
+plain_broadcast = replicated.broadcast_from_rank0
 
 
 def buffers_without_wait(tensors: Any, group: Any) -> None:
@@ -189,6 +189,6 @@ PLANTED = [
             copied_twice, "writes what all_gather issued at"),
     Planted("gradients are written while they are reduced", "zero3", ShardedGradientBucket, "start_reduction",
             written_while_it_is_reduced, "writes what reduce_scatter issued at"),
-    Planted("buffers are not waited for", "simple_ddp", training.replicated, "broadcast_from_rank0",
+    Planted("buffers are not waited for", "simple_ddp", replicated, "broadcast_from_rank0",
             buffers_without_wait, "what broadcast issued at", model="normed"),
 ]  # fmt: skip

@@ -9,15 +9,15 @@ from torch import nn
 
 import ddp
 import sharding
-from gpu_check.parts import ROOT
+from ddp_lab.gpu_check.parts import ROOT
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.stream_checker.check import Seen, check
+from ddp_lab.stream_checker.order import Memory, Stream
 from scripts import check_streams
-from stream_checker.check import Seen, check
-from stream_checker.order import Memory, Stream
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
 from tests.stream_checker.planted import PLANTED, Planted
-from training.config import StrategyOptions
-from training.strategy import Strategy
 
 HAND_WRITTEN = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if "_" not in name or name.split("_")[0] in
                 ("simple", "flat", "bucket")]  # fmt: skip

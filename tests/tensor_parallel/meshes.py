@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import tensor_parallel
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.strategy.interface import Strategy
 from reference.dtensors import local
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Row, plan_of
@@ -18,9 +21,6 @@ from tensor_parallel.traffic import Precision
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Split, assert_parity, global_batch, options_of, oracle, watch_parameters
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.mesh import Mesh, mesh_groups
-from training.strategy import Strategy
 
 HAND_WRITTEN = tuple(name for name in tensor_parallel.CHOICES if not name.startswith("pytorch"))
 CPU = torch.device("cpu")

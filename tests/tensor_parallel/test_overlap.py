@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import tensor_parallel.overlap as overlap
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from sharding.collectives import Pending
 from tensor_parallel.overlap import GatherMultiply, MultiplyScatter
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Split
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import CPU
-from training.mesh import Mesh, mesh_groups
 
 
 class Watched(Pending):

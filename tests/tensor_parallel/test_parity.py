@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from ddp_lab.runtime.mesh import Mesh
 from tests.models import LANGUAGE
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even
-from training.mesh import Mesh
 
 MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
 from tests.models import make_batch
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import strategy_on_mesh
-from training.watch.sequence import SIZED_BY_OUTPUT, described
 
 HOOK = 41
 Totals = dict[tuple[str, int], tuple[int, int]]

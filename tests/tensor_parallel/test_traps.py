@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import tensor_parallel
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import cut_evenly
 from tensor_parallel.parallelize import parallelize
@@ -16,8 +18,6 @@ from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, message_of, one_step, options_of, oracle, weight_decay_groups
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import CPU, HAND_WRITTEN, strategy_on_mesh
-from training.errors import NonFiniteError, UnsupportedError
-from training.mesh import Mesh, mesh_groups
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm")
 

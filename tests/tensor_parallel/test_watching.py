@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lab.runtime.errors import SequenceError
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.runtime.watch.cause import RankReport, first_cause
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.names import RankNames
+from ddp_lab.runtime.watch.sequence import recorded_collectives
+from ddp_lab.strategy.communication.agreement import StepAgreement
 from tests.ranks import RankPool
-from tests.training.test_watching import ended, entry, gone, state
-from training.communication.agreement import StepAgreement
-from training.errors import SequenceError
-from training.mesh import Mesh, mesh_groups
-from training.watch.cause import RankReport, first_cause
-from training.watch.flight_recorder import FlightRecorder
-from training.watch.names import RankNames
-from training.watch.sequence import recorded_collectives
+from tests.runtime.test_watching import ended, entry, gone, state
 
 MESH = Mesh({"dp": 2, "tp": 2})
 

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding, summary
-from analysis.comparison.compare import Traced
-from analysis.traces.collectives import KINDS as LABELS
+from ddp_lab.analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding, summary
+from ddp_lab.analysis.comparison.compare import Traced
+from ddp_lab.analysis.traces.collectives import KINDS as LABELS
 from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.analysis.test_analysis import Cells
 from tests.in_process import compare_runs

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.comparison.compare import Traced, comparison, keep, standings
-from analysis.comparison.conclusion import conclusion, fastest
-from analysis.comparison.fairness import FIELDS, SETTINGS, affected, differences, require_comparable
-from analysis.errors import TraceError
-from analysis.report.figures.lanes_figure import lanes_by_choice_figure
-from analysis.report.figures.times import loss_over_time_figure, parts_figure, step_time_figure
-from analysis.report.figures.tradeoff import LETTER_PX, LINE_PX, MARK_PX, cover, place_labels
-from analysis.report.figures.traffic import traffic_figure
-from analysis.report.pages.compare import Compared, comparison_page, write_comparison
-from analysis.report.pages.heads import labels
-from analysis.report.pages.summary import summary_page
-from analysis.summary import WindowAnalysis, analyse_window
-from analysis.traces.finding import find_windows
+from ddp_lab.analysis.comparison.compare import Traced, comparison, keep, standings
+from ddp_lab.analysis.comparison.conclusion import conclusion, fastest
+from ddp_lab.analysis.comparison.fairness import FIELDS, SETTINGS, affected, differences, require_comparable
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
+from ddp_lab.analysis.report.figures.times import loss_over_time_figure, parts_figure, step_time_figure
+from ddp_lab.analysis.report.figures.tradeoff import LETTER_PX, LINE_PX, MARK_PX, cover, place_labels
+from ddp_lab.analysis.report.figures.traffic import traffic_figure
+from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
+from ddp_lab.analysis.report.pages.heads import labels
+from ddp_lab.analysis.report.pages.summary import summary_page
+from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
+from ddp_lab.analysis.traces.finding import find_windows
 from tests.analysis.test_analysis import page_equals_csv
 from tests.traces import record, record_of_eight_steps, write, write_run
 
@@ -455,7 +455,7 @@ def test_the_page_says_whose_peak_utilization_refers_to(tmp_path: Path) -> None:
     table = comparison(on_gpus, {}, "pytorch_ddp").set_index("choice")
     assert table.loc["b", "mfu_pct"] == 10.0
     unknown = comparison_page(Compared({"b": timed("b", 0.1)}, {}, "pytorch_ddp", [], []))
-    assert "no utilization (MFU), since planner/hardware.toml has no peak of cpu" in unknown
+    assert "no utilization (MFU), since ddp_lab/planner/hardware.toml has no peak of cpu" in unknown
 
 
 def test_losses_are_drawn_over_the_time_of_their_steps() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.comparison.link_rates import CROSSING_COLUMNS, RATE_COLUMNS, crossings, read_rates
-from analysis.report.pages.link_rates import write_link_page
+from ddp_lab.analysis.comparison.link_rates import CROSSING_COLUMNS, RATE_COLUMNS, crossings, read_rates
+from ddp_lab.analysis.report.pages.link_rates import write_link_page
 from tests.traces import record, write
 
 RATES = {"1mbit": 10**6, "100mbit": 10**8, "10gbit": 10**10, "unshaped": None}

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.errors import TraceError
-from analysis.mesh import coordinates, dimension_of, in_order, mesh_of
-from analysis.metrics.audit import audit
-from analysis.metrics.dimensions import dimensions, waits
-from analysis.metrics.exposure import exposure
-from analysis.report.figures.lanes_figure import lanes_figure
-from analysis.report.figures.mesh_waits import mesh_waits_figure
-from analysis.traces.collectives import gloo_collectives
-from analysis.traces.groups import ranks_of, shown
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
+from ddp_lab.analysis.metrics.audit import audit
+from ddp_lab.analysis.metrics.dimensions import dimensions, waits
+from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
+from ddp_lab.analysis.report.figures.mesh_waits import mesh_waits_figure
+from ddp_lab.analysis.traces.collectives import gloo_collectives
+from ddp_lab.analysis.traces.groups import ranks_of, shown
+from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
+from ddp_lab.runtime.watch.group_marks import ranks_text
+from ddp_lab.strategy.communication.traffic import EVERYONE, Collective, on_mesh
 from tests.analysis.metrics.test_exposure import timeline
 from tests.traces import event, parsed, record_of_eight_steps
-from training.communication.traffic import EVERYONE, Collective, on_mesh
-from training.mesh import DATA_DIMENSIONS, Mesh
-from training.watch.group_marks import ranks_text
 
 MESHES = ("dp=2,tp=2", "dp=4", "tp=4", "dp=1,tp=2", "replicate=2,shard=2", "replicate=2,shard=3,tp=2", "dp=3,tp=1")
 SQUARE = {"dp": 2, "tp": 2}

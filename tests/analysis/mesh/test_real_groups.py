@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.report.pages.summary import write_summary
-from analysis.summary import analyse_window
-from analysis.traces.collectives import gloo_collectives, only_group
-from analysis.traces.finding import find_windows
-from analysis.traces.reading import read_trace
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
+from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.world import paced_groups
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.runtime.run import train_and_record
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.sequence import recorded_collectives
 from tensor_parallel import REGISTRY
 from tests.ranks import RankPool
-from training.config import RunConfig
-from training.distributed import Ranks, meshed
-from training.link.speed import Link
-from training.link.world import paced_groups
-from training.mesh import Mesh, mesh_groups
-from training.run import train_and_record
-from training.watch.flight_recorder import FlightRecorder
-from training.watch.sequence import recorded_collectives
 
 SIZES, ALIKE = (10, 20, 30), 10
 """Elements of a rank's share in each group, and of the all-reduces, which are alike in all."""

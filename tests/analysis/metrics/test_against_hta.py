@@ -16,9 +16,9 @@ from hta.trace_analysis import TraceAnalysis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.metrics.exposure import exposure
-from analysis.metrics.holistic import holistic_figures
-from analysis.traces.timeline import RankTimeline
+from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.metrics.holistic import holistic_figures
+from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests import raw
 from tests.traces import ahead_trace, cpu_trace, cuda_trace, event, timeline_of, write
 

@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.metrics.audit import audit
-from analysis.traces.timeline import RankTimeline
+from ddp_lab.analysis.metrics.audit import audit
+from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.metrics.exposure import bus_factor, exposure
-from analysis.report.figures.lanes import bounds
-from analysis.summary import analyse_window
-from analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
-from analysis.traces.finding import find_windows
-from analysis.traces.matching import KEY, clock_offsets
-from analysis.traces.timeline import RankTimeline
-from planner.traced_run import compute_seconds
+from ddp_lab.analysis.metrics.exposure import bus_factor, exposure
+from ddp_lab.analysis.report.figures.lanes import bounds
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
+from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.traces.matching import KEY, clock_offsets
+from ddp_lab.analysis.traces.timeline import RankTimeline
+from ddp_lab.planner.traced_run import compute_seconds
 from tests.traces import ahead_trace, cpu_trace, cuda_trace, event, launched, timeline_of, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]

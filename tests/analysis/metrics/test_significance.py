@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.metrics.significance import (
+from ddp_lab.analysis.metrics.significance import (
     Estimate,
     averages_outside,
     batch_means,

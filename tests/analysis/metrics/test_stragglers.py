@@ -8,13 +8,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.metrics.buckets import MOST_PLACES, buckets
-from analysis.metrics.exposure import exposure
-from analysis.metrics.stragglers import by_rank, stragglers, verdict
-from analysis.report.pages.summary import write_summary
-from analysis.summary import analyse_window
-from analysis.traces.collectives import only_group
-from analysis.traces.finding import find_windows
+from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
+from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.metrics.stragglers import by_rank, stragglers, verdict
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.collectives import only_group
+from ddp_lab.analysis.traces.finding import find_windows
 from tests.analysis.metrics.test_exposure import timeline
 from tests.traces import cpu_trace, write
 

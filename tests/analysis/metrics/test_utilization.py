@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from analysis.metrics.utilization import mfu, peak_of
+from ddp_lab.analysis.metrics.utilization import mfu, peak_of
 from tests.traces import record
 
 

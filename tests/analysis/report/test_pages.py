@@ -12,17 +12,17 @@ import plotly.graph_objects as go
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from analysis.columns import Column
-from analysis.comparison.compare import keep
-from analysis.report.figures.lanes_figure import lanes_figure
-from analysis.report.figures.ranks import ranks_figure
-from analysis.report.page import Section, drawing, readable, render, table
-from analysis.report.pages.compare import Compared, write_comparison
-from analysis.report.pages.ranks import representatives
-from analysis.report.pages.summary import lanes_section, write_summary
-from analysis.summary import analyse_window
-from analysis.traces.finding import Window, find_windows
-from analysis.traces.timeline import RankTimeline
+from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.comparison.compare import keep
+from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
+from ddp_lab.analysis.report.figures.ranks import ranks_figure
+from ddp_lab.analysis.report.page import Section, drawing, readable, render, table
+from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
+from ddp_lab.analysis.report.pages.ranks import representatives
+from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import Window, find_windows
+from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests.analysis.test_analysis import Cells
 from tests.traces import cpu_trace, event, memory_of, record, timeline_of, write, write_run
 
@@ -327,7 +327,9 @@ def test_many_ranks_are_three_ranks_and_their_spread(tmp_path: Path) -> None:
     memory = [memory_of(rank, 1.0 + rank) for rank in range(RANKS)]
     write(tmp_path / f"{RUN_ID}.run.json", record("x", 0.2) | {"world_size": RANKS, "run_id": RUN_ID, "memory": memory})
     parts = dict.fromkeys(("compute_us", "non_compute_us", "idle_us", "total_us", "overlap_pct"), 1.0)
-    with mock.patch("analysis.summary.holistic_figures", return_value=pd.DataFrame({"rank": list(files)} | parts)):
+    with mock.patch(
+        "ddp_lab.analysis.summary.holistic_figures", return_value=pd.DataFrame({"rank": list(files)} | parts)
+    ):
         analysis = analyse_window(Window(RUN_ID, 7, files))  # HTA takes long for 64 ranks
     page = write_summary(analysis, "x", tmp_path / "reports")
     text = page.read_text()

@@ -9,11 +9,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.columns import MIB
-from analysis.report.figures.step_picture import draw, rows_of
-from analysis.report.figures.traced_step import TracedStep
-from analysis.report.pages.strategy_page import BEGIN, END, PICTURE, filled, problems, run_block, without_picture
-from analysis.traces.collectives import COLUMNS
+from ddp_lab.analysis.columns import MIB
+from ddp_lab.analysis.report.figures.step_picture import draw, rows_of
+from ddp_lab.analysis.report.figures.traced_step import TracedStep
+from ddp_lab.analysis.report.pages.strategy_page import (
+    BEGIN,
+    END,
+    PICTURE,
+    filled,
+    problems,
+    run_block,
+    without_picture,
+)
+from ddp_lab.analysis.traces.collectives import COLUMNS
 from scripts.draw_pages import MESHED, PAGES, hand_written
 from tests.traces import cpu_trace, event, parsed, record, timeline_of
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from analysis.command import main
-from analysis.errors import listed
-from analysis.report.pages.summary import write_summary
-from analysis.summary import analyse_window, read_rank
-from analysis.traces.finding import find_windows
-from analysis.traces.reading import LONGEST_NAME
+from ddp_lab.analysis.command import main
+from ddp_lab.analysis.errors import listed
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.summary import analyse_window, read_rank
+from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.analysis.traces.reading import LONGEST_NAME
+from ddp_lab.runtime.config import RECORD_VERSION
 from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write, write_run
-from training.config import RECORD_VERSION
 
 NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.traces.collectives import gloo_collectives
-from analysis.traces.reading import read_trace
+from ddp_lab.analysis.traces.collectives import gloo_collectives
+from ddp_lab.analysis.traces.reading import read_trace
 from tests.ranks import RankPool
 from tests.traces import event, parsed
 

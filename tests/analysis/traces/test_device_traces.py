@@ -23,8 +23,8 @@ import pytest
 from hta.common.trace import Trace
 from hta.trace_analysis import TraceAnalysis
 
-from analysis.summary import WindowAnalysis, analyse_window, hides_communication
-from analysis.traces.finding import group_by_window
+from ddp_lab.analysis.summary import WindowAnalysis, analyse_window, hides_communication
+from ddp_lab.analysis.traces.finding import group_by_window
 from tests import raw
 from tests.traces import event, launched, write
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.errors import TraceError
-from analysis.report.pages.summary import write_summary
-from analysis.summary import analyse_window
-from analysis.traces.finding import find_windows, group_by_window
-from analysis.traces.reading import parse_trace
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.report.pages.summary import write_summary
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import find_windows, group_by_window
+from ddp_lab.analysis.traces.reading import parse_trace
 from tests.analysis.traces.test_broken_traces import NAME, steps_at
 from tests.traces import cpu_trace, cuda_trace, event, parsed, timeline_of, write
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.traces.collectives import KINDS
-from analysis.traces.nccl import device_collectives
+from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.analysis.traces.nccl import device_collectives
 from tests.traces import cuda_trace, event, launched, parsed, timeline_of
 
 TOLD = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float", "Group size": 2}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from planner.contracts import OperatorCall
-from planner.costs import hardware
-from planner.costs.cluster import Device
-from planner.costs.timing import Operators
-from training.errors import UserError
+from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.cluster import Device
+from ddp_lab.planner.costs.timing import Operators
+from ddp_lab.runtime.errors import UserError
 
 DEVICES = ("H200", "H100", "H100-PCIe", "A100-80GB", "A100-40GB", "L4", "T4", "RTX 4090")
 
@@ -88,7 +88,7 @@ def test_names_are_read_as_people_write_them() -> None:
 
 def test_names_and_parts_that_make_no_sense() -> None:
     for name, near in (("H10", "H100"), ("RTX 4080", "RTX 4090"), ("zzz", "known: H200")):
-        with pytest.raises(UserError, match=f"unknown device .*{near}.* Or add it to planner/hardware.toml"):
+        with pytest.raises(UserError, match=f"unknown device .*{near}.* Or add it to ddp_lab/planner/hardware.toml"):
             hardware.device(name)
     for name, near in (("nvlink", "nvlink4"), ("8xnrd", "ndr"), ("pci4", "pcie4")):
         with pytest.raises(UserError, match=f"unknown link .*{near}"):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.costs import hardware
-from planner.costs.cluster import Cluster, Link
-from planner.costs.links import BASE_S, FittedCosts, LinkCosts
-from planner.costs.volumes import KINDS, volume
-from training.communication.link_model import LinkModel, Piece
-from training.communication.traffic import Collective
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.cluster import Cluster, Link
+from ddp_lab.planner.costs.links import BASE_S, FittedCosts, LinkCosts
+from ddp_lab.planner.costs.volumes import KINDS, volume
+from ddp_lab.runtime.link.link_model import LinkModel, Piece
+from ddp_lab.strategy.communication.traffic import Collective
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
 P = 12 * 2**20

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from planner.contracts import OperatorCall
-from planner.costs import hardware, record
-from planner.costs.record import RecordedCosts
-from planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number, with_overhead
-from training.data.synthetic import MLP
-from training.errors import UserError
+from ddp_lab.planner.contracts import OperatorCall
+from ddp_lab.planner.costs import hardware, record
+from ddp_lab.planner.costs.record import RecordedCosts
+from ddp_lab.planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number, with_overhead
+from ddp_lab.runtime.data.synthetic import MLP
+from ddp_lab.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 WIDTH = 96

@@ -3,8 +3,8 @@
 import re
 from dataclasses import replace
 
-from planner.report.figures import compute_by_phase
-from planner.report.page import plan_page
+from ddp_lab.planner.report.figures import compute_by_phase
+from ddp_lab.planner.report.page import plan_page
 from tests.plans import made, simulation
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.contracts import CollectiveCost
-from planner.simulation.clock import Clock, Flight, Queue
+from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.planner.simulation.clock import Clock, Flight, Queue
 
 seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 links = st.sampled_from(["inside", "between"])

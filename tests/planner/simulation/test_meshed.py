@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
-from planner.contracts import MODEL_STATES
-from planner.costs.cluster import Link
-from planner.costs.links import LinkCosts
-from planner.simulation.network import CannotSimulate
-from planner.simulation.simulate import Simulation, adamw, simulate
+from ddp_lab.planner.contracts import MODEL_STATES
+from ddp_lab.planner.costs.cluster import Link
+from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.simulation.network import CannotSimulate
+from ddp_lab.planner.simulation.simulate import Simulation, adamw, simulate
+from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.models import build, make_batch
@@ -24,12 +30,6 @@ from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import CPU, strategy_on_mesh
 from tests.tensor_parallel.test_traffic import HOOK, Totals, counter
-from training.errors import UnsupportedError, UserError
-from training.mesh import Mesh, mesh_groups
-from training.profiling.memory import storage_bytes
-from training.profiling.memory_timeline import record_step_memory
-from training.step import StepData
-from training.strategy import Strategy
 
 CLIP = 1.0
 CASES = [

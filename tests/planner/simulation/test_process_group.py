@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.contracts import CollectiveCost
-from planner.costs.cluster import Cluster, Device, Link
-from planner.simulation.clock import Clock
-from planner.simulation.network import Issued, Network
-from planner.simulation.process_group import PretendedGroup, pretended_world
-from planner.simulation.streams import Streams
+from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.planner.costs.cluster import Cluster, Device, Link
+from ddp_lab.planner.simulation.clock import Clock
+from ddp_lab.planner.simulation.network import Issued, Network
+from ddp_lab.planner.simulation.process_group import PretendedGroup, pretended_world
+from ddp_lab.planner.simulation.streams import Streams
 
 RANKS, RANK = 8, 5
 LATENCY, RATE = 1.0, 8.0

@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import json, resource, sys, time
 from scripts import plan
-from planner.plan import outcome
-from planner.plan_command import case_of
+from ddp_lab.planner.plan import outcome
+from ddp_lab.planner.plan_command import case_of
 
 case = case_of(plan.build_parser("plan").parse_args(sys.argv[1:]))
 step = outcome(case, "zero3").simulated

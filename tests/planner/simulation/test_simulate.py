@@ -15,22 +15,22 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 
 from ddp.link_fit import measure_all_reduce
-from planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
-from planner.costs import hardware
-from planner.costs.cluster import Cluster, Device, Link
-from planner.costs.links import LinkCosts
-from planner.simulation.memory import CUDA_BLOCK
-from planner.simulation.network import CannotSimulate
-from planner.simulation.simulate import Simulation, adamw, host_of, simulate
+from ddp_lab.planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.cluster import Cluster, Device, Link
+from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.simulation.memory import CUDA_BLOCK
+from ddp_lab.planner.simulation.network import CannotSimulate
+from ddp_lab.planner.simulation.simulate import Simulation, adamw, host_of, simulate
+from ddp_lab.runtime.config import RunConfig, StrategyOptions
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import REFUSALS, all_choices, load
 from tests.ranks import RankPool
-from training.config import RunConfig, StrategyOptions
-from training.errors import UserError
-from training.profiling.memory import storage_bytes
-from training.profiling.memory_timeline import record_step_memory
-from training.step import StepData
-from training.strategy import Strategy
 
 CHOICES = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
 SECONDS = 1e-3

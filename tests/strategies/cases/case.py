@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_lab.runtime.config import StrategyOptions
 from tests.parity import load, options_of
-from training.config import StrategyOptions
 
 FEATURES, SAMPLES, STEPS = 6, 4, 3
 Choice = tuple[str, str]

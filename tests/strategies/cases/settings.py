@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
+from ddp_lab.runtime.errors import UserError
 from tests import parity
 from tests.models import BRANCHES, LORA, MODELS, UNUSUAL
 from tests.parity import all_choices, load, options_of
-from training.errors import UserError
 
 Choice = tuple[str, str]
 Options = dict[str, Any]

@@ -1,0 +1,205 @@
+"""What changed between two runs of one choice: a row a figure, with its significance if it varies from step to step."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.columns import CHANGE_COLUMNS, COMPONENTS, kinds_run
+from ddp_lab.analysis.comparison.compare import Traced, largest_difference, run_row, timed_steps_ms, traced_row
+from ddp_lab.analysis.metrics.significance import Estimate, directions, paired
+from ddp_lab.analysis.traces.collectives import KINDS
+
+BETTER, WORSE, ALIKE, EQUAL, UNKNOWN = "better", "worse", "no difference seen", "equal", "unknown"
+NO_SPREAD = ("peak_rss_bytes",)
+"""Bytes that are measured once, not counted. How much they vary is unknown."""
+HELD = {f"{component}_bytes": f"{label}, at rest" for component, label in COMPONENTS.items()} | {
+    "model_states_bytes": "model states, at rest",
+    "peak_model_states_bytes": "model states, peak",
+    "peak_bytes": "peak memory",
+    "peak_rss_bytes": "peak RSS",
+}
+LOSSES_APART = "largest difference of training losses at one step"
+PARTS = {
+    "profiled_step_ms": "profiled step",
+    "compute_ms": "compute",
+    "exposed_wait_ms": "exposed wait",
+    "exposed_transfer_ms": "exposed transfer",
+    "exposed_copy_ms": "exposed copies",
+    "idle_ms": "idle",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's record, and its traces' figures if it has traces."""
+
+    record: dict[str, Any]
+    traced: Traced | None
+
+
+class Change(NamedTuple):
+    """A row of `changes.csv`. `docs/csv-columns.md` explains the fields."""
+
+    figure: str
+    unit: str
+    baseline: float
+    run: float
+    change: float
+    change_pct: float
+    interval_low: float = np.nan
+    interval_high: float = np.nan
+    p_value: float = np.nan
+    result: str = UNKNOWN
+
+
+def changes(baseline: Run, run: Run) -> pd.DataFrame:
+    """All figures of two runs side by side."""
+    old, new = ({**run_row(each.record), **traced_row(each.traced)} for each in (baseline, run))
+    are_fitted = bool(baseline.record["fitted_buckets"] and run.record["fitted_buckets"])
+    counted = counted_rows(old, new, are_fitted)
+    rows = [*spread_rows(baseline, run, old, new), *counted, *single_rows(baseline, run, old, new)]
+    return pd.DataFrame(rows, columns=list(CHANGE_COLUMNS))
+
+
+def plain(figure: str, unit: str, old: float | None, new: float | None, result: str = UNKNOWN) -> Change:
+    """A change without an interval."""
+    old, new = (np.nan if value is None else value for value in (old, new))
+    if old == new:
+        return Change(figure, unit, old, new, 0.0, 0.0, result=EQUAL)
+    percent = 100 * (new / old - 1) if old else new * np.inf
+    return Change(figure, unit, old, new, new - old, percent, result=result)
+
+
+def spread_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Figures that vary from step to step, tested over the steps of both runs."""
+    times = [timed_steps_ms(each.record) for each in (baseline, run)]
+    logs = (np.log(times[1]) - np.log(times[0])).dropna()
+    rows = [plain("step time", "ms", old["step_time_ms_median"], new["step_time_ms_median"])]
+    estimates = [paired(logs.sort_index().to_numpy())]
+    for column, name in PARTS.items():
+        rows.append(plain(name, "ms/step", old[column], new[column]))
+        estimates.append(paired(part_differences(baseline.traced, run.traced, column)))
+    judged = directions(estimates, null=0.0)
+    tested = [
+        tested_row(row, estimate, *answer, in_logs=row.figure == "step time")
+        for row, estimate, answer in zip(rows, estimates, judged, strict=True)
+    ]
+    rates = [median_rate(each.record) for each in (baseline, run)]
+    throughput = plain("throughput", "samples/s", rates[0], rates[1])
+    if baseline.record["step_samples"] == run.record["step_samples"]:  # then it is the inverse of step time
+        throughput = inverse(throughput, tested[0])
+    return [tested[0], throughput, *tested[1:]]
+
+
+def median_rate(record: dict[str, Any]) -> float:
+    """Samples per second of the median timed step. Unlike the mean of the run, a few slow steps do not change it."""
+    samples = pd.Series(record["step_samples"], dtype=float)
+    return float((1000 * samples / timed_steps_ms(record)).median())
+
+
+def part_differences(baseline: Traced | None, run: Traced | None, column: str) -> list[float]:
+    """How much the mean over ranks differs, for each step that was profiled in both runs."""
+    if baseline is None or run is None:
+        return []
+    name = {"profiled_step_ms": "step_ms"}.get(column, column)
+    old, new = (each.steps.groupby("step")[name].mean() for each in (baseline, run))
+    return (new - old).dropna().sort_index().tolist()
+
+
+def tested_row(row: Change, estimate: Estimate, p_value: float, sign: int | None, in_logs: bool) -> Change:
+    """`row` with the result of the test. Lower is better.
+
+    Args:
+        in_logs: The estimate is of differences of logarithms. Otherwise it is of differences in the row's unit.
+    """
+    if np.isnan(estimate.value):
+        return row
+    ends = np.array([estimate.value, estimate.low, estimate.high])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, low, high = (100 * np.expm1(ends) if in_logs else 100 * ends / row.baseline).tolist()
+    is_equal = row.change == 0 and estimate.low == estimate.high == 0
+    result = EQUAL if is_equal else {-1: BETTER, 0: ALIKE, 1: WORSE, None: UNKNOWN}[sign]
+    return row._replace(change_pct=value, interval_low=low, interval_high=high, p_value=p_value, result=result)
+
+
+def inverse(row: Change, times: Change) -> Change:
+    """Samples per second with the result of the test of step times. Higher is better."""
+    if times.result == UNKNOWN:
+        return row
+    value, low, high = (
+        100 * (1 / (1 + ratio / 100) - 1) for ratio in (times.change_pct, times.interval_high, times.interval_low)
+    )
+    return row._replace(
+        change_pct=value, interval_low=low, interval_high=high, p_value=times.p_value, result=times.result
+    )
+
+
+def counted_rows(old: dict[str, Any], new: dict[str, Any], are_fitted: bool) -> list[Change]:
+    """Calls and bytes, which are counted exactly: every difference counts.
+
+    Args:
+        are_fitted: Both runs fitted their buckets to their own measurements, so calls differ by chance.
+    """
+    counted = {"collective_calls_per_step": ("collectives", "calls/step")}
+    counted |= {"collective_bytes_per_step": ("payload", "bytes/step")}
+    for kind in kinds_run(pd.DataFrame([old, new])):
+        counted[f"{kind}_calls_per_step"] = (f"{KINDS[kind]}: calls", "calls/step")
+        counted[f"{kind}_bytes_per_step"] = (f"{KINDS[kind]}: payload", "bytes/step")
+    counted |= {name: (label, "bytes") for name, label in HELD.items() if name not in NO_SPREAD}
+    rows = []
+    for name, (figure, unit) in counted.items():
+        result = WORSE if new[name] > old[name] else BETTER if new[name] < old[name] else UNKNOWN
+        if are_fitted and unit == "calls/step":
+            result = UNKNOWN
+        rows.append(plain(figure, unit, old[name], new[name], result))
+    return rows
+
+
+def single_rows(baseline: Run, run: Run, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Figures measured once a run. If they differ, it is unknown whether by chance."""
+    apart = largest_difference(run.record, baseline.record)
+    accuracy = [None if row["eval_accuracy"] is None else 100 * row["eval_accuracy"] for row in (old, new)]
+    return [
+        *(plain(HELD[name], "bytes", old[name], new[name]) for name in NO_SPREAD),
+        plain("final training loss", "nats", old["final_train_loss"], new["final_train_loss"]),
+        Change(LOSSES_APART, "nats", np.nan, np.nan, apart, np.nan, result=UNKNOWN if apart else EQUAL),
+        plain("eval loss", "nats", old["eval_loss"], new["eval_loss"]),
+        plain("accuracy", "%", accuracy[0], accuracy[1]),
+    ]
+
+
+def exceeding(table: pd.DataFrame, percent: float) -> pd.DataFrame:
+    """The rows that got worse by more than `percent` %."""
+    return table[(table["result"] == WORSE) & (table["change_pct"].abs() > percent)]
+
+
+def summary(table: pd.DataFrame) -> str:
+    """What changed, in plain words."""
+    rows = rows_of(table)
+    first, rest = rows[0], rows[2:]  # throughput says the same as step time
+    sentences = [f"Step time: {first.result}{certainty(first)}."]
+    for result in (WORSE, BETTER):
+        found = [f"{row.figure} ({signed(row.change_pct)})" for row in rest if row.result == result]
+        if found:
+            sentences.append(f"{result.capitalize()}: {', '.join(found)}.")
+    counts = {result: sum(row.result == result for row in rest) for result in (EQUAL, ALIKE, UNKNOWN)}
+    others = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    return " ".join([*sentences, f"Other figures: {others}." if others else ""]).strip()
+
+
+def rows_of(table: pd.DataFrame) -> list[Change]:
+    return [Change(*row) for row in table.itertuples(index=False)]
+
+
+def certainty(row: Change) -> str:
+    """The change and its interval, if they are known."""
+    if np.isnan(row.interval_low):
+        medians = f", {signed(row.change_pct)} by the medians; too few steps were timed in both to test it"
+        return "" if np.isnan(row.change_pct) else medians
+    return f", {signed(row.change_pct)} (95 % interval {signed(row.interval_low)} to {signed(row.interval_high)})"
+
+
+def signed(percent: float) -> str:
+    return f"{percent:+,.1f} %" if np.isfinite(percent) else "from nothing"

@@ -1,0 +1,113 @@
+"""Reports on all choices of an entrypoint: each one's summary, and all of them side by side."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from ddp_lab.analysis.columns import COMPARISON_COLUMNS
+from ddp_lab.analysis.command import report_folder, report_on_window
+from ddp_lab.analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.files import leaves_traces
+from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
+from ddp_lab.analysis.traces.finding import Window, find_windows
+
+SHOWN = (
+    "choice",
+    "step_time_ms_median",
+    "step_time_ratio",
+    "verdict",
+    "tokens_per_second",
+    "compute_pct",
+    "non_compute_pct",
+    "idle_pct",
+    "overlap_pct",
+    "collective_calls_per_step",
+    "model_states_bytes",
+    "peak_bytes",
+    "peak_ratio",
+    "eval_loss",
+    "eval_accuracy",
+)
+
+
+def report_on_choices(
+    output_dir: Path, report_root: str, choices: Iterable[str], failed: list[str], allowed: Iterable[str] = ()
+) -> Path:
+    """Write `summary.*` of each choice and `compare.*` of all, print the table, and return the page's path.
+
+    Args:
+        output_dir: Root of `profile/` and of the reports.
+        report_root: Folder of the reports in it: `reports`, `reports_sharding` or `reports_parallel`.
+        choices: Labels of trained choices (`ddp_lab.runtime.config.labelled`). The latest run of each counts.
+        failed: Choices without a result, which the page names. A choice whose traces are broken is added.
+        allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
+
+    Raises:
+        TraceError: there is nothing to compare, or the runs are not comparable.
+    """
+    found = {choice: latest_record(output_dir / "profile" / choice) for choice in choices}
+    records = {choice: record for choice, record in found.items() if record is not None}
+    if not records:
+        raise TraceError("no run record of any choice to compare; train first")
+    allowed, class_field = set(allowed), field_of(BACKEND_CLASS)
+    differences = require_comparable(records, allowed | {class_field})
+    if class_field not in allowed:  # runs over different classes stand in one table, but are not compared
+        differences = [difference for difference in differences if difference.name != BACKEND_CLASS]
+    traced: dict[str, Traced] = {}
+    incomplete: list[str] = []
+    for choice, record in records.items():
+        if not leaves_traces(record):
+            continue
+        trace_dir = output_dir / "profile" / choice
+        try:
+            window = last_window(trace_dir, record["run_id"])
+            analysis = report_on_window(window, choice, report_folder(trace_dir, report_root))
+            if analysis.problems:  # means over only some ranks cannot be compared
+                incomplete.append(choice)
+            else:
+                traced[choice] = keep(analysis)
+        except TraceError as error:  # the choice's step times can still be used
+            print(f"error: {choice}: {error}", file=sys.stderr)
+            failed.append(choice)
+    compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
+    print_table(compared.table, Console())
+    return write_comparison(compared, output_dir / report_root)
+
+
+def last_window(trace_dir: Path, run_id: str) -> Window:
+    """The last profile window of a run.
+
+    Raises:
+        TraceError: it has no traces.
+    """
+    windows = [window for window in find_windows(trace_dir) if window.run_id == run_id]
+    if not windows:
+        raise TraceError(f"{trace_dir}: no trace of run {run_id}; train again")
+    return windows[-1]
+
+
+def print_table(table: pd.DataFrame, console: Console) -> None:
+    """The most important columns, each row on one line."""
+    shown = Table(box=None, pad_edge=False)
+    names = [name for name in SHOWN if name != "tokens_per_second" or table[name].notna().any()]
+    for name in names:
+        column = COMPARISON_COLUMNS[name]
+        is_text = name in ("choice", "verdict")
+        shown.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
+    for row in table.to_dict("records"):
+        shown.add_row(*(COMPARISON_COLUMNS[name].show(row[name]).removesuffix(" seen") for name in names))
+    print_whole(shown, console)
+
+
+def print_whole(shown: Table, console: Console) -> None:
+    """Print a table after an empty line. A file gets a width in which no row is cut."""
+    if not console.is_terminal:
+        console.width = 200
+    console.print()
+    console.print(shown)

@@ -1,0 +1,117 @@
+"""Reports on two runs of one choice: what changed from a baseline to a later run."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from ddp_lab.analysis.comparison.changes import EQUAL, Run, rows_of, signed
+from ddp_lab.analysis.comparison.choices import last_window, print_whole
+from ddp_lab.analysis.comparison.compare import keep
+from ddp_lab.analysis.comparison.fairness import require_comparable
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.files import failure_of, leaves_traces, read_record
+from ddp_lab.analysis.report.pages.changes import DIGITS, TwoRuns, write_changes
+from ddp_lab.analysis.summary import analyse_window
+
+SUFFIX = ".run.json"
+ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
+
+
+def report_on_two_runs(
+    trace_dir: Path, baseline: str, run: str | None, folder: Path, allowed: Iterable[str] = ()
+) -> tuple[pd.DataFrame, Path]:
+    """Write `changes.*` into `folder`, print what changed, and return the table and the page's path.
+
+    Args:
+        trace_dir: `profile/<choice>`.
+        baseline: A run id in it, or the path of a run record anywhere. The rank folders lie beside the record.
+        run: The later run, given in the same way; None for the latest other run in `trace_dir`.
+        allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
+
+    Raises:
+        TraceError: a run is missing or cannot be read, or the two cannot be compared.
+    """
+    old_path = record_path(trace_dir, baseline)
+    new_path = record_path(trace_dir, run) if run else latest_other(trace_dir, old_path)
+    old, new = read_record(old_path), read_record(new_path)
+    if old["choice"] != new["choice"]:
+        raise TraceError(
+            f"{old_path} is of {old['choice']}, but {new_path} of {new['choice']}; to compare choices, give ddp or "
+            "sharding instead of a folder"
+        )
+    differences = require_comparable({f"baseline {old['run_id']}": old, f"run {new['run_id']}": new}, allowed)
+    two = TwoRuns(load(old_path), load(new_path), differences)
+    table, page = write_changes(two, folder)
+    print_changes(table, Console())
+    return table, page
+
+
+def record_path(trace_dir: Path, run: str) -> Path:
+    """The record of a run that a user names.
+
+    Raises:
+        TraceError: there is none; the message lists the existing ones.
+    """
+    path = Path(run) if run.endswith(SUFFIX) else trace_dir / f"{run}{SUFFIX}"
+    if not path.is_file():
+        there = ", ".join(other.name.removesuffix(SUFFIX) for other in records_in(trace_dir)) or "none"
+        raise TraceError(f"{path}: no such run record; runs in {trace_dir}: {there}")
+    return path
+
+
+def latest_other(trace_dir: Path, baseline: Path) -> Path:
+    """The newest record of a completed run in `trace_dir` that is not the baseline.
+
+    Raises:
+        TraceError: there is none.
+    """
+    others = [path for path in records_in(trace_dir) if path.name != baseline.name]
+    others = [path for path in others if not failure_of(read_record(path, failed_too=True))]
+    if not others:
+        raise TraceError(f"{trace_dir}: has no completed run besides the baseline; train again, or give --run")
+    return others[-1]
+
+
+def records_in(trace_dir: Path) -> list[Path]:
+    return sorted(trace_dir.glob(f"*{SUFFIX}"))
+
+
+def load(path: Path) -> Run:
+    """A run's record, and what comparisons need of its last profile window if it has one.
+
+    Raises:
+        TraceError: the record or a trace cannot be read.
+    """
+    record = read_record(path)
+    if not leaves_traces(record):
+        return Run(record, None)
+    analysis = analyse_window(last_window(path.parent, record["run_id"]))
+    for problem in analysis.problems:
+        print(f"warning: {problem}; so run {record['run_id']} has no figures of traces", file=sys.stderr)
+    return Run(record, None if analysis.problems else keep(analysis))
+
+
+def print_changes(table: pd.DataFrame, console: Console) -> None:
+    """The rows that are not equal, and a few that are always shown."""
+    shown = Table(box=None, pad_edge=False)
+    for label in ("figure", "unit", "baseline", "run", "change", "95 % interval", "result"):
+        shown.add_column(label, justify="left" if label in ("figure", "unit", "result") else "right", no_wrap=True)
+    rows = rows_of(table)
+    chosen = [row for row in rows if row.result != EQUAL or row.figure in ALWAYS_SHOWN]
+    for row in chosen:
+        known = row.interval_low == row.interval_low
+        interval = f"{signed(row.interval_low)} to {signed(row.interval_high)}" if known else "–"
+        percent = signed(row.change_pct) if row.change_pct == row.change_pct else "–"
+        values = (number(value, row.unit) for value in (row.baseline, row.run))
+        shown.add_row(row.figure, row.unit, *values, percent, interval, row.result)
+    print_whole(shown, console)
+    if len(chosen) < len(rows):
+        console.print(f"and {len(rows) - len(chosen)} figures that are equal")
+
+
+def number(value: float, unit: str) -> str:
+    return "–" if value != value else f"{value:,.{DIGITS.get(unit, 2)}f}"

@@ -1,0 +1,63 @@
+"""The mesh of a run (docs/run-record.md): the places of its ranks, and the dimension of each process group."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ddp_lab.analysis.errors import TraceError
+
+DATA_DIMENSIONS = ("dp", "replicate", "shard")
+"""Along these, ranks see different samples."""
+EVERYONE = "mesh"
+
+Mesh = dict[str, int]
+"""The number of ranks along each dimension, from the outermost to the innermost."""
+
+
+def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
+    """The mesh of a run; None if it has none, or there is no record.
+
+    Raises:
+        TraceError: the record has something else in its place.
+    """
+    text = record["config"].get("mesh") if record else None
+    if text is None:
+        return None
+    parts = [part.partition("=") for part in str(text).split(",")]
+    if not all(name and number.isdecimal() and int(number) for name, _, number in parts):
+        raise TraceError(f"a damaged run record (config.mesh: {text}); train again")
+    return {name: int(number) for name, _, number in parts}
+
+
+def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
+    """The place of a rank along each dimension."""
+    found = {}
+    for name, degree in reversed(mesh.items()):
+        rank, found[name] = divmod(rank, degree)
+    return {name: found[name] for name in mesh}
+
+
+def dimension_of(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """The dimension along which the ranks of a process group stand: the only one in which they differ.
+
+    It is `dp` too for ranks that differ in `replicate` and `shard`, and `EVERYONE` for all ranks that differ in more;
+    empty for other groups. A group of one rank is that of a dimension of one rank, of `dp` if all see the same samples.
+    """
+    if not ranks:
+        return ""
+    places = [coordinates(mesh, rank) for rank in ranks]
+    differ = [name for name in mesh if len({place[name] for place in places}) > 1]
+    if not differ:
+        same_samples = all(mesh.get(name, 1) == 1 for name in DATA_DIMENSIONS)
+        return "dp" if same_samples else next((name for name, degree in mesh.items() if degree == 1), "")
+    if len(differ) == 1:
+        return differ[0]
+    if set(differ) <= set(DATA_DIMENSIONS):
+        return "dp"
+    return EVERYONE if len(set(ranks)) == prod(mesh.values()) else ""
+
+
+def in_order(mesh: Mesh, dimensions: Sequence[str]) -> list[str]:
+    """The names of `dimensions`, each once: those of the mesh, then the others."""
+    order = [*mesh, "dp", EVERYONE, ""]
+    return sorted(set(dimensions), key=lambda name: order.index(name) if name in order else len(order))

@@ -1,0 +1,152 @@
+"""Exposed communication: how long a rank computed nothing because a collective was not done, and which rank was late.
+
+Every moment of a rank's optimizer step belongs to one part: compute; exposed communication (a collective runs and
+compute does not); exposed memory copies; idle. If several collectives run, the exposed time counts for the one that was
+issued first, since compute needs their results in that order.
+
+On a CPU a step is the host's. On a device it is the time between the ends of the last kernels that two steps launched
+(`traces.steps.device_windows`), since the host runs ahead. Kernels of the next step may run before that, on another
+stream: a prefetched all-gather, or compute under the last collective of a step. They count in the step in which they
+run, so that hidden communication is hidden wherever it is, and each moment counts once.
+
+A collective can move data only after its last rank has arrived. So its time on a rank is split there: *wait* until the
+last rank's arrival, then *transfer*. If the ranks' calls cannot be matched (`traces.matching`), all time is transfer.
+
+Bandwidth belongs to the collective, not to a rank: its payload over the time from the last arrival to the last rank's
+end. A rank that only sends may be done earlier, once its data is in the network's buffers. If a rank is done before the
+last one arrives, data moved at an unknown time, and no bandwidth is given.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ddp_lab.analysis.columns import COLLECTIVE_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS
+from ddp_lab.analysis.mesh import Mesh
+from ddp_lab.analysis.metrics.dimensions import dimension_steps, dimensions
+from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union
+from ddp_lab.analysis.traces.matching import KEY, matched_calls
+from ddp_lab.analysis.traces.timeline import RankTimeline
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Times in ms.
+
+    Attributes:
+        steps: A row a rank and step (`EXPOSURE_COLUMNS`); the parts add up to the step.
+        collectives: A row a rank and collective (`COLLECTIVE_COLUMNS`).
+        dimensions: A row a rank, step and dimension (`DIMENSION_COLUMNS`); empty without a mesh.
+        clocks: A row a rank: rank, offset_ms (of its clock from the first rank's; subtracted), residual_ms (half of the
+            collectives then end within this of each other).
+    """
+
+    steps: pd.DataFrame
+    collectives: pd.DataFrame
+    dimensions: pd.DataFrame
+    clocks: pd.DataFrame
+
+
+def exposure(timelines: list[RankTimeline], is_complete: bool = True, mesh: Mesh | None = None) -> Exposure:
+    """Match, align and split the collectives of a window. If ranks are missing, the last rank is unknown."""
+    calls, clocks = matched_calls(timelines, is_complete)
+    calls = calls.assign(**_bandwidths(calls), dimension=dimensions(calls["group"], mesh))
+    tables = [_split(timeline, calls[calls["rank"] == timeline.rank], mesh) for timeline in timelines]
+    steps, collectives, by_dimension = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
+    if not is_complete:
+        steps[["exposed_wait_ms", "exposed_transfer_ms"]] = np.nan
+        by_dimension["exposed_wait_ms"] = np.nan
+    return Exposure(steps, collectives, by_dimension, clocks)
+
+
+def _bandwidths(calls: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns algbw_gbps and busbw_gbps, the same for all ranks of a collective."""
+    members = [calls[name] for name in KEY]
+    first_done = (calls["end"] - calls["last_arrival"]).groupby(members).transform("min")
+    is_known = calls["is_matched"] & (first_done > 0) & (calls["bytes"] > 0) & ~(calls["group_size"] <= 1)
+    algbw = (calls["bytes"] / calls["done_after"] / 1000).where(is_known)  # bytes a us are MB/s
+    factors = [bus_factor(kind, ranks) for kind, ranks in zip(calls["kind"], calls["group_size"], strict=True)]
+    return {"algbw_gbps": algbw, "busbw_gbps": algbw * np.array(factors, dtype=float)}
+
+
+def bus_factor(kind: str, ranks: float) -> float:
+    """Busbw over algbw (nccl-tests, doc/PERFORMANCE.md); NaN for other kinds and groups of unknown size."""
+    others = (ranks - 1) / ranks
+    shared = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), others)
+    return {**shared, "all_reduce": 2 * others, "broadcast": 1.0, "reduce": 1.0}.get(kind, float("nan"))
+
+
+def _split(
+    timeline: RankTimeline, calls: pd.DataFrame, mesh: Mesh | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The tables `steps`, `collectives` and `dimensions` of one rank; `calls` are in the order of issue."""
+    compute = union(timeline.intervals("compute"))
+    spans = calls[["start", "end"]].to_numpy(float)
+    exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
+    copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
+    wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
+    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float))
+    us = cells[:, 1] - cells[:, 0]
+    waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
+    exposed_us, waited_us = (
+        np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
+    )
+    is_matched = calls["is_matched"]
+    in_us = {
+        "after_backward_ms": calls["start"] - calls["step"].map(_backward_ends(timeline)),
+        "duration_ms": calls["end"] - calls["start"],
+        "wait_ms": (wait_ends - calls["start"]).where(is_matched),
+        "transfer_ms": (calls["end"] - wait_ends).where(is_matched),
+        "exposed_ms": pd.Series(exposed_us, calls.index),
+        "exposed_wait_ms": pd.Series(waited_us, calls.index).where(is_matched),
+        "lateness_ms": calls["lateness"],
+        "done_after_ms": calls["done_after"],
+    }
+    collectives = calls.assign(**{name: values / 1000 for name, values in in_us.items()})[list(COLLECTIVE_COLUMNS)]
+    parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
+    parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
+    steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
+    steps["step_ms"] = (timeline.windows[:, 1] - timeline.windows[:, 0]) / 1000
+    for name, part in parts.items():
+        steps[name] = [length(clip(part, start, end)) / 1000 for start, end in timeline.windows]
+    steps["idle_ms"] = steps["step_ms"] - steps[["compute_ms", "exposed_ms", "exposed_copy_ms"]].sum(axis="columns")
+    by_dimension = pd.DataFrame(columns=list(DIMENSION_COLUMNS))
+    if mesh is not None:
+        by_dimension = dimension_steps(timeline, calls, compute, (cells, owner, waits), mesh)
+    return steps[list(EXPOSURE_COLUMNS)], collectives, by_dimension
+
+
+def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:
+    """Exposed time cut where a call begins, ends, or has its last rank; and the call that each piece counts for.
+
+    Returns:
+        Pieces of shape (n, 2), and for each the index of the running call that was issued first, or -1.
+    """
+    edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends]))
+    cells = np.column_stack([edges[:-1], edges[1:]])
+    owner = np.full(len(cells), -1)
+    for index in range(len(calls) - 1, -1, -1):  # backwards, so that the first issued wins
+        first, last = np.searchsorted(edges, calls[index])
+        owner[first:last] = index
+    begun, ended = (np.searchsorted(exposed[:, side], cells[:, 0], "right") for side in (0, 1))
+    return cells[begun > ended], owner[begun > ended]
+
+
+def _backward_ends(timeline: RankTimeline) -> dict[int, float]:
+    """By step, when its last backward pass ended.
+
+    On a device that is the end of the last compute kernel that backward launched: the host is through long before.
+    """
+    backward = timeline.phases[timeline.phases["name"] == "backward"]
+    compute = timeline.kernels[timeline.kernels["lane"] == "compute"]
+    ends = {}
+    for number, start, end in timeline.steps[["number", "start", "end"]].to_numpy():
+        passes = backward[backward["start"].between(start, end)]
+        ends[int(number)] = float(passes["end"].max())
+        if timeline.kind == "cuda" and len(passes):
+            launched = compute[compute["launch"].between(passes["start"].min(), passes["end"].max())]
+            if len(launched):
+                ends[int(number)] = float(launched["end"].max())
+    return ends

@@ -1,0 +1,59 @@
+"""Stragglers: which rank arrives last at collectives, how often, how late, and what that costs the other ranks."""
+
+import pandas as pd
+
+from ddp_lab.analysis.columns import STRAGGLER_COLUMNS
+from ddp_lab.analysis.metrics.exposure import Exposure
+
+WORTH_NAMING = 0.01
+"""A rank is named if it costs each of the others at least this share of a step."""
+
+
+def stragglers(exposure: Exposure) -> pd.DataFrame:
+    """A row a rank and step (`STRAGGLER_COLUMNS`), over the collectives that could be matched."""
+    calls = exposure.collectives.dropna(subset=["late_rank"])
+    is_late = calls["late_rank"] == calls["rank"]
+    late = calls[is_late].groupby(["rank", "step"])["lateness_ms"]
+    costs = calls[~is_late].groupby(["late_rank", "step"])["exposed_wait_ms"].sum().rename_axis(["rank", "step"])
+    figures = {
+        "collectives": calls.groupby(["rank", "step"]).size(),
+        "last": late.size(),
+        "lateness_ms": late.max(),
+        "costs_ms": costs,
+    }
+    table = exposure.steps[["rank", "step"]].copy()
+    places = pd.MultiIndex.from_frame(table)
+    for name, values in figures.items():
+        table[name] = values.reindex(places).fillna(0).to_numpy(float)
+    return table.astype({"collectives": int, "last": int})[list(STRAGGLER_COLUMNS)]
+
+
+def by_rank(table: pd.DataFrame) -> pd.DataFrame:
+    """The table of `stragglers` by rank: collectives, last_pct, lateness_ms (the largest), costs_ms (mean of steps)."""
+    groups = table.groupby("rank")
+    sums = groups[["collectives", "last"]].sum()
+    return pd.DataFrame(
+        {
+            "collectives": sums["collectives"],
+            "last_pct": 100 * sums["last"] / sums["collectives"],
+            "lateness_ms": groups["lateness_ms"].max(),
+            "costs_ms": groups["costs_ms"].mean(),
+        }
+    ).reset_index()
+
+
+def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
+    """A sentence on the rank that costs the others most, from the table of `by_rank`."""
+    worst = ranks.nlargest(1, "costs_ms").iloc[0]
+    calls, steps = exposure.collectives, exposure.steps
+    waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]
+    step_ms, others = steps["step_ms"].mean(), waiting["rank"].nunique()
+    each_ms = worst["costs_ms"] / others if others else 0.0
+    if each_ms < WORTH_NAMING * step_ms:
+        return f"No rank stands out: none costs each of the others {100 * WORTH_NAMING:.0f} % of a step or more. "
+    return (
+        f"Rank {worst['rank']:.0f} costs the others most: it arrives last in {worst['last_pct']:.0f} % of its "
+        f"{worst['collectives']:.0f} collectives, up to {worst['lateness_ms']:.1f} ms after the others, and each rank "
+        f"that waits for it waits {each_ms:.1f} ms a step with nothing to compute, {100 * each_ms / step_ms:.0f} % of "
+        "the step. "
+    )

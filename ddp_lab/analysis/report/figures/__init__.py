@@ -1,0 +1,64 @@
+"""Plotly figures, and what they share. A colour means the same in every figure.
+
+Colours are those of Okabe and Ito and of Paul Tol, which colour-blind readers can tell apart. A colour `var(--name)`
+comes from the page's style sheet, which has another value in its dark theme.
+"""
+
+import plotly.graph_objects as go
+
+from ddp_lab.analysis.metrics.memory import OTHER
+from ddp_lab.analysis.report.page import readable
+
+COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#009E73",
+    "other compute": "#8C8C8C",
+    "compute": "#0072B2",
+    "communication": "#E69F00",
+    "exposed": "#D55E00",
+    "idle": "var(--idle)",
+    "memory copy": "#CC79A7",
+}
+"""Phases and kinds of time."""
+MEMORY_COLOURS = {
+    "parameters": "var(--parameters)",
+    "gradients": "#CC6677",
+    "optimizer_state": "#44AA99",
+    "buffers": "#AA4499",
+    "model_states": "var(--states)",
+    OTHER: "var(--pale)",
+    "peak": "var(--pale)",
+}
+"""Components of memory, by their names in run records."""
+LINE_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999999")
+"""Lines that stand for a choice each."""
+BAR_HEIGHT_PX = 28
+LANE_HEIGHT_PX = 30
+LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+
+
+def styled(figure: go.Figure) -> go.Figure:
+    """The style of all figures. The page's script adds fonts and the colours of its theme.
+
+    A drag zooms along x if the figure's `meta` has `zooms`; otherwise it scrolls the page.
+    """
+    zooms = bool((figure.layout.meta or {}).get("zooms"))
+    figure.update_layout(
+        template="none",
+        margin={"l": 10, "r": 20, "t": 20, "b": 45},
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",
+            **{"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"},
+        },
+        dragmode="zoom" if zooms else False,
+    )
+    figure.update_xaxes(fixedrange=not zooms)
+    figure.update_yaxes(automargin=True, fixedrange=True)
+    return figure
+
+
+def literal(text: str) -> str:
+    """A foreign name that Plotly shows letter by letter (it interprets some tags), cut to what fits."""
+    return readable(text, 60).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,144 @@
+"""The data of lanes of one step: merged intervals for an overview, and single kernels to zoom in on.
+
+Both have a budget, so that a page stays small for any trace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ddp_lab.analysis.mesh import Mesh
+from ddp_lab.analysis.metrics.dimensions import dimensions
+from ddp_lab.analysis.traces.intervals import Intervals, bridge, clip, minus, union
+from ddp_lab.analysis.traces.timeline import PHASES, RankTimeline
+
+SMALLEST_GAP_US = 30.0
+"""Smaller gaps are closed, since they cannot be seen."""
+MOST_INTERVALS = 4000
+"""Merged intervals of all compute lanes of a figure together. To keep to it, larger gaps are closed too."""
+MOST_KERNELS = 2400
+"""Kernels that a figure draws one by one."""
+MOST_STREAMS = 4
+"""Lanes for streams of one kind on a rank: those with the most time."""
+
+
+def bounds(timeline: RankTimeline, step: int) -> tuple[float, float]:
+    """Start and end of a step; on a device, of its work there."""
+    start, end = timeline.windows[timeline.steps["number"] == step][0]
+    return float(start), float(end)
+
+
+def with_dimensions(timeline: RankTimeline, mesh: Mesh) -> RankTimeline:
+    """`timeline` with one communication stream for each dimension of the mesh, of its name.
+
+    Each process group has its own streams, or threads of Gloo. So a stream has the dimension of most of its calls.
+    """
+    calls = timeline.collectives
+    dimension = dimensions(calls["group"], mesh)
+    of_stream = dimension.groupby(calls["stream"].str.removeprefix("stream ")).agg(lambda names: names.mode().iloc[0])
+    kernels = timeline.kernels
+    named = kernels["stream"].map(of_stream.to_dict()).fillna("")
+    return replace(
+        timeline, kernels=kernels.assign(stream=named.where(kernels["lane"] == "communication", kernels["stream"]))
+    )
+
+
+def compute_lane(
+    timeline: RankTimeline, start: float, end: float, gap: float = SMALLEST_GAP_US
+) -> dict[str, Intervals]:
+    """The compute lane between two moments: compute by phase, and exposed communication and idle time in the rest.
+
+    Args:
+        gap: Gaps in compute below this (us) are closed.
+    """
+    compute = union(clip(timeline.intervals("compute"), start, end))
+    sent = union(clip(timeline.intervals("communication"), start, end))
+    phase = phase_of(timeline, compute[:, 0])
+    drawn = {name: bridge(compute[phase == name], gap) for name in dict.fromkeys(phase)}
+    busy = bridge(compute, gap)
+    if gap > SMALLEST_GAP_US:  # collectives count for the budget too
+        sent = bridge(sent, gap)
+    drawn["exposed"] = minus(sent, busy)
+    drawn["idle"] = minus(np.array([[start, end]]), union(np.concatenate([busy, sent])))
+    return drawn
+
+
+def longest(shown: Sequence[tuple[RankTimeline, int]]) -> float:
+    """Duration (us) of the longest of these steps."""
+    return max(end - start for start, end in (bounds(timeline, step) for timeline, step in shown))
+
+
+def gap_to_close(shown: Sequence[tuple[RankTimeline, int]]) -> float:
+    """The smallest gap (us) to close so that all compute lanes of a figure together keep to `MOST_INTERVALS`.
+
+    Args:
+        shown: The timeline and the step of each lane.
+    """
+    gap, length = SMALLEST_GAP_US, longest(shown)
+    while gap < length:
+        lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline, step in shown]
+        if sum(len(intervals) for lane in lanes for intervals in lane.values()) <= MOST_INTERVALS:
+            break
+        gap *= 2
+    return gap
+
+
+def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
+    """The phase of compute that starts at each of `moments`.
+
+    On a device it is always `compute`, since a kernel may run after the phase that launched it.
+    """
+    phase = np.full(len(moments), "compute" if timeline.kind == "cuda" else "other compute", dtype=object)
+    for name in PHASES if timeline.kind == "cpu" else ():
+        if name != "gradient_sync":
+            spans = union(timeline.phases.loc[timeline.phases["name"] == name, ["start", "end"]].to_numpy(float))
+            inside = np.searchsorted(spans[:, 0], moments, "right") > np.searchsorted(spans[:, 1], moments, "right")
+            phase[inside & (phase == "other compute")] = name
+    return phase
+
+
+def kernels_of(timeline: RankTimeline, start: float, end: float) -> pd.DataFrame:
+    """Kernels between two moments, cut to them, in time order, with a column length."""
+    kernels = timeline.kernels
+    inside = kernels[(kernels["start"] < end) & (kernels["end"] > start)]
+    cut = inside.assign(start=inside["start"].clip(lower=start), end=inside["end"].clip(upper=end))
+    return cut.assign(length=cut["end"] - cut["start"]).sort_values("start")
+
+
+def lane_kernels(timeline: RankTimeline, start: float, end: float, most: int) -> pd.DataFrame:
+    """`kernels_of` on streams that have lanes, with a column single: whether the kernel is drawn on its own.
+
+    The longest kernels are: half of `most` in compute, a quarter each in communication and memory copies.
+    """
+    kernels = kernels_of(timeline, start, end)
+    time = kernels.groupby(["lane", "stream"])["length"].sum().reset_index()
+    streams = time.sort_values("length", ascending=False).groupby("lane").head(MOST_STREAMS)
+    with_lane = kernels.merge(streams[["lane", "stream"]], on=["lane", "stream"])
+    place = with_lane.groupby("lane")["length"].rank(method="first", ascending=False)
+    limit = np.where(with_lane["lane"] == "compute", most // 2, most // 4)
+    return with_lane.assign(single=place <= limit).sort_values("start")
+
+
+def merged(intervals: Intervals, gap: float, most: int) -> Intervals:
+    """At most `most` intervals that cover `intervals`: gaps below `gap` are closed, and larger ones if needed."""
+    while len(found := bridge(intervals, gap)) > most:
+        gap *= 2
+    return found
+
+
+def kernels_sentence(timelines: Sequence[RankTimeline], step: int) -> str:
+    """How many of a step's kernels the figure draws one by one."""
+    drawn = total = 0
+    for timeline in timelines:
+        moments = bounds(timeline, step)
+        drawn += int(lane_kernels(timeline, *moments, MOST_KERNELS // len(timelines))["single"].sum())
+        total += len(kernels_of(timeline, *moments))
+    which = f"All {total:,}" if drawn == total else f"The longest {drawn:,} of {total:,}"
+    gap_ms = gap_to_close([(timeline, step) for timeline in timelines]) / 1000
+    return (
+        f"{which} kernels of the step are drawn one by one: zoom in to see their names, and point at one to see its "
+        f"times. Gaps in compute below {gap_ms:g} ms are closed."
+    )

@@ -1,0 +1,118 @@
+"""Sections of tables and figures as one HTML file that needs no network."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from ddp_lab.analysis.columns import Column
+
+LONGEST_TEXT = 120
+"""Characters of a name that a page shows; a trace may hold names of megabytes."""
+UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+"""Control characters, those that turn the direction of what follows, and halves of characters."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with a text, a figure and a table, each of which may be left out.
+
+    Attributes:
+        traces: Rank and file of traces that the reader is told how to open in Perfetto.
+    """
+
+    heading: str
+    text: str = ""
+    table: dict[str, Any] | None = None
+    figure: Markup | None = None
+    traces: Sequence[tuple[int, str]] = ()
+
+
+def readable(text: str, most: int = LONGEST_TEXT) -> str:
+    """`text` as a page may show it: cut after `most` characters, without characters that cannot be seen."""
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return UNREADABLE.sub("\ufffd", cut)
+
+
+def cell(name: str, value: Any, column: Column) -> dict[str, Any]:
+    """A cell of a table: the value as a person reads it, and behind it that of the CSV's column `name`."""
+    kept = readable(value) if isinstance(value, str) else value
+    return {"name": name, "value": "" if pd.isna(kept) else kept, "shown": column.show(kept)}
+
+
+BLANK = {"name": "", "value": "", "shown": ""}
+"""A cell where there is nothing to say."""
+
+
+def table(table_id: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """What the template needs to show `frame`: its columns that `columns` knows, raw values beside shown ones."""
+    names = [name for name in frame.columns if name in columns]
+    rows = [[cell(name, row[name], columns[name]) for name in names] for row in frame.to_dict("records")]
+    return titled(table_id, [columns[name] for name in names], rows)
+
+
+def titled(table_id: str, columns: Sequence[Column], rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Rows of cells with the columns that they show; columns of text are aligned to the left."""
+    are_text = [
+        any(isinstance(row[place]["value"], str) and row[place]["value"] for row in rows)
+        for place in range(len(columns))
+    ]
+    return {"id": table_id, "columns": list(zip(columns, are_text, strict=True)), "rows": rows}
+
+
+def drawing(figure: go.Figure, label: str = "") -> Markup:
+    """A figure as HTML, for a page that holds Plotly's script already.
+
+    Its place is as high as the figure's layout says from the start, so that nothing moves when it is drawn. Of its
+    layout's `meta`, `zooms` adds buttons that zoom along x, and `narrowest` is a width in px below which it scrolls.
+
+    Args:
+        label: What a reader is told who cannot see the figure; by default, what its axes and legend say.
+    """
+    parts: Any = templates().get_template("parts.html.j2").module
+    meta = figure.layout.meta or {}
+    return Markup(
+        parts.show_figure(
+            json=htmlsafe_json_dumps(figure, dumps=lambda drawn: drawn.to_json()),
+            label=label or legend_of(figure),
+            height=figure.layout.height or 450,
+            entries=len({trace.name for trace in figure.data if trace.name}),
+            narrowest=meta.get("narrowest", 0),
+            zooms=meta.get("zooms", False),
+        )
+    )
+
+
+def legend_of(figure: go.Figure) -> str:
+    """What a figure shows, in words: its traces and the titles of its axes."""
+    names = list(dict.fromkeys(trace.name for trace in figure.data if trace.name))
+    axes = [*figure.select_xaxes(), *figure.select_yaxes()]
+    titles = list(dict.fromkeys(axis.title.text for axis in axes if axis.title.text))
+    return readable(f"Chart of {', '.join(names) or 'one series'}; axes: {', '.join(titles)}", 400)
+
+
+def render(title: str, lines: Sequence[str], sections: Sequence[Section], banner: str = "") -> str:
+    """The page. Every text is escaped; only figures, which are escaped already, go in as they are.
+
+    Args:
+        banner: What a reader must know before any figure, such as that a run is incomplete.
+    """
+    template = templates().get_template("page.html.j2")
+    return template.render(
+        title=title, lines=lines, sections=sections, banner=banner, plotly_script=Markup(get_plotlyjs())
+    )
+
+
+def templates() -> Environment:
+    return Environment(
+        loader=PackageLoader("ddp_lab.analysis.report"),
+        autoescape=select_autoescape(default=True),
+        finalize=lambda text: readable(text, 2000) if type(text) is str else text,
+    )

@@ -1,0 +1,101 @@
+"""Sections of the summary page on exposed communication: how long, which rank was late, and which calls."""
+
+import pandas as pd
+
+from ddp_lab.analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS, Column
+from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
+from ddp_lab.analysis.metrics.exposure import Exposure
+from ddp_lab.analysis.metrics.stragglers import by_rank, stragglers, verdict
+from ddp_lab.analysis.report.figures.ranks import ranks_figure
+from ddp_lab.analysis.report.figures.times import parts_figure
+from ddp_lab.analysis.report.page import Section, drawing, table
+from ddp_lab.analysis.report.pages.mesh import by_dimension
+from ddp_lab.analysis.report.pages.ranks import abridged, representatives
+from ddp_lab.analysis.traces.collectives import KINDS
+
+LATE_COLUMNS = {
+    "rank": EXPOSURE_COLUMNS["rank"],
+    "collectives": Column("collectives", "", "collectives that could be matched over ranks"),
+    "last_pct": Column("arrives last", "%", "share of these that the rank reached last"),
+    "lateness_ms": Column("lateness", "ms", "in these, the most by which it was later than the median rank", 1, 2),
+    "costs_ms": Column("costs others", "ms/step", "in these, exposed waiting of all other ranks", 1, 2),
+    "offset_ms": Column("clock", "ms", "how far the rank's clock is ahead of the first rank's; subtracted", 1, 3),
+    "residual_ms": Column("residual", "ms", "half of the collectives then end within this of each other", 1, 3),
+}
+ENOUGH_STEPS = 4
+"""With fewer analysed steps a heat map says no more than the table."""
+BUCKETS_SHOWN = 32
+
+
+def exposure_sections(exposure: Exposure) -> list[Section]:
+    mean = exposure.steps.drop(columns="step").groupby("rank").mean().reset_index()
+    ranks = representatives(exposure.steps)
+    drawn = mean[mean["rank"].isin(ranks)]
+    sections = [
+        Section(
+            "Exposed communication",
+            "Means over the analysed steps; the parts add up to the step. Waiting: a collective runs, compute does "
+            "not, and the last rank has not arrived. Transfer: the same after its arrival. exposure.csv has every step."
+            + unmatched(exposure.collectives),
+            table=table("exposure", abridged(mean, ranks), EXPOSURE_COLUMNS),
+            figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
+        )
+    ]
+    if exposure.collectives.empty:
+        return sections
+    return [
+        *sections,
+        straggler_section(exposure),
+        bucket_section(by_dimension(exposure.collectives), exposure.steps["step"].nunique()),
+    ]
+
+
+def unmatched(calls: pd.DataFrame) -> str:
+    """A sentence on calls that could not be matched over ranks; empty if all could."""
+    share = calls["wait_ms"].isna().mean() if len(calls) else 0.0
+    if not share:
+        return ""
+    why = (
+        "the traces do not say of which process group they are"
+        if (calls["group"] == "").any()
+        else "not every rank of their group has one, or they are messages between two ranks"
+    )
+    return f" {100 * share:.0f} % of the calls could not be matched over ranks ({why}): all their time is transfer."
+
+
+def straggler_section(exposure: Exposure) -> Section:
+    """Which rank was late: a sentence, a table by rank, and rank by step if there are enough steps."""
+    late = stragglers(exposure)
+    heading = "Who was late"
+    if not late["collectives"].any():
+        return Section(heading, "Unknown: no collective could be matched over ranks.")
+    ranks = by_rank(late)
+    by_chance = 100 * late["last"].sum() / late["collectives"].sum()
+    text = verdict(exposure, ranks)
+    text += f"If ranks are alike, each arrives last in {by_chance:.0f} %. stragglers.csv has every step."
+    panels = {"lateness_ms": "lateness", "costs_ms": "waiting of others"}
+    shown = abridged(ranks.merge(exposure.clocks, on="rank"), representatives(exposure.steps))
+    return Section(
+        heading,
+        text,
+        table=table("late", shown[list(LATE_COLUMNS)], LATE_COLUMNS),
+        figure=drawing(ranks_figure(late, panels)) if late["step"].nunique() >= ENOUGH_STEPS else None,
+    )
+
+
+def bucket_section(calls: pd.DataFrame, steps: int) -> Section:
+    """Calls by bucket; of many, those with the most exposed time."""
+    rows = buckets(calls, steps)
+    most = rows.sort_values("exposed_ms_per_step", ascending=False, kind="stable").head(BUCKETS_SHOWN).sort_index()
+    few = f"The {len(most)} of {len(rows)} with the most exposed time. " if len(most) < len(rows) else ""
+    columns = {name: column for name, column in BUCKET_COLUMNS.items() if name != "group" or rows[name].nunique() > 1}
+    return Section(
+        "Calls by bucket",
+        f"{few}A row for each call of the step. If a step has more than {MOST_PLACES}, calls of one kind and size "
+        "share a row. Means over steps and ranks; times of a call are medians. A start below 0 is before the end of "
+        "backward: only such a bucket can be hidden. busbw is payload over the time from the last rank's arrival to "
+        "the last rank's end, times nccl-tests' factor, so it can be compared with the rate of the link. A median far "
+        "below the best lost time to other work, or to collectives that shared the link. collectives.csv has every "
+        "call of every rank.",
+        table=table("places", most.assign(kind=most["kind"].map(KINDS).fillna(most["kind"])), columns),
+    )

@@ -1,0 +1,90 @@
+"""The first lines of a page: what a reader must know before any figure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.comparison.fairness import SETTINGS, Difference, affected
+from ddp_lab.analysis.report.page import Section, cell, titled
+
+COLUMNS = (
+    Column("setting", "", "in which the runs differ"),
+    Column("values and their runs", "", "from the run records"),
+    Column("cannot be compared", "", "figures that depend on the setting"),
+)
+
+
+def labels(record: dict[str, Any] | None) -> list[str]:
+    """Sentences on settings that change what is compared, and on what the run decided; none for an ordinary run."""
+    if record is None:
+        return []
+    config, lines = record["config"], []
+    if config.get("compress"):
+        lines.append(
+            f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
+            "training as without compression, and its times and bytes cannot be compared with it."
+        )
+    if config.get("master_dtype"):
+        lines.append(
+            f"No master values: parameters are kept and computed with in {config['master_dtype']}, and every update is "
+            "rounded to it at random. This is lossy: losses differ from those of fp32, and of fp32 masters."
+        )
+    elif config.get("param_dtype"):
+        lines.append(
+            f"Parameters are gathered and computed with in {config['param_dtype']}, and updated in their own dtype: "
+            "activations and gradients are rounded, and losses differ from those of fp32."
+        )
+    if config.get("reduce_dtype") == "bf16":
+        lines.append("Gradients are rounded to bf16 before they are added up over ranks.")
+    if config.get("overlap_optimizer"):
+        lines.append("Parameters of a bucket are updated while other buckets are still being reduced.")
+    if config.get("compile"):
+        lines.append("Blocks of the model were compiled with torch.compile.")
+    if config.get("profile_ranks"):
+        lines.append(
+            f"Profiled ranks: {config['profile_ranks']}, of {record['world_size']} in all. Figures of traces are "
+            "theirs, and it is unknown for which rank a collective waited, and how fast it was."
+        )
+    if config.get("link", "none") != "none":
+        nodes = config.get("nodes")
+        between = f", and one of {config['outer_link']} between {nodes} nodes (--outer-link)" if nodes else ""
+        lines.append(
+            f"Every rank had a link of {config['link']} (--link){between}: a collective ended no earlier than such "
+            "links could have delivered it."
+        )
+    elif record.get("link_bits_per_s"):
+        lines.append(f"Each node's link was shaped to {record['link_bits_per_s'] / 1e6:g} Mbit/s.")
+    return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]
+
+
+def banner(differences: Sequence[Difference], what: str) -> str:
+    """A warning if the runs differ in more than `what`; else empty."""
+    if not differences:
+        return ""
+    settings = "; ".join(f"{found.name} ({found.listed})" for found in differences)
+    figures = ", ".join(affected(differences))
+    return f"These runs differ in more than their {what}: {settings}. These figures cannot be compared: {figures}."
+
+
+def fairness_section(differences: Sequence[Difference], what: str, apart: Sequence[str] = ()) -> Section:
+    """What the runs differ in besides `what`, and besides settings whose values are kept apart."""
+    heading = f"What differs besides the {' and '.join((what, *apart))}"
+    if not differences:
+        agreed = ", ".join(name for name in SETTINGS if name not in apart)
+        return Section(heading, f"Nothing. The run records agree, as far as they say, in {agreed}.")
+    rows = [
+        [cell("", text, column) for text, column in zip(row, COLUMNS, strict=True)]
+        for row in ((found.name, found.listed, ", ".join(found.affects)) for found in differences)
+    ]
+    text = f"Differences of these figures may not come from the {what}: {', '.join(affected(differences))}."
+    return Section(heading, text, table=titled("differences", COLUMNS, rows))
+
+
+def audit_lines(failed_checks: Mapping[str, Sequence[str]]) -> list[str]:
+    """A warning for each run with failed audit checks (`failed_checks`: their subjects by name of the run)."""
+    return [
+        f"Warning: {name} does not do what its own formula and configuration say: {', '.join(subjects)} "
+        f"(audit.csv and summary.html in its folder)."
+        for name, subjects in failed_checks.items()
+        if subjects
+    ]

@@ -1,0 +1,215 @@
+"""The summary of one window of one choice: a row a rank. `docs/csv-columns.md` explains each column."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context as multiprocessing_context
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ddp_lab.analysis.errors import TraceError, listed
+from ddp_lab.analysis.files import failure_of, profiled_ranks, read_record
+from ddp_lab.analysis.mesh import mesh_of
+from ddp_lab.analysis.metrics.audit import audit
+from ddp_lab.analysis.metrics.exposure import Exposure, exposure
+from ddp_lab.analysis.metrics.holistic import holistic_figures
+from ddp_lab.analysis.metrics.memory import memory_row
+from ddp_lab.analysis.traces.collectives import KINDS
+from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
+from ddp_lab.analysis.traces.reading import read_trace
+from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
+
+KIND_SENTENCES = {
+    "cpu": "CPU trace: operators of the training thread and Gloo spans, lowered to kernels on virtual streams.",
+    "cuda": "GPU trace: device kernels as recorded.",
+    "cuda over gloo": "GPU trace, collectives on Gloo's CPU threads: the device shows only compute and copies, "
+    "so HTA's exposed communication, idle time and overlap are unknown.",
+}
+HTA_PARTS = ("compute", "non_compute", "idle")
+MOST_PROCESSES = 8
+"""Each holds a whole trace, so their number bounds the memory of a report."""
+
+
+@dataclass(frozen=True)
+class WindowAnalysis:
+    """Everything that a report on one window shows.
+
+    Attributes:
+        summary: The table of `summary.csv`, a row a rank.
+        audit: The table of `audit.csv`, a row a check; empty without a run record.
+        record: The run record that belongs to the window; None for foreign traces.
+        problems: What of the run cannot be used, a sentence each. A window with problems is incomplete, and has no
+            figures that compare ranks.
+    """
+
+    window: Window
+    timelines: list[RankTimeline]
+    summary: pd.DataFrame
+    audit: pd.DataFrame
+    exposure: Exposure
+    record: dict[str, Any] | None
+    problems: list[str]
+
+    @property
+    def kind_sentence(self) -> str:
+        first = self.timelines[0]
+        return KIND_SENTENCES["cuda over gloo" if hides_communication(first) else first.kind]
+
+
+def analyse_window(
+    window: Window,
+    include_last_step: bool = False,
+    multiprocessing: bool = False,
+    on_rank: Callable[[int], None] = lambda rank: None,
+) -> WindowAnalysis:
+    """Read and analyse all ranks of a window. A rank that cannot be read makes it incomplete.
+
+    Args:
+        multiprocessing: Read ranks in as many processes as there are cores, at most `MOST_PROCESSES`.
+        on_rank: Called after each rank's trace is read, for a progress bar.
+
+    Raises:
+        TraceError: no rank's trace can be used, or the ranks' traces do not belong together.
+    """
+    timelines, figures, problems = [], {}, []
+    for rank, found in read_ranks(window, include_last_step, multiprocessing):
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            timeline, figures[rank] = found
+            timelines.append(timeline)
+        on_rank(rank)
+    if not timelines:
+        more = f" (nor can the {len(problems) - 1} others be used)" if len(problems) > 1 else ""
+        raise TraceError(f"{problems[0]}{more}")
+    require_comparable(timelines)
+    record = find_record(window)
+    absent = missing_ranks(window, timelines[0].world_size)
+    missing = [rank for rank in absent if record is None or rank in profiled_ranks(record)]
+    if missing:
+        problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
+    rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
+    return WindowAnalysis(
+        window=window,
+        timelines=timelines,
+        summary=pd.DataFrame(rows),
+        audit=audit(timelines, None if record and failure_of(record) else record),
+        exposure=exposure(timelines, not (problems or absent), mesh_of(record)),
+        record=record,
+        problems=problems,
+    )
+
+
+def read_ranks(
+    window: Window, include_last_step: bool, multiprocessing: bool
+) -> Iterator[tuple[int, tuple[RankTimeline, dict[Any, float]] | str]]:
+    """Each rank with what `analyse_rank` says. A process has only one trace at a time in memory."""
+    jobs = [(path, rank, include_last_step) for rank, path in window.files.items()]
+    if not multiprocessing or len(jobs) == 1:
+        yield from zip(window.files, itertools.starmap(analyse_rank, jobs), strict=True)
+        return
+    with ProcessPoolExecutor(
+        min(len(jobs), os.cpu_count() or 1, MOST_PROCESSES), multiprocessing_context("spawn")
+    ) as pool:
+        yield from zip(window.files, pool.map(analyse_rank, *zip(*jobs, strict=True)), strict=True)
+
+
+def analyse_rank(path: Path, rank: int, include_last_step: bool) -> tuple[RankTimeline, dict[Any, float]] | str:
+    """A rank's timeline and its row of `holistic_figures`, or what is wrong with its trace."""
+    found = read_rank(path, rank, include_last_step)
+    if isinstance(found, str):
+        return found
+    try:
+        return found, holistic_figures([found]).iloc[0].to_dict()
+    except TraceError as error:
+        return str(error)
+
+
+def read_rank(path: Path, rank: int, include_last_step: bool) -> RankTimeline | str:
+    try:
+        trace = read_trace(path)
+        said = trace.info.get("rank")
+        if OWN_NAME.match(path.name) and rank_in_path(path) is not None and said not in (None, rank):
+            return f"{path}: the file says that it is of rank {said}; its name says rank {rank}"
+        return build_timeline(trace, rank, include_last_step)
+    except TraceError as error:
+        return str(error)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # in foreign files
+        return f"{path}: has events that no profiler writes ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+def require_comparable(timelines: list[RankTimeline]) -> None:
+    """Refuse ranks with different steps, kinds of device or world sizes.
+
+    Raises:
+        TraceError: names the file that differs.
+    """
+    first = timelines[0]
+    for other in timelines[1:]:
+        for what, mine, theirs in (
+            ("steps", first.steps["number"].tolist(), other.steps["number"].tolist()),
+            ("a device of kind", first.kind, other.kind),
+            ("a world size of", first.world_size, other.world_size),
+        ):
+            if mine != theirs:
+                raise TraceError(
+                    f"{other.path}: has {what} {theirs}, but {first.path} has {mine}; they are not of the same run or "
+                    "window"
+                )
+
+
+def hides_communication(timeline: RankTimeline) -> bool:
+    """Whether ranks met, but never on the device, which is all that HTA sees. A rank alone sends nothing."""
+    no_kernels = not (timeline.kernels["lane"] == "communication").any()
+    return timeline.kind == "cuda" and no_kernels and bool(timeline.collectives["group_size"].gt(1).any())
+
+
+def summary_row(timeline: RankTimeline, figures: dict[Any, float]) -> dict[str, Any]:
+    """The row of `summary.csv` for one rank. Times are of the profiled steps.
+
+    Args:
+        figures: The rank's row of `holistic_figures`.
+    """
+    steps, calls = len(timeline.steps), timeline.collectives
+    if hides_communication(timeline):
+        figures = figures | dict.fromkeys(("non_compute_us", "idle_us", "overlap_pct"), float("nan"))
+    return {
+        "rank": timeline.rank,
+        "world_size": timeline.world_size,
+        "trace_kind": timeline.kind,
+        "steps": steps,
+        "profiled_step_ms": round(float((timeline.windows[:, 1] - timeline.windows[:, 0]).mean()) / 1000, 3),
+        **{f"{part}_ms": round(figures[f"{part}_us"] / steps / 1000, 3) for part in HTA_PARTS},
+        **{f"{part}_pct": round(100 * figures[f"{part}_us"] / figures["total_us"], 2) for part in HTA_PARTS},
+        "overlap_pct": figures["overlap_pct"],
+        "collective_calls_per_step": len(calls) / steps,
+        "collective_bytes_per_step": calls["bytes"].sum(skipna=False) / steps,
+        **collectives_by_kind(calls, steps),
+    }
+
+
+def collectives_by_kind(collectives: pd.DataFrame, steps: int) -> dict[str, float]:
+    """Calls, payload and summed durations a step, of each of `KINDS`. A payload is NaN if a size is unknown."""
+    kinds = collectives["kind"].where(collectives["kind"].isin(KINDS), "other")
+    row = {}
+    for kind in KINDS:
+        calls = collectives[kinds == kind]
+        row[f"{kind}_calls_per_step"] = len(calls) / steps
+        row[f"{kind}_bytes_per_step"] = calls["bytes"].sum(skipna=False) / steps
+        row[f"{kind}_ms_per_step"] = round((calls["end"] - calls["start"]).sum() / steps / 1000, 3)
+    return row
+
+
+def find_record(window: Window) -> dict[str, Any] | None:
+    """The run record beside a window's rank folders, if there is one. Folders of several nodes may lie apart.
+
+    Raises:
+        TraceError: it is there but cannot be read.
+    """
+    folders = {path.parent.parent: None for path in window.files.values()}  # in order
+    paths = [folder / f"{window.run_id}.run.json" for folder in folders]
+    return next((read_record(path, failed_too=True) for path in paths if path.exists()), None)

@@ -1,0 +1,68 @@
+"""In which process group a collective ran, and which ranks that is.
+
+A run leaves a mark within each `c10d::` operator: an event of no length named `group ranks 0,2`
+(`ddp_lab.runtime.watch.group_marks`). Kernels of NCCL name their group themselves.
+"""
+
+import re
+from bisect import bisect_right
+from typing import Any
+
+import pandas as pd
+
+EVERYBODY = "all ranks"
+"""The name of the only process group in a trace that names none, and of one of all ranks."""
+MARK = "group ranks "
+NAMED = re.compile(r"ranks (?P<ranks>\d[\d, -]*)(?: by (?P<by>\d+))?(?P<which> \(\d+\)|, group .*)?")
+MOST_RANKS = 10**6
+"""More in one name are an error in the trace."""
+
+
+def calls_by_thread(events: pd.DataFrame, prefix: str) -> dict[str, list[Any]]:
+    """The host's events whose names begin with `prefix`, in order of start, by process and thread."""
+    found = events[events["cat"].isin(("cpu_op", "user_annotation")) & events["name"].str.startswith(prefix)]
+    threads: dict[str, list[Any]] = {}
+    for call in found[found["name"] != "nccl:coalesced"].itertuples():  # which does not say what it holds
+        threads.setdefault(f"{call.pid} {call.tid}", []).append(call)
+    return threads
+
+
+def call_at(threads: dict[str, list[Any]], thread: str, moment: float) -> Any:
+    """The call that was under way on a thread; None if there is none."""
+    calls = threads.get(thread, [])
+    last = bisect_right(calls, moment, key=lambda call: call.start) - 1
+    return calls[last] if last >= 0 and calls[last].end >= moment else None
+
+
+def marked_groups(events: pd.DataFrame, world_size: int) -> dict[int, str]:
+    """The name of the group of each `c10d::` operator that has a mark, by the operator's label in `events`."""
+    marks = events[events["name"].str.startswith(MARK)]
+    threads = calls_by_thread(events, "c10d::") if len(marks) else {}
+    found = {}
+    for mark in list[Any](marks.itertuples()):
+        if call := call_at(threads, f"{mark.pid} {mark.tid}", mark.start):
+            found[call.Index] = shown(str(mark.name).removeprefix("group "), world_size)
+    return found
+
+
+def shown(name: str, world_size: int) -> str:
+    """A group's name as tables show it: `EVERYBODY` in the place of all ranks."""
+    whole = NAMED.fullmatch(name)
+    is_everybody = whole and len(ranks_of(name, world_size)) == world_size
+    return EVERYBODY + (whole["which"] or "") if whole and is_everybody else name
+
+
+def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
+    """The ranks of a group with this name; empty if it does not say."""
+    if name.startswith(EVERYBODY):
+        return tuple(range(world_size))
+    whole = NAMED.fullmatch(name)
+    if whole is None:
+        return ()
+    ranks: list[int] = []
+    for part in whole["ranks"].split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) < MOST_RANKS):
+            return ()
+        ranks += range(int(first), int(last or first) + 1, max(1, int(whole["by"] or 1)))
+    return tuple(ranks)

@@ -1,0 +1,145 @@
+"""The collectives that NCCL or RCCL ran on a device, from their kernels and from what the host said of them.
+
+What a trace says differs by era:
+
+- Since 2024 a kernel carries `Collective name`, `In msg nelems`, `dtype`, `Process Group Name` and so on; or the event
+  `record_param_comms` has them, which the kernel names by `External id`.
+- Before that, the `c10d::` operator around the launch, on the launching thread, has the kind. It has the sizes too if
+  shapes were recorded. Very old traces have only an `nccl:` span there.
+- A kernel that was launched by a graph has only its name.
+
+The name of a kernel says little: all-to-all runs as `SendRecv`, and RCCL calls everything `Generic`.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, ITEM_BYTES, only_group
+from ddp_lab.analysis.traces.gloo_operators import dtype_of, tensor_sizes
+from ddp_lab.analysis.traces.groups import call_at, calls_by_thread, shown
+from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL
+
+LONGEST_NAME = 4000
+"""Characters that are kept of a group's ranks, and of its name."""
+NCCL_KINDS = (
+    ("allreduce", "all_reduce"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("broadcast", "broadcast"),
+    ("alltoall", "all_to_all"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
+    ("reduce", "reduce"),
+    ("send", "send_recv"),
+    ("recv", "send_recv"),
+    ("batchop", "send_recv"),
+)
+"""Kinds by what is in a name, without its underscores. `batch_op_issue` is ProcessGroupNCCL2's group of messages."""
+
+
+def device_collectives(
+    kernels: pd.DataFrame, events: pd.DataFrame, info: dict[str, Any], world_size: int
+) -> pd.DataFrame:
+    """The columns of `collectives.COLUMNS`, a row a call. What the trace does not say is NaN, or empty.
+
+    NCCL may run one call as several kernels. They are one row, from the start of the first to the end of the last.
+
+    Args:
+        kernels: Device events of `RankTrace.events`.
+        events: All of them.
+        info: The trace's `distributedInfo`. Calls for which the trace names no group are of the only one. If there are
+            several, or such calls ran on several streams, their group is unknown: each group has a stream of its own.
+        world_size: The size of a group of all ranks; 0 if unknown.
+    """
+    described = {
+        operator: args
+        for args in events.loc[events["name"] == "record_param_comms", "args"]
+        if isinstance(args, dict) and "Collective name" in args and (operator := _whole(args, "External id")) >= 0
+    }
+    groups, group = _ranks_by_group(info), only_group(info)
+    operators, spans = (calls_by_thread(events, prefix) for prefix in ("c10d::", "nccl:"))
+    rows: dict[int, list[Any]] = {}
+    for number, kernel in enumerate(kernels[kernels["name"].str.match(COLLECTIVE_KERNEL)].itertuples()):
+        args: dict[str, Any] = kernel.args if isinstance(kernel.args, dict) else {}
+        operator = _whole(args, "External id")
+        key = operator if operator in described else -1 - number
+        if key in rows:
+            rows[key][2] = max(rows[key][2], kernel.end)
+            continue
+        args = {**described.get(operator, {}), **args}
+        thread, moment = str(kernel.launcher), float(kernel.launch)  # type: ignore[arg-type]
+        call = call_at(operators, thread, moment) or call_at(spans, thread, moment)
+        kind = _kind(str(args.get("Collective name") or (call.name if call else kernel.name)))
+        size = max(_whole(args, "Group size"), 0) or np.nan
+        payload, dtype = _payload(args, kind, size, call.args if call else None)
+        stream = f"stream {args.get('stream', '?')}"
+        rows[key] = [
+            kind,
+            kernel.start,
+            kernel.end,
+            payload,
+            shown(_group_name(args, groups), world_size),
+            size,
+            dtype,
+            stream,
+            kernel.launch,
+        ]
+    table = pd.DataFrame(rows.values(), columns=COLUMNS).astype(COLUMN_TYPES)
+    nameless = table["group"] == ""
+    if group and table.loc[nameless, "stream"].nunique() == 1:
+        table.loc[nameless, "group"] = group
+        table.loc[nameless & table["group_size"].isna(), "group_size"] = world_size or np.nan
+    return table
+
+
+def _kind(name: str) -> str:
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for pattern, kind in NCCL_KINDS if pattern in plain), "other")
+
+
+def _payload(args: dict[str, Any], kind: str, group_size: float, call_args: Any) -> tuple[float, str]:
+    """Bytes by nccl-tests' definition, and the dtype; NaN and empty if it is unknown.
+
+    Args:
+        args: Of the kernel and its `record_param_comms`.
+        call_args: Of the `c10d::` operator. It counts if the others have no sizes.
+    """
+    dtype = str(args.get("dtype", "")).lower()
+    parts = [_whole(args, f"{way} msg nelems") for way in ("In", "Out")]
+    if max(parts) < 0:
+        dtype = dtype_of(call_args)
+        parts = [sum(tensor_sizes(call_args, position)) for position in (0, 1)]
+    elements: float = max(parts)
+    if kind in ("scatter", "gather") and min(parts) <= 0:  # not the root: it has its share alone
+        elements *= group_size
+    if kind == "send_recv" and "batch" in str(args.get("Collective name")):
+        elements = sum(parts)
+    return elements * ITEM_BYTES.get(dtype, np.nan), dtype if dtype in ITEM_BYTES else ""
+
+
+def _whole(args: dict[str, Any], name: str) -> int:
+    """A whole number among an event's arguments; -1 if it is missing or not a whole number."""
+    value = args.get(name)
+    return value if isinstance(value, int) else -1
+
+
+def _ranks_by_group(info: dict[str, Any]) -> dict[str, str]:
+    """The ranks of each process group, by its name."""
+    groups = info.get("pg_config")
+    named = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return {str(group.get("pg_name")): str(group.get("ranks", "")) for group in named}
+
+
+def _group_name(args: dict[str, Any], groups: dict[str, str]) -> str:
+    """The process group of an NCCL kernel: its ranks and its name, since two groups may have the same ranks.
+
+    Coalesced calls, and all of ProcessGroupNCCL2, do not name the ranks; nor does a kernel all ranks of a large group.
+    """
+    ranks, name = (str(args.get(f"Process Group {part}", "")).strip("[]") for part in ("Ranks", "Name"))
+    if not ranks or "..." in ranks:
+        ranks = groups.get(name, "").strip("[]") or ranks
+    parts = (("ranks", ranks), ("group", name))
+    return ", ".join(f"{part} {value[:LONGEST_NAME]}" for part, value in parts if value)

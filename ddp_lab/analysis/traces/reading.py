@@ -1,0 +1,253 @@
+"""Reading one trace file: it is parsed once, and only what a figure needs is kept.
+
+No figure needs most of the arguments in a trace, nor, on a GPU, the operators of the host. So the arguments of events
+stay undecoded bytes, except those of collectives and of device events.
+"""
+
+import gzip
+import json
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.traces.gloo_operators import with_paced_names
+
+DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+LAUNCH_CATEGORIES = ("_runtime", "_driver")
+COLLECTIVE_KERNEL = re.compile(r"^(nccl|rccl|msccl).*kernel", re.IGNORECASE)
+"""RCCL names its kernels `ncclDevKernel_Generic`, and those of MSCCL schedules `mscclKernel_Sum_half_Simple_false`."""
+COLLECTIVE_NAME = re.compile(
+    r"^(c10d::|gloo:|group ranks |record_param_comms)|" + COLLECTIVE_KERNEL.pattern, re.IGNORECASE
+)
+OLD_CATEGORIES = {
+    "Operator": "cpu_op",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+}
+"""Categories as early versions of Kineto wrote them."""
+STEP_PREFIX = "ProfilerStep#"
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]")
+LONGEST_NAME = 300
+LARGEST_TIME_US = 1e17
+"""Three thousand years. A larger time is an error in the trace."""
+Decoded = TypeVar("Decoded")
+STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _File(msgspec.Struct, gc=False):
+    traceEvents: list[_Event]
+    distributedInfo: Any = None
+
+
+class _Info(msgspec.Struct):
+    distributedInfo: Any = None
+
+
+class _DeviceArguments(msgspec.Struct, gc=False):
+    stream: Any = "?"
+    correlation: Any = None
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a trace file says.
+
+    Attributes:
+        info: The file's `distributedInfo`: backend, rank, world_size, pg_config; empty where there is none.
+        events: Events with a duration, in order of start. Columns cat, name, pid, tid (text), start, end
+            (microseconds), stream (of device events), launch (of device events: when the host issued it; else NaN),
+            launcher (process and thread that did) and args (a dict, of collectives only; else None). A trace with
+            device events keeps only those operators of the host that issue collectives.
+        left_out: Number of events without a usable time.
+    """
+
+    path: Path
+    info: dict[str, Any]
+    events: pd.DataFrame
+    left_out: int
+
+
+def read_trace(path: Path) -> RankTrace:
+    """The content of a trace file.
+
+    Raises:
+        TraceError: it is empty, cut short, not JSON, or no trace of torch.profiler.
+    """
+    return parse_trace(read_bytes(path), path)
+
+
+def parse_trace(data: bytes, path: Path) -> RankTrace:
+    """As `read_trace`, from the file's content; `path` is for messages."""
+    if not data.strip():
+        raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
+    file = _decode(data, path)
+    file.traceEvents = with_paced_names(file.traceEvents)
+    for event in file.traceEvents:
+        if type(event.cat) is str and event.cat in OLD_CATEGORIES:
+            is_step = event.cat == "Operator" and str(event.name).startswith(STEP_PREFIX)
+            event.cat = "user_annotation" if is_step else OLD_CATEGORIES[event.cat]
+    info = file.distributedInfo if isinstance(file.distributedInfo, dict) else {}
+    categories = {str(event.cat) for event in file.traceEvents}
+    gives_work = any(category.endswith(LAUNCH_CATEGORIES) for category in categories)
+    if not categories & DEVICE_CATEGORIES and (gives_work or any(_is_nccl(event) for event in file.traceEvents)):
+        raise TraceError(f"{path}: shows what was launched on a device, but not what ran there; profile the device too")
+    events, left_out = _table(file.traceEvents)
+    if events.empty:
+        raise TraceError(f"{path}: no event with a duration in it, so there is nothing to analyse")
+    return RankTrace(path, info, events, left_out)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed.
+
+    Raises:
+        TraceError: the file cannot be read, or its end is missing.
+    """
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except OSError as error:  # gzip.BadGzipFile is one too
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error):
+        raise TraceError(f"{path}: the gzip file is cut short or damaged; profile again") from None
+
+
+def peek(path: Path) -> tuple[int | None, int | None]:
+    """The rank and the first profiled step that a trace file names; None for what it does not name.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    data = read_bytes(path)
+    found = _decoded(data, _Info)  # None if the file is broken; `parse_trace` says how
+    rank = found.distributedInfo.get("rank") if found and isinstance(found.distributedInfo, dict) else None
+    steps = [int(number) for number in STEP_NAME.findall(data)]
+    return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
+
+
+def _decode(data: bytes, path: Path) -> _File:
+    decoder = msgspec.json.Decoder(_File)
+    try:
+        try:
+            return decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return decoder.decode(_repaired(data))
+    except RecursionError:
+        raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
+    except msgspec.ValidationError:
+        raise TraceError(f"{path}: has no list traceEvents, so it is not a trace of torch.profiler") from None
+    except (ValueError, msgspec.DecodeError) as error:
+        raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
+
+
+def _repaired(data: bytes) -> bytes:
+    """Valid JSON from what a profiler may write but the decoder refuses.
+
+    That is NaN, infinity, control characters and broken UTF-8. Events that are not objects are removed.
+    """
+    file = json.loads(
+        data.decode("utf-8", errors="replace"),
+        strict=False,
+        parse_constant=lambda _: None,
+        parse_float=lambda text: value if math.isfinite(value := float(text)) else None,
+    )
+    if isinstance(file, dict) and isinstance(file.get("traceEvents"), list):
+        file["traceEvents"] = [event for event in file["traceEvents"] if isinstance(event, dict)]
+    return json.dumps(file, ensure_ascii=False).encode("utf-8", errors="replace")
+
+
+def _is_nccl(event: _Event) -> bool:
+    """Whether an event of the host shows that NCCL was called. Of ProcessGroupNCCL2 there is no `nccl:` span."""
+    return isinstance(event.name, str) and event.name.startswith(("nccl:", "rccl:", "record_param_comms"))
+
+
+def _table(events: list[_Event]) -> tuple[pd.DataFrame, int]:
+    """The table `RankTrace.events`, and how many events have no usable time."""
+    complete = [event for event in events if event.ph == "X" and isinstance(event.cat, str)]
+    on_device = any(event.cat in DEVICE_CATEGORIES for event in complete)
+    kept: list[_Event] = []
+    launched: dict[int, _Event] = {}  # one graph launch may have launched many kernels
+    for event in complete:
+        event.name = _clean(str(event.name))
+        if event.cat in DEVICE_CATEGORIES or event.cat == "user_annotation":
+            kept.append(event)
+        elif event.cat.endswith(LAUNCH_CATEGORIES) and (link := _device_arguments(event).correlation) is not None:
+            launched[link] = event
+        elif event.cat == "cpu_op" and (not on_device or COLLECTIVE_NAME.match(event.name)):
+            kept.append(event)
+    device = [_device_arguments(event) if event.cat in DEVICE_CATEGORIES else None for event in kept]
+    launches = [None if of is None else launched.get(of.correlation) for of in device]
+    frame = pd.DataFrame(
+        {
+            "cat": [event.cat for event in kept],
+            "name": [event.name for event in kept],
+            "pid": [str(event.pid) for event in kept],
+            "tid": [str(event.tid) for event in kept],
+            "start": _numbers([event.ts for event in kept]),
+            "end": _numbers([event.dur for event in kept]),
+            "stream": ["" if of is None else _clean(str(of.stream)) for of in device],
+            "launch": _numbers([None if by is None else by.ts for by in launches]),
+            "launcher": ["" if by is None else f"{by.pid} {by.tid}" for by in launches],
+            "args": [_arguments(event) if COLLECTIVE_NAME.match(event.name) else None for event in kept],
+        }
+    )
+    frame["end"] += frame["start"]
+    usable = np.isfinite(frame["start"]) & np.isfinite(frame["end"]) & (frame["end"] >= frame["start"])
+    frame = frame[usable].sort_values("start", kind="stable").reset_index(drop=True)
+    return frame, int((~usable).sum())
+
+
+@lru_cache(maxsize=10_000)
+def _clean(name: str) -> str:
+    """A name made safe to show: one line of printable text, at most `LONGEST_NAME` long."""
+    text = CONTROL_CHARACTERS.sub(" ", name[: LONGEST_NAME + 1])
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
+
+
+def _numbers(values: list[Any]) -> "pd.Series[float]":
+    are_times = [type(value) in (int, float) and abs(value) < LARGEST_TIME_US for value in values]
+    return pd.Series(
+        [value if usable else np.nan for value, usable in zip(values, are_times, strict=True)], dtype=float
+    )
+
+
+def _device_arguments(event: _Event) -> _DeviceArguments:
+    found = _decoded(event.args, _DeviceArguments) or _DeviceArguments()
+    if type(found.correlation) is not int or found.correlation < 0:
+        found.correlation = None
+    return found
+
+
+def _arguments(event: _Event) -> dict[str, Any] | None:
+    found = _decoded(event.args, dict)
+    return found and {name: _clean(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:
+    """JSON decoded as `kind`; None if it is broken or something else."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

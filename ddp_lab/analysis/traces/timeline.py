@@ -1,0 +1,168 @@
+"""One rank's trace as a table of what ran where and when, the same for CPU and GPU traces.
+
+A CPU trace is *lowered*: rewritten as if a device had run it, so that one analysis serves both. HTA looks at device
+streams, and a Gloo run on CPU has none. So the training thread's outermost compute operators become kernels on one
+virtual stream, and each `gloo:*` span becomes a communication kernel on a virtual stream of its Gloo thread. Time that
+the training thread spends blocked in a collective belongs to no operator, so it is not compute.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
+from ddp_lab.analysis.traces.intervals import Intervals
+from ddp_lab.analysis.traces.nccl import device_collectives
+from ddp_lab.analysis.traces.reading import COLLECTIVE_KERNEL, DEVICE_CATEGORIES, RankTrace
+from ddp_lab.analysis.traces.steps import device_windows, host_windows, profiler_steps
+
+PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+MOST_RANKS = 10**6
+"""A world size above this is an error in the trace, and is ignored."""
+GLOO_PREFIX = "gloo:"
+COMPUTE_OPERATOR = re.compile(
+    r"^(CompiledFunction(Backward)?$|(?!c10d|_c10d|autograd|profiler|record_)\w+::(?!distributed|autograd))"
+)
+"""Operators with a namespace (`aten::mm`), without those that only wrap others or issue communication; and a compiled
+graph, whose own kernels a trace does not show."""
+KERNEL_COLUMNS = ["lane", "stream", "name", "start", "end", "launch"]
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """What one rank did during a window. All times are in microseconds on the rank's own clock.
+
+    Attributes:
+        kind: `cpu` (operators and Gloo spans, lowered to kernels) or `cuda` (device kernels as recorded).
+        steps: Columns number, start, end: the analysed optimizer steps, as the host went through them.
+        phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
+        kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
+            which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
+        collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
+            dtype, stream, issued.
+        left_out: Number of events that had no usable time.
+    """
+
+    rank: int
+    world_size: int | None
+    kind: str
+    path: Path
+    steps: pd.DataFrame
+    phases: pd.DataFrame
+    kernels: pd.DataFrame
+    collectives: pd.DataFrame
+    left_out: int = 0
+
+    @cached_property
+    def windows(self) -> Intervals:
+        """Of each of the `steps`, the time that counts as its own: on a device `device_windows`, else the host's."""
+        return device_windows(self.kernels, self.steps) if self.kind == "cuda" else host_windows(self.steps)
+
+    def issued_kernels(self) -> pd.DataFrame:
+        """The `kernels` that the analysed steps issued."""
+        return self.kernels[self.kernels["launch"].between(self.steps["start"].iloc[0], self.steps["end"].iloc[-1])]
+
+    def intervals(self, lane: str) -> Intervals:
+        chosen = self.kernels[self.kernels["lane"] == lane]
+        return chosen[["start", "end"]].to_numpy(dtype=np.float64)
+
+    def collectives_by_step(self) -> pd.DataFrame:
+        """`collectives` in the order of issue, with a column step: the number of the step that issued each."""
+        calls = self.collectives.sort_values("issued", kind="stable")
+        place = np.searchsorted(self.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
+        return calls.assign(step=self.steps["number"].to_numpy()[place])
+
+
+def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> RankTimeline:
+    """The timeline of one rank.
+
+    Args:
+        include_last_step: Analyse the last profiled step too. It is left out otherwise, since a GPU trace may have cut
+            off its end. A trace of one step is analysed whole.
+
+    Raises:
+        TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps.
+    """
+    path, info = trace.path, trace.info
+    steps = profiler_steps(trace.events, path)
+    events, absurd = without_absurd(trace.events, steps)
+    if not include_last_step and len(steps) > 1:
+        steps = steps.iloc[:-1]
+    world_size = info.get("world_size")
+    world_size = world_size if type(world_size) is int and 0 < world_size <= MOST_RANKS else None
+    on_device = events["cat"].isin(DEVICE_CATEGORIES)
+    kind = "cuda" if on_device.any() else "cpu"
+    kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, steps)
+    begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
+    issued = kernels["launch"].between(begin, end)
+    if not issued.any():
+        raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
+    last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
+    running = (kernels["start"] < last) & (kernels["end"] > begin)
+    collectives = gloo_collectives(events, world_size or 0, only_group(info))
+    if kind == "cuda":
+        on_streams = device_collectives(events[on_device], events, info, world_size or 0)
+        collectives = pd.concat([collectives, on_streams], ignore_index=True)
+    collectives = collectives[collectives["issued"].between(begin, end)]
+    phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
+    return RankTimeline(
+        rank=rank,
+        world_size=world_size,
+        kind=kind,
+        path=path,
+        steps=steps.reset_index(drop=True),
+        phases=phases[["name", "start", "end"]].reset_index(drop=True),
+        kernels=kernels[issued | running].reset_index(drop=True),
+        collectives=collectives.reset_index(drop=True),
+        left_out=trace.left_out + absurd,
+    )
+
+
+def without_absurd(events: pd.DataFrame, steps: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """`events` without those that are longer than twice the time of all profiled steps, or as far away from them.
+
+    Returns:
+        The remaining events, and how many were removed.
+    """
+    first, last = steps["start"].min(), steps["end"].max()
+    far = 2 * (last - first) + 1e6
+    is_near = events["start"].between(first - far, last + far)
+    is_sensible = is_near & (events["end"] - events["start"] <= far)
+    return events[is_sensible], int((~is_sensible).sum())
+
+
+def device_kernels(device: pd.DataFrame) -> pd.DataFrame:
+    """Columns lane, stream, name, start, end, launch of what ran on the device."""
+    is_collective = device["name"].str.match(COLLECTIVE_KERNEL)
+    is_copy = device["name"].str.match(r"^(Memcpy|Memset|dma)")
+    lane = np.select([is_collective, is_copy], ["communication", "memory"], default="compute")
+    return device.assign(lane=lane)[KERNEL_COLUMNS]
+
+
+def lower_cpu_events(events: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The same columns for a trace without a device.
+
+    Args:
+        events: Complete events in order of start (`reading.RankTrace`).
+        steps: Their columns pid and tid say which thread trains.
+    """
+    training_thread = (events["pid"] == steps["pid"].iloc[0]) & (events["tid"] == steps["tid"].iloc[0])
+    operators = events[(events["cat"] == "cpu_op") & training_thread & events["name"].str.match(COMPUTE_OPERATOR)]
+    compute = outermost(operators).assign(lane="compute", stream="compute")
+    spans = events[events["name"].str.startswith(GLOO_PREFIX)]
+    communication = spans.assign(lane="communication", stream="gloo " + spans["tid"].astype(str))
+    kernels = pd.concat([compute, communication], ignore_index=True)
+    return kernels.assign(launch=kernels["start"])[KERNEL_COLUMNS]
+
+
+def outermost(events: pd.DataFrame) -> pd.DataFrame:
+    """The `events` of one thread (properly nested) that lie in no other event."""
+    ordered = events.sort_values(["start", "end"], ascending=[True, False], kind="stable")
+    ends = ordered["end"].to_numpy()
+    furthest_before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+    return ordered[ordered["start"].to_numpy() >= furthest_before]

@@ -1,0 +1,67 @@
+"""The complaints of a log that no rule explains, so that nothing is hidden.
+
+Those that differ only in numbers are one, with how often it is there, on which ranks, and where first.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddp_lab.doctor.diagnosis import Finding
+from ddp_lab.doctor.facts import Facts
+from ddp_lab.doctor.meanings import Meaning, all_meanings
+from ddp_lab.doctor.reading.complaints import KINDS
+from ddp_lab.doctor.reading.texts import JOB_RANK, Line, ranks_in_words
+
+_NUMBER = re.compile(
+    r"((?:\b(?:exit(?:ed with)?(?: ?code)?|exitcode|errorcode|status|error|signal|return code)[ :=(]{0,6}-?)?)"
+    r"(0x[0-9a-fA-F]+|\d+)",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Complaint:
+    """Lines that say the same but for numbers. `where`: the frame that raised an exception, if it is known."""
+
+    kind: str
+    text: str
+    lines: list[Line]
+    ranks: set[int] = field(default_factory=set)
+    where: str = ""
+
+    @property
+    def meaning(self) -> Meaning | None:
+        """What the source of NCCL or torch says of it, if that is known."""
+        return next((one for one in all_meanings() if re.search(one.pattern, self.text)), None)
+
+    @property
+    def summary(self) -> str:
+        """`3 times, ranks 0, 2, first at train.log:7`."""
+        times = f"{len(self.lines):,} times, " if len(self.lines) > 1 else ""
+        ranks = f"{ranks_in_words(self.ranks)}, " if self.ranks else ""
+        where = f", raised in {self.where}" if self.where else ""
+        return f"{times}{ranks}{'first at ' if times else ''}{self.lines[0].place}{where}"
+
+
+def unexplained(facts: Facts, findings: Sequence[Finding]) -> list[Complaint]:
+    """The complaints of which no finding quotes a line: by kind, then in the order of the log."""
+    explained = {_alike(line.text) for finding in findings for line in finding.lines + finding.explained}
+    ranks = {line: process.rank for process in facts.processes for line in process.warnings}
+    found: dict[tuple[str, str], Complaint] = {}
+    for kind, said, line, where in facts.complaints:
+        complaint = found.setdefault((kind, _alike(said)), Complaint(kind, said, [], where=where))
+        complaint.lines.append(line)
+        match = JOB_RANK.search(line.text)
+        rank = int(match[1]) if match else ranks.get(line)
+        if rank is not None:
+            complaint.ranks.add(rank)
+    left = [
+        one for one in found.values() if not explained & {_alike(one.text), *(_alike(line.text) for line in one.lines)}
+    ]
+    return sorted(left, key=lambda complaint: KINDS.index(complaint.kind))
+
+
+def _alike(text: str) -> str:
+    """What is the same in texts that differ in ranks, processes, addresses and times: not in codes of errors."""
+    return _NUMBER.sub(lambda match: match[0] if match[1] else "N", text).strip()

@@ -1,0 +1,59 @@
+"""Rules applied to facts: what was found, the verdict first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_lab.doctor.facts import Facts, Match
+from ddp_lab.doctor.predicates import PREDICATES
+from ddp_lab.doctor.reading.texts import Line
+from ddp_lab.doctor.rulebook import CONFIDENCES, KINDS, Rule, all_rules, compiled
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applies: the lines that show it, what they mean in this case, and further lines that it explains."""
+
+    rule: Rule
+    lines: list[Line]
+    details: list[str]
+    explained: list[Line]
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """All findings, the verdict first; empty if no rule applies."""
+    found = [finding for rule in all_rules() if (finding := _apply(rule, facts))]
+    kinds, sure = list(KINDS), [*CONFIDENCES, None]
+    found.sort(key=lambda each: (kinds.index(each.rule.kind), sure.index(each.rule.confidence)))  # stable: then by file
+    return [one for index, one in enumerate(found) if not _says_less(one, found[:index])]
+
+
+def _apply(rule: Rule, facts: Facts) -> Finding | None:
+    match = (PREDICATES[rule.predicate](facts) if rule.predicate else None) or Match([])
+    lines = list(dict.fromkeys(_search(facts, rule.patterns) + match.lines))
+    if not (lines or match.details) or _search(facts, rule.unless):
+        return None
+    if rule.beside_failure and not (facts.failures or facts.hangs or facts.complaints):
+        return None
+    if rule.kind != "suspicion" and not match.lines and not match.details and not facts.ended_with(lines):
+        return None  # a program goes on after it: it was caught, or it is said of something else
+    return Finding(rule, lines, match.details, _search(facts, rule.explains))
+
+
+def _says_less(finding: Finding, before: Sequence[Finding]) -> bool:
+    """Whether a place or a symptom has only lines that are quoted already for something better."""
+    quoted = {line for other in before for line in other.lines + other.explained}
+    return finding.rule.kind in ("place", "symptom") and bool(finding.lines) and quoted.issuperset(finding.lines)
+
+
+def _search(facts: Facts, patterns: Sequence[str]) -> list[Line]:
+    return [line for pattern in compiled(tuple(patterns)) for line in facts.search(pattern)]
+
+
+def advice(rule: Rule, facts: Facts) -> list[tuple[str, list[str]]]:
+    """Commands with a heading, for this machine and this program; both kinds if it is unknown whether it is virtual."""
+    own = [("In this project", rule.own)] if rule.own and facts.is_own_run else []
+    if not rule.in_vm:
+        return [("Try", rule.to_try), *own]
+    if facts.is_virtual is None:
+        return [("Try, on bare metal", rule.to_try), ("Try, in a virtual machine", rule.in_vm), *own]
+    return [("Try, in a virtual machine", rule.in_vm) if facts.is_virtual else ("Try", rule.to_try), *own]

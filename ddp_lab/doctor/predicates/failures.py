@@ -1,0 +1,121 @@
+"""Failures of the program, and what tells them from those that it survived or that follow from others."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from ddp_lab.doctor.facts import LAST_LINES, Facts, Match
+from ddp_lab.doctor.reading.complaints import EXCEPTION, Said
+from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text, ranks_in_words
+
+SOON = 100
+"""Lines within which a job fails that does not survive an error."""
+NOTHING_MORE = 3
+"""Lines that a program may write after the exception that ended it."""
+_OUT_OF_MEMORY = re.compile(
+    r"(?:CUDA|HIP) out of memory\b|(?<!ray\.exceptions\.)\bOutOfMemoryError: (?!Task was killed)"
+)
+_MEMORY_REFUSED = re.compile(
+    r"(?:Cuda|CUDA|HIP) failure (?:2 )?'out of memory'|(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+)
+_SURVIVED = re.compile(
+    r"\btry(?:ing)? again\b|\bretr(?:y|ies|ying)\b|\bskipp|\bhalv|\breduc\w{0,4} (?:the )?(?:\w+ )?batch"
+    r"|[Ff]all(?:ing|s)? ?back|\bcaught\b|\brecover"
+)
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|gloo|c10d|c10::|'std::|\bDist\w{0,20}Error|rendezvous|TCPStore|process ?group"
+    r"|connection (?:reset|closed|refused)|broken pipe|watchdog|timed? ?out"
+    r"|(?:CUDA|HIP) (?:error|failure|driver|runtime|unknown|out of)|CUBLAS_|CUDNN_|OutOfMemory"
+    r"|KeyboardInterrupt|SignalException|DataLoader worker|No space left|undefined symbol|\bEOFError\b|RemoteError"
+    r"|(?:server|client) socket|monitoredBarrier|DDP expects|gradient reduction",
+    re.IGNORECASE,
+)
+"""Exceptions that come from the communication or the device, or that say that something else ended."""
+_CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+_BARRIER = re.compile(
+    r"(Timed out|Waiting).{0,40} store based barrier.{0,40} rank:? ?(\d{1,6}), (?:for )?key: ?\S{1,80} "
+    r"\(world_size=(\d{1,6}), (?:worker_count|num_workers_joined)=(\d{1,6})"
+)
+
+
+def program_exception(facts: Facts) -> Match | None:
+    """The exception of the program that ended a rank before anything of the communication failed, and who raised it."""
+    consequences = facts.hangs + [said.line for said in facts.complaints if _COMMUNICATION.search(said.text)]
+    for text in facts.texts:
+        own = [said for said in facts.complaints if said.kind == EXCEPTION and said.line.path == text.path]
+        own = [said for said in own if not _COMMUNICATION.search(said.text)]
+        ends = (line.number for line in facts.failures if line.path == text.path and "Traceback" not in line.text)
+        failed = min(ends, default=None)
+        end = text.lines[-1].number if text.lines and failed is None else failed or 0
+        followed = [line.number for line in consequences if line.path == text.path and line.number > end - SOON]
+        said = _that_ended(text, [said for said in own if said.line.number <= min(followed, default=end)], failed)
+        if said:
+            lines = [each.line.text for each in own if each.text == said.text]
+            ranks = {int(match[1]) for line in lines if (match := JOB_RANK.search(line))}
+            who = f"{ranks_in_words(ranks).capitalize()} raised" if ranks else "It is"
+            return Match([said.line], [f"{who} {said.text[:200]}{f', in {said.where}' if said.where else ''}."])
+    return None
+
+
+def _that_ended(text: Text, own: Sequence[Said], failed: int | None) -> Said | None:
+    """Of exceptions in the order of the text the first that a rank did not survive: by torch's prefix of uncaught ones,
+    the line at which the job `failed`, or the end of the text."""
+    if uncaught := [said for said in own if JOB_RANK.search(said.line.text)]:
+        return uncaught[0]
+    if not own:
+        return None
+    after = sum(line.number > own[-1].line.number for line in text.lines[-NOTHING_MORE - 1 :])
+    if failed is None and after > NOTHING_MORE:
+        return None
+    chained = [line.number for line in text.search(_CHAINED)]
+    last = len(own) - 1
+    while last and any(own[last - 1].line.number < number < own[last].line.number for number in chained):
+        last -= 1  # the first of a chain is the reason of the others
+    return own[last]
+
+
+def out_of_memory(facts: Facts) -> Match | None:
+    """Torch's allocator says so, and the program did not catch it and try a smaller batch."""
+    return _not_survived(facts, _OUT_OF_MEMORY)
+
+
+def memory_refused(facts: Facts) -> Match | None:
+    """The driver says so, to NCCL or in another call than torch's allocator."""
+    return _not_survived(facts, _MEMORY_REFUSED)
+
+
+def _not_survived(facts: Facts, pattern: re.Pattern[str]) -> Match | None:
+    """Lines that are torch's or NCCL's last word, or behind which the text ends or the job fails soon."""
+    lines = []
+    for text in facts.texts:
+        failed = [line.number for line in facts.failures if line.path == text.path]
+        for index, line in text.find(pattern):
+            is_last = line.number > text.lines[-1].number - LAST_LINES
+            fails_soon = any(0 <= number - line.number <= SOON for number in failed)
+            is_word = bool(JOB_RANK.search(line.text)) or "NCCL WARN" in line.text
+            if is_word or ((is_last or fails_soon) and not _survived(text, index)):
+                lines.append(line)
+    return Match(lines) if lines else None
+
+
+def _survived(text: Text, index: int) -> bool:
+    return any(_SURVIVED.search(line.text) for line in text.lines[max(0, index - 1) : index + 3])
+
+
+def store_barrier_too_many(facts: Facts) -> Match | None:
+    return _barrier(facts, lambda said, size, came: came > size)
+
+
+def store_barrier_too_few(facts: Facts) -> Match | None:
+    return _barrier(facts, lambda said, size, came: said == "Timed out" and came < size)
+
+
+def _barrier(facts: Facts, is_wrong: Callable[[str, int, int], bool]) -> Match | None:
+    found: dict[Line, re.Match[str]] = {}
+    for line in facts.search(_BARRIER):
+        match = _BARRIER.search(line.text)
+        if match and is_wrong(match[1], int(match[3]), int(match[4])):
+            found[line] = match
+    if not found:
+        return None
+    match = next(iter(found.values()))
+    return Match(list(found), [f"{match[4]} processes came to the barrier of {match[3]} ranks."])

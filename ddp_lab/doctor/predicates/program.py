@@ -1,0 +1,148 @@
+"""Ranks compared with each other: what they issued, how far they came, which versions they run."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ddp_lab.doctor.comparison import evidence
+from ddp_lab.doctor.facts import EARLY, Facts, Match
+from ddp_lab.doctor.reading.texts import Line, printable, ranks_in_words
+from ddp_lab.doctor.reading.watchdog import Status, Timeout
+
+POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"}
+"""torch's names of what is not the same on all ranks of a group, or may hold it."""
+EVEN = {"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
+"""Collectives that move as many elements on each rank."""
+EARLY_HANG = "It is one of the first in its group: suspect the connection (network, P2P), or a rank that never came."
+LATE_HANG = "The group worked {times} times before: look for a rank that is late, ended or in another branch first."
+_PLACE = ("rank", "step", "phase", "collective")
+
+
+def different_collectives(facts: Facts) -> Match | None:
+    """Ranks issued different collectives under one number of one group: by flight recorder, or by what timed out."""
+    if found := _divergence(facts, "differ"):
+        return found
+    return _different([timeout for timeout in facts.timeouts if timeout.group is not None and timeout.in_job])
+
+
+def different_collectives_of_unknown_groups(facts: Facts) -> Match | None:
+    """The same by timeouts of torch before 2.3, which name no group: they may be of two groups."""
+    return _different([timeout for timeout in facts.timeouts if timeout.group is None])
+
+
+def _different(timeouts: list[Timeout]) -> Match | None:
+    by_call: dict[tuple[object, ...], list[Timeout]] = defaultdict(list)
+    for timeout in timeouts:
+        if timeout.kind not in POINT_TO_POINT and timeout.seq is not None and timeout.rank is not None:
+            by_call[timeout.attempt, timeout.group, timeout.seq].append(timeout)
+    for (_, group, seq), of_call in sorted(by_call.items(), key=lambda each: str(each[0])):
+        if _are_several_groups(of_call):
+            continue
+        differing = {_call(timeout): timeout for timeout in of_call}
+        if len(differing) > 1 and len({timeout.rank for timeout in differing.values()}) > 1:
+            calls = ", ".join(f"rank {t.rank} {' of '.join(filter(None, _call(t)))}" for t in differing.values())
+            where = f" of group {printable(str(group))}" if group is not None else ""
+            return Match([t.line for t in differing.values()], [f"Under number {seq}{where}: {calls} elements."])
+    return None
+
+
+def _are_several_groups(members: Sequence[Timeout | Status]) -> bool:
+    """Whether two ranks of the job have one rank in the group: then groups of one name are more than one."""
+    ranks = {(each.rank, each.local) for each in members if each.in_job}
+    return len({local for _, local in ranks}) < len({rank for rank, _ in ranks})
+
+
+def _call(timeout: Timeout) -> tuple[str, str]:
+    """What must be the same on all ranks: the kind, and the elements of kinds that move as many on each."""
+    return timeout.kind, (timeout.elements[0] or "") if timeout.kind in EVEN else ""
+
+
+def rank_behind(facts: Facts) -> Match | None:
+    """A rank never issued the collective that ran out of time on others: by flight recorder, or by the watchdog."""
+    if found := _divergence(facts, "behind"):
+        return found
+    by_group: dict[tuple[int, str], list[Status]] = defaultdict(list)
+    for status in facts.statuses:
+        by_group[status.attempt, status.group].append(status)
+    for (_, group), statuses in by_group.items():
+        if _are_several_groups(statuses):
+            continue
+        stuck = max((status.timed_out for status in statuses if status.timed_out is not None), default=None)
+        behind = {status.rank: status for status in statuses if stuck is not None and status.enqueued < stuck}
+        if behind:
+            least = min(status.enqueued for status in behind.values())
+            local = "" if all(status.in_job for status in statuses) else " (numbers in the group)"
+            sentence = (
+                f"Collective {stuck} of group {printable(group)} ran out of time; {ranks_in_words(behind)}{local} "
+                f"issued only {max(least, 0)} of that group."
+            )
+            waiting = next(status.line for status in statuses if status.timed_out == stuck)
+            return Match([*(status.line for status in behind.values()), waiting], [sentence])
+    return None
+
+
+def rank_without_dump(facts: Facts) -> Match | None:
+    """A rank left no flight record, and all others wait in a collective."""
+    return _divergence(facts, "missing")
+
+
+def stuck_together(facts: Facts) -> Match | None:
+    """All ranks have issued a collective, and none has finished it."""
+    return _divergence(facts, "stuck")
+
+
+def _divergence(facts: Facts, what: str) -> Match | None:
+    found = next((divergence for divergence in facts.divergences if divergence.what == what), None)
+    return Match(evidence(found, facts.dumps), found.sentences) if found else None
+
+
+def run_ended(facts: Facts) -> Match | None:
+    """The latest run's record names the first cause of its end (docs/run-record.md, `ended`)."""
+    if not facts.runs:
+        return None
+    path, record = max(facts.runs, key=lambda run: str(run[1]["run_id"]))
+    ended = record.get("ended")
+    if not isinstance(ended, dict) or ended.get("how") in (None, "completed"):
+        return None
+    where = [f"{name} {printable(str(ended[name]))}" for name in _PLACE if ended.get(name) is not None]
+    said = printable(str(ended.get("message") or "no message"))
+    line = Line(path, 0, f"ended: {printable(str(ended['how']))}{': ' if where else ''}{', '.join(where)}")
+    return Match([line], [said])
+
+
+def watchdog_timeout(facts: Facts) -> Match | None:
+    """Collectives that ran out of time, and the ranks that reported nothing: those are to be looked at first."""
+    ranks = {t.rank for t in facts.timeouts if t.rank is not None} | {one.rank for one in facts.gave_up}
+    details = []
+    if facts.timeouts:
+        first = min(facts.timeouts, key=lambda timeout: timeout.seq or 0)
+        number = f", number {first.seq} of {_group_in_words(first)}" if first.seq is not None else ""
+        local = "" if first.in_job or first.rank is None else " (numbers in their group)"
+        who = f"{ranks_in_words(ranks)}{local} gave up; the first is" if ranks else "It is"
+        details = [f"{who} {first.kind}{number}."]
+        if first.seq is not None and first.seq > 0:
+            details.append(EARLY_HANG if first.seq <= EARLY else LATE_HANG.format(times=f"{first.seq - 1:,}"))
+    elif facts.gave_up:
+        seconds = max((one.seconds for one in facts.gave_up if one.seconds is not None), default=None)
+        after = f" after {seconds:.0f} s" if seconds is not None else ""
+        groups = ", ".join(sorted({printable(one.group) for one in facts.gave_up}))
+        details = [
+            f"{ranks_in_words(ranks)} gave up{after} in group {groups}; this backend does not say in which call."
+        ]
+    size = max((process.world_size or 0 for process in facts.processes), default=0)
+    whole = bool(facts.gave_up) or all(timeout.in_job for timeout in facts.timeouts)
+    if details and ranks and whole and (silent := set(range(size)) - ranks):
+        details.append(f"{ranks_in_words(silent)} reported no timeout: look there first.")
+    lines = [timeout.line for timeout in facts.timeouts] + [one.line for one in facts.gave_up]
+    return Match(lines, details) if lines else None
+
+
+def _group_in_words(timeout: Timeout) -> str:
+    return f"group {printable(timeout.group)}" if timeout.group is not None else "its group"
+
+
+def different_versions(facts: Facts) -> Match | None:
+    by_version = {process.version: process for process in facts.of_one_job if process.version}
+    if len(by_version) < 2:
+        return None
+    sentences = [f"{process.name} on {process.host} has NCCL {version}." for version, process in by_version.items()]
+    return Match([process.lines["version"] for process in by_version.values()], sentences)

@@ -1,0 +1,185 @@
+"""The recent collectives of each rank, as JSON from torch's flight recorder or from this project.
+
+torch (2.5 to 2.15; `torch._C._distributed_c10d._dump_nccl_trace_json()`, for Gloo `_dump_fr_trace_json()`) writes
+`entries` with a sequence number in their process group. Its pickles are never loaded, since a pickle can run code. This
+project writes `<anything>rank_<R>.flight.json` when a run hangs; its layout is `OwnDump`.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Annotated, Any
+
+import msgspec
+
+from ddp_lab.doctor.reading.texts import InputError
+
+_RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
+_RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
+
+MOST_RANKS = 1_000_000
+"""More than any job has. A file with a larger number is refused."""
+
+
+class OwnEntry(msgspec.Struct):
+    """A collective, in the order of issue. `seq` counts the collectives of its group."""
+
+    seq: int
+    kind: str
+    elements: int
+    dtype: str
+    group: str
+    state: str
+    time_s: float
+
+
+class OwnDump(msgspec.Struct):
+    version: int
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    entries: list[OwnEntry]
+
+
+class TorchEntry(msgspec.Struct):
+    """The fields that are used in an entry of torch's dump, `version` 2.x."""
+
+    collective_seq_id: int
+    process_group: list[str]
+    profiling_name: str
+    state: str
+    is_p2p: bool = False
+    retired: bool = False
+    time_created_ns: int = 0
+    input_sizes: list[list[int]] = []
+    input_dtypes: list[str] = []
+
+
+class TorchGroup(msgspec.Struct):
+    ranks: str = ""
+
+
+class TorchDump(msgspec.Struct):
+    version: str
+    entries: list[TorchEntry] = []
+    pg_config: dict[str, TorchGroup] = {}
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank issued it. `moves` has its elements or sizes, and dtype.
+
+    `is_done`: it no longer runs. For Gloo, torch's dump does not say whether it ended or was given up.
+    """
+
+    group: str
+    seq: int
+    kind: str
+    moves: str
+    is_done: bool
+    state: str
+    time_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.moves}" if self.moves else self.kind
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The dump of one rank. `members`: the ranks of each group, as far as the dump says. `is_own`: of this project."""
+
+    path: str
+    rank: int
+    calls: list[Call]
+    members: dict[str, frozenset[int]]
+    point_to_point: int = 0
+    is_own: bool = False
+
+    @cached_property
+    def by_group(self) -> dict[str, dict[int, Call]]:
+        """Calls by their group and number."""
+        found: dict[str, dict[int, Call]] = defaultdict(dict)
+        for call in self.calls:
+            found[call.group][call.seq] = call
+        return found
+
+
+def is_dump(content: Any) -> bool:
+    """Whether decoded JSON looks like a dump of either layout."""
+    return isinstance(content, dict) and "version" in content and ("entries" in content or "pg_config" in content)
+
+
+def read_dump(path: str, content: Any) -> Dump:
+    """A dump from decoded JSON.
+
+    Raises:
+        InputError: fields are missing or of another type, or the rank is neither in the file nor in its name.
+    """
+    try:
+        if "pg_config" in content or not isinstance(content.get("version"), int):
+            return _from_torch(path, msgspec.convert(content, TorchDump))
+        return _from_own(path, msgspec.convert(content, OwnDump))
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: not a flight-recorder dump of a layout that is known: {error}") from None
+
+
+def _from_own(path: str, dump: OwnDump) -> Dump:
+    if dump.version != 1:
+        raise InputError(f"{path}: version {dump.version} of the flight recorder's layout; this doctor reads version 1")
+    calls = [
+        Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
+        for e in dump.entries
+    ]
+    members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
+    return Dump(path, dump.rank, calls, members, is_own=True)
+
+
+def _from_torch(path: str, dump: TorchDump) -> Dump:
+    name = _RANK_IN_NAME.findall(path.rsplit("/", 1)[-1])
+    rank = dump.rank if dump.rank is not None else int(name[-1][0] or name[-1][1]) if name else None
+    if rank is None:
+        raise InputError(f"{path}: torch's dump does not say its rank; put it into the file's name: rank_0.json")
+    calls, members = [], {}
+    for entry in dump.entries:
+        group = entry.process_group[0] if entry.process_group else ""
+        config = dump.pg_config.get(group, TorchGroup())  # Gloo's (2.15) has one entry, "", of the last group made
+        description = entry.process_group[-1] if len(entry.process_group) > 1 else group
+        label = f"{group} ({description})" if description not in ("", "undefined", group) else group
+        members[label] = _ranks_in(config.ranks)
+        if entry.is_p2p:
+            continue
+        sizes = " and ".join("x".join(map(str, size)) or "1" for size in entry.input_sizes[:3])
+        dtypes = ", ".join(dict.fromkeys(entry.input_dtypes))
+        calls.append(
+            Call(
+                label,
+                entry.collective_seq_id,
+                entry.profiling_name.rpartition(":")[2],
+                f"{sizes} x {dtypes}" if sizes else "",
+                entry.retired or entry.state == "completed",
+                "ended or given up" if entry.retired and entry.state != "completed" else entry.state,
+                entry.time_created_ns / 1e9,
+            )
+        )
+    point_to_point = sum(entry.is_p2p for entry in dump.entries)
+    return Dump(path, rank, calls, members, point_to_point=point_to_point)
+
+
+def _members_of(group: str, world_size: int) -> frozenset[int]:
+    """The ranks of a group in this project's record; empty if its name does not list them."""
+    if group.startswith(f"{world_size} ranks"):
+        return frozenset(range(world_size))
+    return _ranks_in(group)
+
+
+@cache
+def _ranks_in(text: str) -> frozenset[int]:
+    """The ranks in `ranks 0,1`, `ranks 0-3,8 (2)` or `[0, 1]`; empty if it names none."""
+    match = _RANKS.fullmatch(text)
+    if not match:
+        return frozenset()
+    bounds = [part.partition("-") for part in match[1].replace(" ", "").split(",")]
+    if sum(int(last or first) - int(first) + 1 for first, _, last in bounds) > MOST_RANKS:
+        return frozenset()
+    return frozenset(rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1))

@@ -1,0 +1,174 @@
+"""NCCL's log (NCCL_DEBUG=INFO) of any version, as facts about each process that wrote it.
+
+A line's prefix is `host:pid:tid [device]`. Before it may stand a time stamp (2.27 and later) or a launcher's prefix
+(`[1,3]<stdout>:`); after it stand the source file, `NCCL` (from 2.3 on), and INFO or WARN. The formats are from
+src/debug.cc, src/init.cc and src/transport/ of https://github.com/NVIDIA/nccl.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ddp_lab.doctor.reading.texts import Line, Text, ranks_in_words
+
+RDMA = "InfiniBand or RoCE"
+_PREFIX = re.compile(r":(\d{1,10}):\d{1,10} \[(\d{1,3})\] ")
+_NO_HOST = re.compile(r"[^\w.-]")
+_SEVERITY = re.compile(r"\b(?:NCCL )?(INFO|WARN) (.*)")
+_RANK = re.compile(r"comm \S{1,40} rank (\d{1,6}) n[rR]anks (\d{1,6})")
+_VERSION = re.compile(r"NCCL version (\d{1,2}\.\d{1,3}(?:\.\d{1,3})?)")
+_BARE_VERSION = re.compile(r"(?:^|[\]>):] ?)NCCL version \d")
+_NETWORK = re.compile(r"Using (?:internal )?[nN]etwork (\S{1,40})")
+_NET = re.compile(r"NET/(IB|Socket|OFI|\S{1,20}?) ?: Using (.*)")
+_BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.-]{1,32}):([0-9a-fA-F.:\[\]%]{2,64})<\d{1,5}>")
+_OLD_BOOTSTRAP = re.compile(r"NET : Using interface ([\w.-]{1,32}):([0-9a-fA-F.:]{2,64})<\d{1,5}>")
+_CHANNEL = re.compile(
+    r"(?:Channel|Ring) \d{1,3}(?:/\d{1,3})? : (\d{1,6})(?:\[(\w{1,16})\])? -> (\d{1,6})(?:\[(\w{1,16})\])?"
+    r"(?: \[(send|receive)\])? via (\S.{0,60})"
+)
+_GDR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for (?:HCA|GPU)")
+_ENVIRONMENT = re.compile(r"(NCCL_[A-Z0-9_]{1,60}) set (?:by environment )?to (\S{1,100})")
+
+
+@dataclass(eq=False)
+class Process:
+    """A process that wrote into a log. A process with several GPUs counts once for each."""
+
+    host: str
+    pid: int
+    device: int
+    rank: int | None = None
+    world_size: int | None = None
+    version: str | None = None
+    network: str | None = None
+    cards: str | None = None
+    interface: str | None = None
+    address: str | None = None
+    gdr: bool | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    transports: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
+    devices: dict[int, str] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
+    warnings: list[Line] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.rank is not None else f"{self.host}:{self.pid}"
+
+    @property
+    def fabric(self) -> str | None:
+        """`Socket`, `InfiniBand`, `RoCE`, `RDMA` if it is unknown which of these two, or a plugin's name."""
+        if self.network and self.network.startswith("IB") and self.cards:
+            return "RoCE" if "/RoCE" in self.cards else "InfiniBand"
+        return RDMA if self.network and self.network.startswith("IB") else self.network
+
+    def used(self, prefix: str) -> bool:
+        """Whether a channel goes over a transport that begins with `prefix`."""
+        return any(name.startswith(prefix) for found in self.transports.values() for name in found)
+
+
+def read_processes(texts: Iterable[Text]) -> list[Process]:
+    """The processes of all logs, ordered by rank if it is known."""
+    found: dict[tuple[str, int, int], Process] = {}
+    for text in texts:
+        current: Process | None = None
+        unclaimed: Line | None = None
+        for line in text.lines:
+            match = _PREFIX.search(line.text)
+            severity = _SEVERITY.search(line.text, match.end()) if match else None
+            if match and severity:
+                key = (_NO_HOST.split(line.text[: match.start()])[-1], int(match[1]), int(match[2]))
+                current = found.setdefault(key, Process(*key))
+                _take(current, line, severity[1], severity[2])
+            elif _BARE_VERSION.search(line.text):  # has no prefix: of the process whose lines are around it
+                unclaimed = line
+            if unclaimed and current:
+                _take(current, unclaimed, "INFO", unclaimed.text)
+                unclaimed = None
+    for process in found.values():
+        _fill_from_siblings(process, found.values())
+    return sorted(found.values(), key=lambda p: (p.rank is None, p.rank or 0, p.host, p.pid, p.device))
+
+
+def _fill_from_siblings(process: Process, others: Iterable[Process]) -> None:
+    """A process logs its version, network and interface once, even if it drives several devices."""
+    for other in others:
+        if (other.host, other.pid) == (process.host, process.pid):
+            for name in ("version", "network", "cards", "interface", "address"):
+                if getattr(process, name) is None:
+                    setattr(process, name, getattr(other, name))
+
+
+def _take(process: Process, line: Line, severity: str, message: str) -> None:
+    """Add what one line says."""
+    if severity == "WARN":
+        process.warnings.append(line)
+        return
+    if match := _CHANNEL.match(message):
+        pair = (int(match[1]), int(match[3]))
+        if process.rank is None:  # later lines name it, unless the log is cut off
+            process.rank = pair[1] if match[5] == "receive" else pair[0]
+        transport = _transport(match[6])
+        process.transports.setdefault(pair, Counter())[transport] += 1
+        process.lines.setdefault(transport, line)
+        for rank, device in ((pair[0], match[2]), (pair[1], match[4])):
+            if device is not None:
+                process.devices[rank] = device
+        if transport.startswith("NET/"):
+            process.gdr = bool(process.gdr) or "GDRDMA" in match[6]
+        return
+    if (match := _RANK.search(message)) and int(match[2]) >= (process.world_size or 0):
+        process.rank, process.world_size = int(match[1]), int(match[2])  # the largest communicator is the world
+    for name, pattern in (("version", _VERSION), ("network", _NETWORK)):
+        if (match := pattern.search(message)) and getattr(process, name) is None:
+            setattr(process, name, match[1])
+            process.lines[name] = line
+    if match := _BOOTSTRAP.search(message) or _OLD_BOOTSTRAP.search(message):
+        process.interface, process.address = match[1], match[2]
+        process.lines["interface"] = line
+    if match := _NET.search(message):
+        process.cards = match[2]
+        process.lines["cards"] = line
+    if match := _GDR.search(message):
+        process.gdr = bool(process.gdr) or match[1] == "Enabled"
+    if match := _ENVIRONMENT.search(message):
+        process.environment[match[1]] = match[2].rstrip(".")
+        process.lines[match[1]] = line
+
+
+def _transport(text: str) -> str:
+    """`P2P/IPC`, `P2P/CUMEM`, `SHM`, `NET/IB`, `NET/Socket`, ... without channel, card and mode."""
+    if "shared memory" in text:
+        return "SHM"
+    parts = text.split()[0].split("/")
+    return parts[0] if parts[0] == "SHM" else "/".join(parts[:2])
+
+
+def by_value(processes: Sequence[Process], name: str) -> dict[str, list[Process]]:
+    """The processes by what they say of `version`, `fabric` or `interface`. `RDMA` alone is no other fabric."""
+    found: dict[str, list[Process]] = {}
+    for process in processes:
+        if (value := getattr(process, name)) is not None:
+            found.setdefault(value, []).append(process)
+    if found.keys() & {"InfiniBand", "RoCE"}:
+        found.pop(RDMA, None)
+    return found
+
+
+def differences(processes: Sequence[Process]) -> list[str]:
+    """A sentence each for version, fabric and interface, if ranks differ in them."""
+    sentences = []
+    for name in ("version", "fabric", "interface"):
+        found = by_value(processes, name)
+        if len(found) > 1:
+            parts = [f"{value} ({_names(of_value)})" for value, of_value in found.items()]
+            sentences.append(f"{'NCCL version' if name == 'version' else name} differs: {'; '.join(parts)}")
+    return sentences
+
+
+def _names(processes: Sequence[Process]) -> str:
+    ranks = [process.rank for process in processes if process.rank is not None]
+    if len(ranks) == len(processes):
+        return ranks_in_words(ranks)
+    return ", ".join(sorted({process.name for process in processes})[:6])

@@ -1,0 +1,147 @@
+"""What torch's NCCL watchdog prints when a collective runs out of time, from torch 1.9 to 2.15.
+
+`[rank5]` at the begin of a line (2.2 and later) is the rank in the job; `[Rank 5]` is the rank in the group of the
+collective. A second line of the same rank, with the same number, names the group (2.3 and later). The wordings are from
+ProcessGroupNCCL.cpp and nccl2 in torch/csrc/distributed/c10d of https://github.com/pytorch/pytorch.
+"""
+
+import re
+from bisect import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ddp_lab.doctor.reading.texts import JOB_RANK, Line, Text
+
+_TIMEOUT = re.compile(
+    r"(?:Rank (\d{1,6})\] ?)?Watchdog caught collective operation timeout: "
+    r"WorkNCCL\((?:SeqNum=(\d{1,12}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,15}), NumelOut=(\d{1,15}))?"
+)
+_STATUS = re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d{1,12}), last completed(?: NCCL)? work: (-?\d{1,12})")
+_GROUP = re.compile(r"\[PG (?:ID \d{1,9} PG GUID )?([^\]\n]{0,160}?) ?Rank (\d{1,6})\]")
+_AT = re.compile(r"(?:work sequence id|at NCCL work|at work): (-?\d{1,12})")
+_RESTART = re.compile(r"restart_count=[1-9]|[Ww]ill restart worker group")
+_TORCHCOMMS = re.compile(
+    r"\[TC\]\[rank=(\d{1,6})\]\[name=([^\]\n]{0,120})\] "
+    r"(?:Operation timed out after (\d{1,12}) ms|Aborting process on rank \d{1,6} due to timeout)"
+)
+HANG = re.compile(
+    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for|Heartbeat monitor timed out"
+    r"|Received a dump signal due to a collective timeout|\[TC\].{0,140} (?:Operation timed out after|due to timeout)"
+    r"|watchdog got stuck for \d"
+)
+"""Lines that say that a collective ran out of time."""
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """A collective that the watchdog gave up.
+
+    Attributes:
+        rank: In the job if `in_job`, else in its group; None if the line does not say.
+        local: In its group.
+        attempt: How often torchrun had restarted the ranks.
+        group: None if no line names it.
+        seq: Its number in the group.
+    """
+
+    rank: int | None
+    in_job: bool
+    local: int | None
+    attempt: int
+    group: str | None
+    seq: int | None
+    kind: str
+    elements: tuple[str | None, str | None]
+    line: Line
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a rank was in a group when it or another rank gave up.
+
+    Attributes:
+        rank, in_job, local, attempt: As of a timeout.
+        timed_out: Number of the collective that ran out of time on this rank; None if none did.
+        enqueued: How many it had issued.
+    """
+
+    rank: int
+    in_job: bool
+    local: int
+    attempt: int
+    group: str
+    timed_out: int | None
+    enqueued: int
+    line: Line
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A collective that ran out of time in torch's `nccl` of 2.15, which does not say which one it was.
+
+    Attributes:
+        rank: In the whole job if the line has torch's prefix, else in the group.
+        seconds: None in the line that ends the process.
+    """
+
+    rank: int
+    group: str
+    seconds: float | None
+    line: Line
+
+
+def read_timeouts(texts: Iterable[Text]) -> list[Timeout]:
+    """Each once, with the group that the nearest status line of the same rank and number names."""
+    found: dict[tuple[object, ...], Timeout] = {}
+    for text in texts:
+        statuses, restarts = list(_statuses(text)), [index for index, _ in text.find(_RESTART)]
+        for index, line in text.find(_TIMEOUT):
+            if not (match := _TIMEOUT.search(line.text)):
+                continue
+            job, local = _job_rank(line, match), int(match[1]) if match[1] else None
+            rank = local if job is None else job
+            seq = int(match[2]) if match[2] else None
+            attempt, elements = bisect(restarts, index), (match[4], match[5])
+            one = Timeout(rank, job is not None, local, attempt, None, seq, match[3], elements, line)
+            near = min(
+                (each for each in statuses if each[1].rank == rank and each[1].timed_out == seq is not None),
+                key=lambda each: abs(each[0] - index),
+                default=None,
+            )
+            one = replace(one, group=near[1].group) if near else one
+            found.setdefault((one.rank, one.attempt, one.group, one.seq, one.kind), one)
+    return list(found.values())
+
+
+def read_statuses(texts: Iterable[Text]) -> list[Status]:
+    return [status for text in texts for _, status in _statuses(text)]
+
+
+def _statuses(text: Text) -> Iterator[tuple[int, Status]]:
+    restarts = [index for index, _ in text.find(_RESTART)]
+    for index, line in text.find(_STATUS):
+        match = _STATUS.search(line.text)
+        if not match or not (groups := list(_GROUP.finditer(line.text, 0, match.start()))):
+            continue
+        group, job, at = groups[-1], _job_rank(line, match), list(_AT.finditer(line.text, 0, match.start()))
+        rank, timed_out = int(group[2]) if job is None else job, int(at[-1][1]) if at else None
+        attempt = bisect(restarts, index)
+        yield (
+            index,
+            Status(rank, job is not None, int(group[2]), attempt, group[1].strip(), timed_out, int(match[1]), line),
+        )
+
+
+def _job_rank(line: Line, match: re.Match[str]) -> int | None:
+    """The last `[rankN]` before a match: lines of several ranks may be mixed."""
+    found = JOB_RANK.findall(line.text, 0, match.end())
+    return int(found[-1]) if found else None
+
+
+def read_gave_up(texts: Iterable[Text]) -> list[GaveUp]:
+    found = []
+    for line in (line for text in texts for line in text.search(_TORCHCOMMS)):
+        if match := _TORCHCOMMS.search(line.text):
+            job, seconds = _job_rank(line, match), int(match[3]) / 1e3 if match[3] else None
+            found.append(GaveUp(int(match[1]) if job is None else job, match[2], seconds, line))
+    return found

@@ -1,0 +1,171 @@
+"""What the simulator needs from those who know costs, and what it answers with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.strategy.interface import MicroBatch
+
+MODEL_STATES = ("parameters", "gradients", "optimizer_state")
+COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer states",
+    "activations": "activations",
+    "communication": "communication",
+    "other": "other",
+}
+"""Components of memory, with labels. Every byte of a rank counts as one of them."""
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One call of an operator, as the dispatcher sees it.
+
+    Attributes:
+        name: As in `aten.mm.default`.
+        shapes: Of its tensor arguments, in order.
+        dtypes: Of the same, without `torch.`: `float32`.
+        flops: Floating-point operations by `torch.utils.flop_counter`; 0 where it knows none.
+        bytes_moved: Bytes of all tensors read and of all written. A tensor that is changed in place counts twice.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    flops: int
+    bytes_moved: int
+
+
+class OperatorCosts(Protocol):
+    """How long operators take on one device that does nothing else."""
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        """None if nothing is known of this operator."""
+        ...
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """How long a collective takes that has its link to itself: `latency_s + transfer_s`.
+
+    Attributes:
+        latency_s: Passes side by side with everything else.
+        transfer_s: Shares its link: if the shares of all transfers on a link add up to more than 1, each advances at
+            1 / (sum of shares) of its own pace.
+        link: Name of the link it uses.
+        share: Part of the link that it keeps busy while alone. An all-reduce uses every rank's sending and receiving
+            side all the time: 1. A broadcast between two ranks uses one of two directions: 0.5, so that two from
+            different roots do not disturb each other.
+    """
+
+    latency_s: float
+    transfer_s: float
+    link: str
+    share: float = 1.0
+
+
+class CollectiveCosts(Protocol):
+    """How long collectives take on a cluster."""
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        """Cost of one collective among `ranks` (numbers in the whole world).
+
+        Args:
+            kind: One of `ddp_lab.planner.costs.volumes.KINDS`.
+            payload_bytes: As `ddp_lab.strategy.communication.traffic.Collective` counts them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What operators and collectives take, and how far that may be off.
+
+    Attributes:
+        contention: How many times as long compute takes while a collective is in flight; at least 1.
+        compute_error: Largest relative error of the time of operators.
+        sources: Where the figures come from, a sentence each.
+    """
+
+    operators: OperatorCosts
+    collectives: CollectiveCosts
+    contention: float = 1.0
+    compute_error: float = 0.0
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how.
+
+    Attributes:
+        config: Choice, options of the strategy and clipping, as the runner takes them.
+        make_module: Makes the model; called where tensors hold no data.
+        make_micro_batches: Makes one rank's micro-batches of one optimizer step. Called where tensors hold data, so
+            that a model may look for padding.
+    """
+
+    config: RunConfig
+    make_module: Callable[[], nn.Module]
+    make_micro_batches: Callable[[], Sequence[MicroBatch]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on one lane of the simulated rank.
+
+    Attributes:
+        lane: `compute`, or `communication` with a number, since several may be in flight at once.
+        start_s: From the beginning of the step.
+        details: Of an operator its `call`, and the `phase` of the step (forward, backward, ...); of a collective
+            `payload_bytes` and `backend`.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes that the simulated rank holds, by component (`COMPONENTS`).
+
+    Attributes:
+        at_rest: Between two steps.
+        at_peak: When the sum is largest.
+        points: Moments in seconds from the beginning of the step at which it changes, each with bytes by component.
+    """
+
+    at_rest: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    points: Sequence[tuple[float, Mapping[str, int]]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One optimizer step of one rank, after the steps that the strategy needs to settle.
+
+    Attributes:
+        compute_s: Time in which the rank computes.
+        communication_s: Time in which any collective is in flight.
+        exposed_s: Time in which the rank only waits for collectives.
+        without_costs: Operators of which nothing is known, with the number of calls. They take no time.
+    """
+
+    step_time_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    spans: Sequence[Span]
+    memory: MemoryCurve
+    without_costs: Mapping[str, int]

@@ -1,0 +1,94 @@
+"""How long collectives take, by algorithm (`volumes.py`): from latency and rate of links, or from times
+that were measured with one number of ranks.
+
+Ranks that are all on one node use the link inside it. Otherwise each node's link to the others counts too: a ring
+passes it once in each direction, and groups that run side by side on the same nodes (SPMD) share it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, log2
+
+from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.costs.volumes import volume
+from ddp_lab.runtime.link.link_model import LinkModel
+
+BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
+"""Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); the way to Gloo's thread and back (an estimate)."""
+LOW_LATENCY = (0.2, 4.0)
+"""NCCL's protocol LL compared with Simple: a hop takes 0.14 to 0.28 of the time, a byte four times (tuning.cc)."""
+TREE_SLOWER = 1 / 0.9
+"""Time of a byte in NCCL's trees compared with its rings (tuning.cc)."""
+ALIKE = {"scatter": "broadcast"}
+"""For a kind that was not measured, the kind that resembles it most. All others are computed from all-reduces."""
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """Costs on any cluster, with nothing measured: hops x latency + bytes / rate."""
+
+    cluster: Cluster
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        name, share = self._link_of(kind, ranks)
+        base = BASE_S[self.cluster.backend]
+        candidates = [(base + latency, seconds) for latency, seconds in self._ways(kind, payload_bytes, ranks)]
+        return CollectiveCost(*min(candidates, key=sum), name, share)
+
+    def _link_of(self, kind: str, ranks: tuple[int, ...]) -> tuple[str, float]:
+        nodes, backend = self.cluster.nodes_of(ranks), self.cluster.backend
+        if nodes > 1 and self.cluster.between is not None:
+            return f"between nodes: {self.cluster.between.name}", volume(kind, backend, nodes).share
+        return f"inside a node: {self.cluster.inside.name}", volume(kind, backend, len(ranks)).share
+
+    def _ways(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> Iterator[tuple[float, float]]:
+        """Seconds of latency and of transfer, for each way in which the backend may do it."""
+        cluster, backend = self.cluster, self.cluster.backend
+        inside, between = cluster.inside, cluster.between
+        nodes, size = cluster.nodes_of(ranks), len(ranks)
+        flat = volume(kind, backend, size)
+        latency, transfer = flat.hops * inside.latency_s, flat.busiest * payload_bytes / inside.bytes_per_s
+        if nodes > 1 and between is not None:
+            on_node = ceil(size / nodes)
+            side_by_side = cluster.ranks_per_node / on_node
+            across = volume(kind, backend, size, on_node)
+            through = across.busiest * side_by_side * payload_bytes / between.bytes_per_s
+            latency += across.hops * (between.latency_s - inside.latency_s)
+            if kind == "all_reduce" and backend == "nccl":
+                depth = 2 * ((on_node - 1) * inside.latency_s + ceil(log2(nodes)) * between.latency_s)
+                yield depth, max(through, transfer) * TREE_SLOWER
+            transfer = max(through, transfer)
+        yield latency, transfer
+        if backend == "nccl":
+            yield latency * LOW_LATENCY[0], transfer * LOW_LATENCY[1]
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Costs of groups of another size, and of kinds that were not measured, are computed from those that were: latency
+    by hops, transfer by bytes.
+
+    Attributes:
+        models: Seconds by payload bytes, for each kind that was measured; at least one.
+        world_size: Ranks that the measurement had.
+        link: Its name.
+    """
+
+    models: Mapping[str, LinkModel]
+    backend: str
+    world_size: int
+    link: str
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        wanted = volume(kind, self.backend, len(ranks))
+        if not wanted.hops:
+            return CollectiveCost(0.0, 0.0, self.link)
+        base = next(name for name in (kind, ALIKE.get(kind, kind), "all_reduce", *self.models) if name in self.models)
+        model, measured = self.models[base], volume(base, self.backend, self.world_size)
+        payload = payload_bytes * wanted.busiest / measured.busiest
+        whole = float(model.seconds(payload))
+        # The link is busy for what exceeds the time of 0 bytes, and at least for its bytes at the highest rate.
+        at_rate = payload * model.pieces[-1].seconds_per_byte
+        transfer = min(whole, max(whole - float(model.seconds(0)), at_rate))
+        return CollectiveCost((whole - transfer) * wanted.hops / measured.hops, transfer, self.link, wanted.share)

@@ -1,0 +1,188 @@
+"""The flags of `scripts/plan.py`, and the model that they name. Imports nothing heavy."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_lab.runtime.cli import at_least, rate
+from ddp_lab.runtime.config import (
+    AUTO,
+    CAUSAL_LM,
+    CLASSIFICATION,
+    MASTER_DTYPES,
+    OFFLOADS,
+    PARAM_DTYPES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    TASKS,
+    bucket_cap,
+    mesh_text,
+)
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.recompute import setting as recomputation
+
+if TYPE_CHECKING:
+    from ddp_lab.planner.models import Model
+
+SIZES = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
+NEEDED_SIZES = SIZES[:3]
+count, amount = at_least(1), at_least(0, float)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that name a model, `--model` or its sizes, and how long its samples are."""
+    parser.add_argument(
+        "--model",
+        help="published model (from a built-in table, without network), or a local config.json or its folder",
+    )
+    parser.add_argument("--d-model", type=count, help="instead: width of a Llama's residual stream")
+    parser.add_argument("--d-ff", type=count, help="with --d-model: width of its feed-forward layers")
+    parser.add_argument("--layers", type=count, help="with --d-model: number of blocks")
+    parser.add_argument("--heads", type=count, help="with --d-model: attention heads (default: of 64 features each)")
+    parser.add_argument("--kv-heads", type=count, help="with --d-model: heads of keys and values (default: --heads)")
+    parser.add_argument("--vocab", type=count, help="with --d-model: tokens in the vocabulary (default: 49152)")
+    parser.add_argument("--sequence-length", type=count, default=512, help="tokens of a sample (default: 512)")
+
+
+def add_task_flag(parser: argparse.ArgumentParser) -> None:
+    what = "what the model is trained for, as the runner's (default: classification)"
+    parser.add_argument("--task", choices=TASKS, default=CLASSIFICATION, help=what)
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_task_flag(parser)
+    add = parser.add_argument
+    add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
+    add("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
+    add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
+    add(
+        "--mesh",
+        type=mesh_or_auto,
+        help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
+    )
+    add("--sequence-parallel", action="store_true", help="with tp, as the runner's")
+    add("--async-tensor-parallel", type=count, metavar="PIECES", help="with --sequence-parallel, as the runner's")
+    add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
+    add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
+    add(
+        "--activation-checkpointing",
+        type=recomputation.text,
+        default=recomputation.NONE,
+        metavar="BLOCKS",
+        help="compute activations of blocks again in backward, as the runner would (default: none)",
+    )
+    add("--param-dtype", choices=PARAM_DTYPES, help="of ZeRO and FSDP2, as the runner's (default: no cast)")
+    add("--master-dtype", choices=MASTER_DTYPES, help="of ZeRO's shards, as the runner's (default: the model's own)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, help="of gradients on the link, as the runner's")
+    add("--offload", choices=OFFLOADS, help="to host memory, as the runner's (default: nothing)")
+    add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
+    add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")
+    add("--price", type=amount, help="of one device for an hour, in any currency")
+    add("--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them")
+    add(
+        "--contention",
+        type=at_least(1, float),
+        metavar="FACTOR",
+        help="how many times as long compute takes beside collectives (default: 1.19 on GPUs, published; 1 on CPUs)",
+    )
+    add(
+        "--efficiency", type=float, help="part of peak rates that operators reach, above 0 to 1 (default: by the table)"
+    )
+    add("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
+    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
+    add("--html", type=Path, metavar="FILE", help="write a page with table and pictures there")
+    add("--csv", type=Path, metavar="FILE", help="write the table there")
+
+
+def mesh_or_auto(text: str) -> str:
+    return text if text == AUTO else mesh_text(text)
+
+
+def add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add = parser.add_argument
+    numbers = "instead of a model: a number of parameters, such as 7.5e9"
+    add("--parameters", type=at_least(1, float), help=numbers)
+    add("--ranks", type=count, default=1, help="ranks that share the states (default: 1)")
+    add("--tp", type=count, default=1, help="ranks that each layer is cut over, besides (default: 1)")
+    precisions = "bf16, fp16: autocast, as the runner's; mixed: 16-bit parameters, as in ZeRO's table (default: fp32)"
+    add("--precision", choices=(*PRECISIONS, "mixed"), default="fp32", help=precisions)
+    add("--micro-batch-size", type=count, default=1, help="samples in a micro-batch (default: 1)")
+    add("--device-memory-gib", type=at_least(0.001, float), default=80.0, help="of one device, in GiB (default: 80)")
+
+
+def add_record_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_task_flag(parser)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
+    add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
+    add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
+
+
+def add_what_if_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
+    add("--ranks", type=count, help="number of ranks, each with its recorded batch (default: as recorded)")
+    add("--rate", type=rate, help="of every link, such as 10gbit (default: as recorded)")
+    add("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: as recorded)")
+    add("--choice", help="another strategy (default: the recorded one)")
+
+
+def add_savings_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
+    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
+    add("--html", type=Path, metavar="FILE", help="write a page with table and picture there")
+    add("--csv", type=Path, metavar="FILE", help="write the table there")
+
+
+COMMANDS = {
+    "plan": (add_plan_flags, "ddp_lab.planner.plan_command"),
+    "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
+    "record": (add_record_flags, "ddp_lab.planner.record_command"),
+    "what-if": (add_what_if_flags, "ddp_lab.planner.what_if"),
+    "savings": (add_savings_flags, "ddp_lab.planner.savings"),
+}
+"""For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
+
+
+def chosen_model(options: argparse.Namespace) -> "Model":
+    """The model that these flags name, for the task that they name.
+
+    Raises:
+        UserError: they name none, or two, or one that cannot be built, or not for this task.
+    """
+    from ddp_lab.planner import models
+
+    model = named_model(options)
+    if getattr(options, "task", CLASSIFICATION) != CAUSAL_LM:
+        return model
+    if model.kind == models.IMAGES:
+        raise UserError(f"--task {CAUSAL_LM}: {model.name} takes images; leave the flag out")
+    return models.checked(replace(model, task=CAUSAL_LM))
+
+
+def named_model(options: argparse.Namespace) -> "Model":
+    from ddp_lab.planner import models
+
+    sizes = {name: getattr(options, name) for name in SIZES}
+    given = [name for name in SIZES if sizes[name] is not None]
+    if options.model is not None:
+        if given:
+            raise UserError(f"{flag(given[0])} is for a model by sizes; it does not go with --model {options.model}")
+        return models.find(options.model)
+    missing = [name for name in NEEDED_SIZES if name not in given]
+    if missing == list(NEEDED_SIZES):
+        raise UserError("no model: give --model, or --d-model, --d-ff and --layers")
+    if missing:
+        raise UserError(f"{flag(missing[0])} is missing; a model by sizes needs --d-model, --d-ff and --layers")
+    return models.from_sizes(**sizes)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

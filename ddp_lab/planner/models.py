@@ -1,0 +1,253 @@
+"""Models by name, from a local `config.json`, or from a few sizes: built without weights, with batches to match.
+
+The model is what the runner trains, in fp32: a classifier with as many labels as reviews have stars
+(`ddp_lab.runtime.data.text`), on batches of token ids that are padded to one length; or a causal language model
+(`ddp_lab.runtime.data.causal_lm`), on whole sequences of one document. Image models classify ImageNet's pictures.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_lab.runtime.cli import unknown_name
+from ddp_lab.runtime.config import CAUSAL_LM, CLASSIFICATION
+from ddp_lab.runtime.data.reviews import STARS
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.interface import MicroBatch
+
+TABLE = Path(__file__).with_name("models.toml")
+TOKENS = "tokens"
+IMAGES = "images"
+IMAGE_PIXELS, IMAGE_CLASSES = 224, 1000
+MOST_PARAMETERS, MOST_LAYERS, MOST_WIDTH = 10**13, 10_000, 1_000_000
+"""Larger numbers are taken for a mistake; building such models would take hours."""
+DEFAULT_VOCABULARY = 49_152
+"""SmolLM2's, for models by sizes."""
+HEAD_WIDTH = 64
+NOT_OF_THE_SHAPE = (
+    "model_type",
+    "architectures",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+)
+"""Entries of a `config.json` that are not taken over."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, which can be built where tensors hold no data.
+
+    Attributes:
+        type: Of transformers' configuration (`model_type`): `llama`, `gpt2`, `resnet`, ...
+        config: What differs from that configuration's defaults.
+        parameters: Of the published model with its published head; None if nothing is published.
+        task: As the runner's `--task`.
+    """
+
+    name: str
+    type: str
+    config: Mapping[str, Any]
+    parameters: int | None = None
+    task: str = CLASSIFICATION
+
+    @property
+    def kind(self) -> str:
+        """`tokens` or `images`: what it takes."""
+        return IMAGES if self.type == "resnet" else TOKENS
+
+    def build(self) -> nn.Module:
+        """The module that the runner would train, in training mode, on the device and in the mode of the caller.
+
+        Raises:
+            UserError: it cannot be built.
+        """
+        import transformers
+
+        maker: Any
+        if self.kind == IMAGES:
+            maker, config = transformers.AutoModelForImageClassification, self.configuration(num_labels=IMAGE_CLASSES)
+        elif self.task == CAUSAL_LM:
+            maker, config = transformers.AutoModelForCausalLM, self.configuration(use_cache=False)
+        else:
+            maker = transformers.AutoModelForSequenceClassification
+            config = self.configuration(num_labels=STARS, pad_token_id=0, use_cache=False)
+        try:
+            return maker.from_config(config, trust_remote_code=False, dtype=torch.float32).train()
+        except Exception as error:  # transformers' classes raise anything that their arithmetic leads to
+            raise UserError(f"model {self.name}: cannot be built: {first_line(error)}") from error
+
+    def configuration(self, **more: Any) -> Any:
+        """transformers' configuration of it."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.for_model(self.type, **{**self.config, **more})
+        except Exception as error:  # as above
+            raise UserError(f"model {self.name}: no configuration can be made: {first_line(error)}") from error
+
+    def elements(self) -> int:
+        """Parameters of what the runner would train; tied ones count once. Raises as `build`."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+    def micro_batches(self, count: int, samples: int, sequence_length: int) -> Sequence[MicroBatch]:
+        """`count` micro-batches of so many samples, on the device and in the mode of the caller.
+
+        Args:
+            sequence_length: Tokens of a sample, padding included; not used for images.
+        """
+        batch = {"labels": torch.zeros(samples, dtype=torch.long)}
+        if self.kind == IMAGES:
+            batch["pixel_values"] = torch.zeros(samples, 3, IMAGE_PIXELS, IMAGE_PIXELS)
+        elif self.task == CAUSAL_LM:
+            batch = dict.fromkeys(("input_ids", "labels"), torch.ones(samples, sequence_length, dtype=torch.long))
+        else:
+            tokens = torch.ones(samples, sequence_length, dtype=torch.long)
+            # Real samples differ in length, so attention needs a mask, which it does not for a single sample.
+            tokens[1:, -1] = 0
+            batch |= {"input_ids": tokens, "attention_mask": tokens.clone()}
+        return [{name: tensor.clone() for name, tensor in batch.items()} for _ in range(count)]
+
+    def require_length(self, sequence_length: int) -> None:
+        """Refuse samples of more tokens than the model has positions.
+
+        Raises:
+            UserError: names both.
+        """
+        if self.kind == IMAGES:
+            return
+        most = getattr(self.configuration(), "max_position_embeddings", None)
+        if most is not None and sequence_length > most:
+            raise UserError(f"--sequence-length {sequence_length}: {self.name} has {most} positions; give at most that")
+
+
+@cache
+def table() -> dict[str, Model]:
+    """The built-in models, by name on the hub."""
+    return {
+        name: Model(name, entry["type"], entry["config"], entry["parameters"])
+        for name, entry in tomllib.loads(TABLE.read_text()).items()
+    }
+
+
+def find(name: str) -> Model:
+    """A built-in model (its hub name, with or without owner, in any case, `-Instruct` or not), or one that a local
+    `config.json` describes (the file, or a folder that holds it).
+
+    Raises:
+        UserError: there is none; names similar ones.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        return from_file(path)
+    wanted = plain(name)
+    for known, model in table().items():
+        if wanted in (plain(known), plain(known).partition("/")[2]):
+            return model
+    near = unknown_name("model", name, [*table(), *(known.partition("/")[2] for known in table())])
+    raise UserError(f"{near} Or give a local folder with a config.json, or --d-model, --d-ff and --layers")
+
+
+def plain(name: str) -> str:
+    """A name in lower case, without the end that marks a fine-tuned model."""
+    return re.sub(r"-(instruct|base|it)$", "", name.lower())
+
+
+def from_file(path: Path) -> Model:
+    """The model that a local `config.json` describes. Only that file is read, and no code that it names is run.
+
+    Raises:
+        UserError: it cannot be read, or its type is not one of transformers' own.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        what = "config.json in this folder" if path.is_dir() else "such file"
+        raise UserError(f"--model {path}: no {what}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {file}: cannot be read: {first_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"--model {file}: has no model_type; give a config.json that save_pretrained has written")
+    if "auto_map" in content:
+        raise UserError(f"--model {file}: its model is code of its own (auto_map), which is never run here")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if content["model_type"] not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"--model {file}: {unknown_name('model_type', content['model_type'], CONFIG_MAPPING_NAMES)}")
+    config = {name: value for name, value in content.items() if name not in NOT_OF_THE_SHAPE}
+    return checked(Model(str(path), content["model_type"], config))
+
+
+def from_sizes(
+    d_model: int,
+    d_ff: int,
+    layers: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int | None = None,
+) -> Model:
+    """A Llama of these sizes.
+
+    Args:
+        heads: Default: heads of 64 features.
+        kv_heads: Default: as many as `heads`.
+        vocab: Default: SmolLM2's.
+
+    Raises:
+        UserError: no model can have these sizes.
+    """
+    if heads is None:
+        if d_model % HEAD_WIDTH:
+            raise UserError(f"--d-model {d_model}: not a multiple of {HEAD_WIDTH}, so say --heads")
+        heads = d_model // HEAD_WIDTH
+    if d_model % heads or d_model // heads % 2:
+        raise UserError(f"--heads {heads}: --d-model {d_model} must divide into that many heads of an even width")
+    if heads % (kv_heads or heads):
+        raise UserError(f"--kv-heads {kv_heads}: must divide --heads {heads}")
+    config = {
+        "hidden_size": d_model,
+        "intermediate_size": d_ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "vocab_size": vocab or DEFAULT_VOCABULARY,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+    name = f"Llama of {layers} layers, d_model {d_model}, d_ff {d_ff}, {heads} heads, {config['vocab_size']} tokens"
+    return checked(Model(name, "llama", config))
+
+
+def checked(model: Model) -> Model:
+    """`model`, built once without memory.
+
+    Raises:
+        UserError: it cannot be built, or is absurdly large.
+    """
+    config = model.configuration()
+    for name, most in (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MOST_WIDTH)):
+        value = getattr(config, name, 1)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise UserError(f"model {model.name}: {name} {value} must be from 1 to {most}")
+    elements = model.elements()
+    if elements > MOST_PARAMETERS:
+        raise UserError(f"model {model.name}: {elements:.1e} parameters; more than {MOST_PARAMETERS:.0e} are refused")
+    return model
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,138 @@
+"""`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ddp_lab.analysis.columns import Column
+from ddp_lab.planner.choices import choices
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import costs_of
+from ddp_lab.planner.flags import chosen_model
+from ddp_lab.planner.meshes import on_all_meshes, required
+from ddp_lab.planner.plan import Case, Plan, outcomes
+from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
+from ddp_lab.planner.report.page import plan_page
+from ddp_lab.planner.report.recommendation import reasons
+from ddp_lab.planner.report.wording import certainty, headline, notes
+from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.errors import UserError
+
+AS_THE_RUNNERS = (
+    "mesh",
+    "sequence_parallel",
+    "async_tensor_parallel",
+    "global_batch_size",
+    "grad_accum_steps",
+    "precision",
+    "param_dtype",
+    "reduce_dtype",
+    "master_dtype",
+    "activation_checkpointing",
+    "offload",
+    "clip_grad_norm",
+    "bucket_cap_mb",
+)
+"""Flags that mean what they mean for the runner."""
+WITH_TENSOR = ("sequence_parallel", "async_tensor_parallel")
+"""Those that go with dimension `tp` of a mesh alone."""
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Simulate every choice, print the table and a recommendation.
+
+    Raises:
+        UserError: the command line makes no sense, or a file cannot be written.
+    """
+    plan = planned(options)
+    console.print(headline(plan))
+    frame = plan.frame if len(plan.cases) == 1 else plan.frame[plan.frame["fits"] != "unknown"]
+    console.print("", printed(frame, {name: PLAN_COLUMNS[name] for name in SHOWN}), "")
+    for line in [*notes(plan), *reasons(plan.rows), *certainty(plan)]:
+        console.print(line)
+    if options.csv is not None:
+        write(options.csv, "--csv", plan.frame.to_csv(index=False))
+        console.print(f"table: {options.csv}")
+    if options.html is not None:
+        write(options.html, "--html", plan_page(plan))
+        console.print(f"open {options.html}")
+
+
+def planned(options: argparse.Namespace) -> Plan:
+    """Every choice that the command line names, simulated.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    cases, left_out = cases_of(options)
+    wanted = options.choices.split(",") if options.choices else None
+    choices(wanted, [case.mesh for case in cases])  # each goes with one of them
+    tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]
+    found, console = outcomes(tasks, options.jobs), Console(stderr=True)
+    hidden = not console.is_terminal
+    shown = track(found, "simulating", len(tasks), console=console, transient=True, disable=hidden)
+    return Plan(cases, list(shown), left_out)
+
+
+def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+    """What the command line describes, on each mesh that fits; and a line for each mesh that does not.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    case = case_of(options)
+    if options.mesh != AUTO:
+        return [required(case)], []
+    return on_all_meshes(case, {name: getattr(options, name) for name in WITH_TENSOR})
+
+
+def case_of(options: argparse.Namespace) -> Case:
+    """What the command line describes, without a mesh where it asks for all.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    given = {name: getattr(options, name) for name in AS_THE_RUNNERS}
+    if options.mesh == AUTO:
+        given |= dict.fromkeys(("mesh", *WITH_TENSOR))
+    config = RunConfig(**given)
+    cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
+    model = chosen_model(options)
+    model.require_length(options.sequence_length)
+    if options.record and options.efficiency is not None:
+        raise UserError("--efficiency is for rates of a table; it does not go with --record")
+    if options.record and options.param_dtype:
+        raise UserError("--record: a record has the times of fp32 parameters; it does not go with --param-dtype")
+    costs = costs_of(cluster, options.precision, options.record, options.contention)
+    return Case(model, cluster, config, options.sequence_length, costs, options.price)
+
+
+def printed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
+    """The table as the terminal shows it, with those of `columns` that it has."""
+    table = Table(box=None, pad_edge=False)
+    shown = [name for name in columns if name in frame]
+    for name in shown:
+        column = columns[name]
+        is_text = name in ("choice", "mesh", "fits", "setting", "note")
+        table.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
+    for values in frame.to_dict("records"):
+        table.add_row(*(columns[name].show(values[name]) for name in shown))
+    return table
+
+
+def write(path: Path, flag: str, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from None

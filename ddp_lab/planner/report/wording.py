@@ -1,0 +1,62 @@
+"""What a reader must know of a plan besides its table, in sentences."""
+
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.sources import LINK_ERROR
+from ddp_lab.planner.plan import Plan
+from ddp_lab.runtime.config import flag_name
+from ddp_lab.strategy.recompute.setting import NONE
+
+NAMED = (
+    *("mesh", "async_tensor_parallel"),
+    *("param_dtype", "master_dtype", "reduce_dtype", "activation_checkpointing", "offload"),
+)
+"""Settings that the headline names where they are given."""
+
+
+def headline(plan: Plan) -> str:
+    case, several = plan.case, len(plan.cases) > 1
+    cluster, config = case.cluster, case.config
+    nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}" if cluster.nodes > 1 else f"{cluster.ranks_per_node}"
+    between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
+    samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
+    sizes = " or ".join(map(str, sorted({each.micro_batch_size for each in plan.cases})))
+    given = {name: getattr(config, name) for name in NAMED if not (several and name == "mesh")}
+    settings = [
+        *[case.model.task] * (case.model.kind == "tokens"),
+        config.precision,
+        *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
+        *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
+    ]
+    return (
+        f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "
+        f"on {nodes} x {cluster.device.name}, {cluster.inside.name}{between}.\nA global batch of "
+        f"{config.global_batch_size} samples of {samples}: {config.grad_accum_steps} micro-batches of "
+        f"{sizes} on each rank; {', '.join(settings)}."
+    )
+
+
+def notes(plan: Plan) -> list[str]:
+    """What is not known of a choice, with all choices that it is about, and which meshes are left out."""
+    by_note: dict[str, list[str]] = {}
+    for of_choice in plan.rows:
+        if of_choice["note"]:
+            by_note.setdefault(str(of_choice["note"]), []).append(str(of_choice["name"]))
+    about = [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+    return about + [f"Left out: {line}" for line in plan.left_out]
+
+
+def certainty(plan: Plan) -> list[str]:
+    """What intervals and spare memory mean, and where the costs come from."""
+    costs, cluster = plan.case.costs, plan.case.cluster
+    is_cuda = cluster.device.kind == "cuda"
+    spare = (
+        "of a device's memory, less 1 GiB for CUDA itself" if is_cuda else "of a rank's part of the machine's memory"
+    )
+    has_host = is_cuda and plan.case.config.offload
+    host = [f"Host: {hardware.host(cluster.ranks_per_node).source}."] if has_host else []
+    return [
+        f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "
+        f"To spare: {spare}.",
+        *costs.sources,
+        *host,
+    ]

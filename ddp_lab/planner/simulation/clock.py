@@ -1,0 +1,167 @@
+"""A simulated clock: one rank's compute, and the collectives that are in flight beside it.
+
+The rank computes on one timeline: a thread's (CPU) or that of the compute stream (CUDA). It issues collectives, which
+go on while it computes, and it waits for them.
+
+A collective first waits in the queue of its process group, which lets so many run at once, in the order in which they
+were issued. Then comes its latency, and then its transfer, which shares its link with other transfers. Of k transfers
+that could each fill the link, each advances at a k-th of its own pace. Transfers that fill only a part of the link do
+not disturb each other until their parts add up to more than 1 (fluid model: processor sharing). Between two events
+(something starts or ends) all paces are constant, so time advances from event to event and nothing is discretized.
+
+Compute is slower by one factor, `contention`, while a collective is in flight.
+
+On CUDA the host runs ahead: what it issues in a side stream may have begun before the compute that was issued earlier
+was done. Such a collective is brought up to the present when it is issued, and the compute that it would have slowed
+down is made up for after it.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from ddp_lab.planner.contracts import CollectiveCost
+
+
+@dataclass(eq=False)
+class Flight:
+    """A collective from when it is issued until it is done. Moments are in seconds of the clock.
+
+    Attributes:
+        cost: What it takes alone.
+        ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
+        began_s: When it left its queue.
+        latency_left_s, transfer_left_s: What is left of `cost`.
+    """
+
+    cost: CollectiveCost
+    issued_s: float
+    ready_s: float = float("inf")
+    began_s: float | None = None
+    ended_s: float | None = None
+    latency_left_s: float = field(init=False)
+    transfer_left_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latency_left_s, self.transfer_left_s = self.cost.latency_s, self.cost.transfer_s
+
+    @property
+    def is_done(self) -> bool:
+        return self.ended_s is not None
+
+
+class Queue:
+    """Collectives of one process group, of which at most `width` run at once.
+
+    Attributes:
+        free_s: When the last finished one ended.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width, self.running, self.waiting, self.free_s = width, 0, deque[Flight](), 0.0
+
+
+class Clock:
+    """See the module's docstring.
+
+    Args:
+        contention: How many times as long compute takes while a collective is in flight; at least 1.
+
+    Attributes:
+        now_s: Seconds since the clock was made.
+        compute_s: Time spent computing so far, lengthened by contention.
+        in_flight_s: Time so far in which a collective was in flight.
+        exposed_s: Time so far in which the rank only waited.
+    """
+
+    def __init__(self, contention: float = 1.0) -> None:
+        self._contention = contention
+        self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
+        self._active: dict[Flight, Queue] = {}  # in the order in which they began
+        self._flown_until_s = 0.0
+        self._owed_s = 0.0  # compute to make up for, since a collective began earlier than it was issued
+
+    def compute(self, seconds: float) -> None:
+        """Compute what takes `seconds` where nothing else goes on."""
+        begin, left = self.now_s, seconds
+        while left > 0:
+            slowness = self._contention if self._active else 1.0
+            step = self._step(left * slowness)
+            left = left - step / slowness if step < left * slowness else 0.0
+        self.compute_s += self.now_s - begin
+
+    def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf")) -> Flight:
+        """Issue a collective, which begins as soon as its queue lets it.
+
+        Args:
+            ready_s: When it could have begun if no compute that was issued before holds it up.
+        """
+        flight = Flight(cost, self.now_s, ready_s)
+        queue.waiting.append(flight)
+        self._begin_next(queue)
+        owed_s, self._owed_s = self._owed_s, 0.0
+        self.compute(owed_s)
+        return flight
+
+    def wait(self, flight: Flight) -> None:
+        """Do nothing until `flight` is done."""
+        begin = self.now_s
+        while not flight.is_done:
+            self._step(float("inf"))
+        self.exposed_s += self.now_s - begin
+
+    def _begin_next(self, queue: Queue) -> None:
+        while queue.waiting and queue.running < queue.width:
+            flight = queue.waiting.popleft()
+            flight.began_s = min(self.now_s, max(flight.ready_s, queue.free_s))
+            queue.running += 1
+            self._active[flight] = queue
+            ended_s = self._catch_up(flight)
+            if not flight.latency_left_s and not flight.transfer_left_s:
+                self._end(flight, ended_s)
+
+    def _catch_up(self, flight: Flight) -> float:
+        """Bring a collective that began earlier up to the present, at its own pace; answers with how far it came. This
+        happens on CUDA, where a queue runs one collective at a time."""
+        assert flight.began_s is not None
+        latency_s, transfer_s = flight.cost.latency_s, flight.cost.transfer_s
+        passed_s = min(self.now_s - flight.began_s, latency_s + transfer_s)
+        flight.latency_left_s = max(0.0, latency_s - passed_s)
+        is_over = passed_s == latency_s + transfer_s
+        flight.transfer_left_s = 0.0 if is_over else min(transfer_s, latency_s + transfer_s - passed_s)
+        until_s = flight.began_s + passed_s
+        self.in_flight_s += max(0.0, until_s - max(flight.began_s, self._flown_until_s))
+        self._flown_until_s = max(self._flown_until_s, until_s)
+        self._owed_s += passed_s * (1 - 1 / self._contention)
+        return until_s
+
+    def _end(self, flight: Flight, ended_s: float) -> None:
+        flight.ended_s = ended_s
+        queue = self._active.pop(flight)
+        queue.running -= 1
+        queue.free_s = ended_s
+        self._begin_next(queue)
+
+    def _step(self, most_s: float) -> float:
+        """Advance to the next event, by at most `most_s`; answers with the seconds."""
+        busy: dict[str, float] = defaultdict(float)
+        for flight in self._active:
+            if not flight.latency_left_s:
+                busy[flight.cost.link] += flight.cost.share
+        left = {
+            flight: flight.latency_left_s or flight.transfer_left_s * max(1.0, busy[flight.cost.link])
+            for flight in self._active
+        }
+        step = min([most_s, *left.values()])
+        self.now_s += step
+        if self._active:
+            self.in_flight_s += step
+            self._flown_until_s = self.now_s
+        for flight, left_s in left.items():
+            done = 1.0 if left_s <= step else step / left_s
+            if flight.latency_left_s:
+                flight.latency_left_s *= 1 - done
+            else:
+                flight.transfer_left_s *= 1 - done
+            if not flight.latency_left_s and not flight.transfer_left_s:
+                self._end(flight, self.now_s)
+        return step

@@ -1,0 +1,136 @@
+"""Bytes that the simulated rank holds, by component, from the allocations that its code really makes.
+
+Every storage is noted when an operator first answers with a tensor in it, follows `resize_`, and is removed when it
+is freed. Its component is decided when it is made (by the phase of the step) and again when more is known: a strategy
+says which tensors are parameters, gradients and optimizer states; any other tensor of a collective is a communication
+buffer.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ddp_lab.planner.contracts import COMPONENTS, MemoryCurve
+from ddp_lab.planner.simulation.network import holds_data
+
+HOST = "host"
+"""Instead of a component: the tensor is in host memory, though it holds no data, and does not count."""
+CUDA_BLOCK = 512
+"""Bytes; the CUDA caching allocator rounds every request up to a multiple (`kMinBlockSize`)."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A storage that is alive."""
+
+    nbytes: int
+    component: str
+    ref: Any
+    rounded: int = 0
+
+
+class MemoryTracker:
+    """See the module's docstring.
+
+    Args:
+        is_cuda: Whether the rank's device is a GPU. Tensors that hold data lie on its host, and do not count.
+        now: The moment, in seconds.
+    """
+
+    def __init__(self, is_cuda: bool, now: Callable[[], float]) -> None:
+        self._is_cuda, self._now, self._block = is_cuda, now, CUDA_BLOCK if is_cuda else 1
+        self._held: dict[int, Held] = {}
+        self._bytes = dict.fromkeys(COMPONENTS, 0)
+        self._total = 0
+        self._is_recording = False
+
+    def note(self, tensors: Iterable[Tensor], component: str, anywhere: bool = False) -> None:
+        """Count those storages of `tensors` as `component` that are not counted yet. `anywhere`: on the host,
+        too."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._held and (anywhere or not (self._is_cuda and holds_data(tensor))):
+                ref = weakref.ref(storage, partial(self._forget, key))
+                held = self._held[key] = Held(0, component, ref)
+                self._resize(held, storage.nbytes())
+
+    def assign(self, tensors: Iterable[Tensor], component: str, unless: Iterable[str] = ()) -> None:
+        """Count the storages of `tensors` as `component` from now on, except those that count as one of `unless`."""
+        self.note(tensors := list(tensors), component)
+        for tensor in tensors:
+            held = self._held.get(tensor.untyped_storage()._cdata)
+            if held and held.component not in (component, HOST, *unless):
+                size = held.rounded
+                self._change(held.component, -size)
+                held.component = component
+                self._change(component, size)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether it has been assigned to `HOST`."""
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return held is not None and held.component == HOST
+
+    def resized(self, storage: Any) -> None:
+        """A storage has changed its size."""
+        if held := self._held.get(storage._cdata):
+            self._resize(held, storage.nbytes())
+
+    def component_bytes(self, component: str) -> int:
+        """As requested, not rounded."""
+        return sum(held.nbytes for held in self._held.values() if held.component == component)
+
+    def rename(self, component: str, to: str) -> None:
+        """Count as `to` what counts as `component` now."""
+        for held in self._held.values():
+            if held.component == component:
+                held.component = to
+        self._change(to, self._bytes[component])
+        self._change(component, -self._bytes[component])
+
+    def start(self) -> None:
+        """The curve begins here."""
+        self._is_recording = True
+        self._begin_s = self._now()
+        self._points: list[tuple[float, dict[str, int]]] = []
+        self._highest, self._peak = -1, dict(self._bytes)
+        self._mark()
+
+    def stop(self) -> MemoryCurve:
+        """The curve since `start`."""
+        self._is_recording = False
+        return MemoryCurve(at_rest=dict(self._bytes), at_peak=self._peak, points=self._points)
+
+    def _forget(self, key: int, _: object) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._change(held.component, -held.rounded)
+
+    def _resize(self, held: Held, nbytes: int) -> None:
+        rounded = -(-nbytes // self._block) * self._block
+        change, held.nbytes, held.rounded = rounded - held.rounded, nbytes, rounded
+        self._change(held.component, change)
+
+    def _change(self, component: str, size: int) -> None:
+        if not size or component == HOST:
+            return
+        self._bytes[component] += size
+        self._total += size
+        if self._is_recording:
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note what is held now. Of all values of one moment, the highest and the last are kept."""
+        moment, held = self._now() - self._begin_s, dict(self._bytes)
+        if self._total > self._highest:
+            self._highest, self._peak = self._total, held
+        points = self._points
+        if len(points) >= 2 and points[-2][0] == points[-1][0] == moment:
+            if sum(points[-1][1].values()) > sum(points[-2][1].values()):
+                points[-2] = points[-1]
+            points.pop()
+        points.append((moment, held))

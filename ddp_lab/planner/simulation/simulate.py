@@ -1,0 +1,220 @@
+"""One optimizer step of a strategy on a pretended cluster: its own code, on tensors without data."""
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ddp_lab.planner.contracts import MODEL_STATES, Costs, Setting, Simulated
+from ddp_lab.planner.costs import hardware
+from ddp_lab.planner.costs.cluster import Cluster
+from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.models import first_line
+from ddp_lab.planner.simulation.clock import Clock
+from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
+from ddp_lab.planner.simulation.meshed import groups_of, load, on_mesh
+from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network
+from ddp_lab.planner.simulation.observer import StepObserver
+from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
+from ddp_lab.planner.simulation.process_group import pretended_world
+from ddp_lab.planner.simulation.streams import Streams, pretended_streams
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import train
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData, sample_count
+
+NEEDS_DATA = (
+    "ddp.link_fit:measure_all_reduce",
+    "reference.fsdp2:require_elementwise",
+    "sharding.sharded:require_elementwise",
+    "torch.distributed.distributed_c10d:_object_to_tensor",
+    "torch.distributed.distributed_c10d:_tensor_to_object",
+    "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+)
+"""Functions that read results, as `module that calls it:name`. They run on tensors that hold data."""
+
+
+def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> Simulated:
+    """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
+
+    `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
+
+    Raises:
+        CannotSimulate: the choice or the model cannot run without data; says why.
+        UserError: what the strategy itself refuses.
+    """
+    simulation = Simulation(setting, cluster, costs, rank)
+    try:
+        with simulation.running():
+            return simulation.measure()
+    except UNSIMULATED as error:
+        raise CannotSimulate(
+            f"{setting.config.choice}: {first_line(error)}, which needs data that a simulation has not"
+        ) from error
+    finally:
+        gc.collect()  # strategies are in reference cycles, which keep all their tensors
+
+
+class Simulation:
+    """A pretended rank with a strategy on it. For the arguments see `simulate`."""
+
+    def __init__(self, setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> None:
+        self.setting, self.rank = setting, rank
+        self.clock = Clock(costs.contention)
+        self.observer = StepObserver()
+        self.is_cuda = cluster.device.kind == "cuda"
+        self.streams = Streams(self.clock)
+        self.memory = MemoryTracker(self.is_cuda, now=lambda: self.clock.now_s)
+        by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
+        self.network = Network(cluster, by_backend, self.streams, self._on_issue)
+        guards = self.network.guards
+        host = hardware.host(cluster.ranks_per_node)
+        self.device = PretendedDevice(
+            self.clock, costs.operators, self.memory, self.is_cuda, self.observer, guards, host
+        )
+        self.strategy: Strategy | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this context the strategy exists, and everything is pretended."""
+        config = self.setting.config
+        make_strategy = load(config)
+        # Within FakeTensorMode, the first backward of a process starts a thread for a GPU, after which none can fork.
+        torch.ones(1, requires_grad=True).backward()
+        self.micro_batches = list(self.setting.make_micro_batches())
+        with ExitStack() as stack:
+            for place in NEEDS_DATA:
+                holder, _, name = place.partition(":")
+                stack.enter_context(on_data(import_module(holder), name))
+            stack.enter_context(pretended_world(self.network, self.rank))
+            groups = stack.enter_context(groups_of(config, self.network.cluster))
+            if self.is_cuda:
+                stack.enter_context(pretended_streams(self.streams))
+            stack.enter_context(without_data(self.device, self.memory, self.is_cuda))
+            for batch in self.micro_batches:
+                self.memory.note(batch.values(), "other", anywhere=True)
+            self.device.is_building = True
+            module = self.setting.make_module()
+            self.device.is_building = False
+            options = replace(config.strategy_options(), clock=lambda: self.clock.now_s)
+            options = replace(options, offload=options.offload and options.offload.partition(":")[0])  # no real file
+            options = on_mesh(options, module, config, groups)
+            if options.compile_backend:
+                raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")
+            self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
+            stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
+            self._sort_memory()
+            for leaf in strategy.gradient_leaves():
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            try:
+                yield
+            finally:
+                forget_hooks([*module.parameters(), *strategy.gradient_leaves()])
+                self.strategy = None
+
+    def measure(self) -> Simulated:
+        """Run until the strategy has settled, and then the step that counts."""
+        clock, observer, strategy = self.clock, self.observer, self.strategy
+        assert strategy is not None
+        samples = sum(map(sample_count, self.micro_batches))
+        waits, clip = max(1, strategy.settling_steps), self.setting.config.clip_grad_norm
+        for step in range(waits + 1):
+            if step == waits:
+                observer.start()
+                self.device.without_costs.clear()
+                self._sort_memory()
+                self.memory.start()
+                begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+            train(strategy, [StepData(samples, self.micro_batches)], observer, clip, lambda _: None)
+        end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+        self._sort_memory()
+        step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
+        return Simulated(
+            step_time_s=step_s,
+            compute_s=compute_s,
+            communication_s=in_flight_s,
+            exposed_s=exposed_s,
+            spans=observer.spans(begin[0], end[0]),
+            memory=self.memory.stop(),
+            without_costs=dict(self.device.without_costs),
+        )
+
+    # What memory counts as --------------------------------------------------------------------------------------------
+
+    def _on_issue(self, issued: Issued, tensors: Sequence[Tensor]) -> None:
+        self.observer.issued.append(issued)
+        if self.strategy is not None:  # before, what is broadcast is the model itself
+            self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+            self.memory.assign(tensors, "communication", unless=MODEL_STATES)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self.memory.assign([parameter.grad], "gradients")
+
+    def _sort_memory(self) -> None:
+        """Let the strategy say which tensors are model states."""
+        assert self.strategy is not None
+        self.memory.assign(self.strategy.parameter_tensors(), "parameters")
+        self.memory.assign(self.strategy.gradient_tensors(), "gradients")
+        self.memory.assign(self.strategy.host_tensors(), HOST)
+        self.memory.assign(self.strategy.optimizer_tensors(), "optimizer_state")
+        if self.strategy.memory_breakdown()["gradients"] > self.memory.component_bytes("gradients"):
+            # What it counts but cannot show are buckets in C++, and between steps no other buffer is left.
+            self.memory.rename("communication", "gradients")
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of the runner (`ddp_lab.runtime.run`)."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def forget_hooks(leaves: Sequence[Tensor]) -> None:
+    """Break reference cycles through hooks of gradients. C++ holds these too, so that no garbage collector can."""
+    for leaf in leaves:
+        for hooks in (getattr(leaf, "_post_accumulate_grad_hooks", None), leaf._backward_hooks):
+            if hooks:
+                hooks.clear()
+
+
+def host_of(cluster: Cluster) -> Cluster:
+    """The same nodes for tensors in host memory: over Gloo, inside a node over loopback."""
+    inside = hardware.link("loopback")
+    return replace(cluster, inside=replace(inside, name=f"host, {inside.name}"), backend="gloo")
+
+
+def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass in which an error of the model becomes one line of the plan."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (UserError, *UNSIMULATED):
+            raise
+        except Exception as error:
+            raise CannotSimulate(
+                f"the model fails on the plan's samples: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    return call
+
+
+@contextmanager
+def on_data(module: Any, name: str) -> Iterator[None]:
+    """Within this context `module.name` computes on tensors that hold data."""
+    plain: Callable[..., Any] = getattr(module, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return plain(*args, **kwargs)
+
+    with mock.patch.object(module, name, call):
+        yield

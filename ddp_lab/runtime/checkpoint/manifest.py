@@ -1,0 +1,172 @@
+"""The manifest of a checkpoint, `manifest.json`, and the folders of checkpoints (`docs/checkpoints.md`).
+
+The manifest is written last. It holds the size and checksum of every other file, and its own checksum. A checkpoint is
+complete if its folder has its final name, its manifest is whole, and its files agree with the manifest.
+"""
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ddp_lab.runtime.checkpoint.files import FileInfo, problem_of, write_durably
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.records.record import to_json
+from ddp_lab.strategy.model_parallel import Cut
+
+FORMAT = 3
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 30
+"""In bytes. A longer one is not read."""
+FOLDER = re.compile(r"step_(\d{8,15})")
+RANK_FILE = re.compile(r"rank_\d{1,6}\.safetensors")
+
+
+class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole tensor of the model: its shape, torch's name of its dtype, and whether it is trainable."""
+
+    shape: list[int]
+    dtype: str
+    trains: bool
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint holds, and which run saved it. `docs/checkpoints.md` explains each field."""
+
+    format: int
+    step: int
+    choice: str
+    world_size: int
+    data_parallel_size: int
+    run_id: str
+    job: str | None
+    config: dict[str, Any]
+    versions: dict[str, str]
+    optimizer: str
+    parameter_groups: list[dict[str, float | list[float]]]
+    learned: list[list[str]] | None
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+    cuts: dict[str, Cut]
+    train_loss: list[float | None]
+    step_samples: list[int]
+    step_time_s: list[float | None]
+    files: dict[str, FileInfo]
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def file_name(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest` with its own checksum, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = msgspec.to_builtins(manifest)
+    write_durably(folder / MANIFEST, to_json(content | {"crc32": _checksum(content)}).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        UserError: there is none, or it is damaged or of another version.
+    """
+    path = folder / MANIFEST
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link, which a checkpoint does not contain")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no checkpoint: no such folder")
+    if not path.is_file():
+        raise UserError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+    try:
+        if path.stat().st_size > LARGEST_MANIFEST:
+            raise ValueError(f"it has more than {LARGEST_MANIFEST} bytes")
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise UserError(
+                f"{folder} is a checkpoint of format {content['format']}, but this program reads format {FORMAT}"
+            )
+        if content.pop("crc32") != _checksum(content):
+            raise ValueError("its checksum differs")
+        manifest = msgspec.convert(content, Manifest)
+        if {manifest.step} != {len(manifest.train_loss), len(manifest.step_samples), len(manifest.step_time_s)}:
+            raise ValueError("its lists are not as long as there were steps")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.ValidationError) as error:
+        raise UserError(f"{folder} is damaged: {MANIFEST} cannot be understood: {error}") from error
+    foreign = [name for name in manifest.files if not RANK_FILE.fullmatch(name)]
+    if foreign:
+        raise UserError(f"{folder} is no checkpoint of this program: it names a file {foreign[0]!r}")
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
+    """Compare a checkpoint's files with its manifest. Each rank reads some of the files.
+
+    Raises:
+        UserError: one of those that `rank` reads is missing or damaged.
+    """
+    for name in sorted(manifest.files)[rank::size]:
+        problem = problem_of(folder / name, manifest.files[name])
+        if problem:
+            raise UserError(f"{folder} is damaged: {problem}")
+
+
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything in `folder` that has the name of a checkpoint, newest first, without links.
+
+    Raises:
+        UserError: `folder` exists and cannot be read.
+    """
+    try:
+        found = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
+        named = [(int(match[1]), path) for match, path in found if match and path.is_dir() and not path.is_symlink()]
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+    return sorted(named, reverse=True)
+
+
+def remove_older(folder: Path, step: int, keep: int) -> None:
+    """Remove all but the `keep` newest of the checkpoints in `folder`. Those of steps after `step` do not count.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for _, path in [entry for entry in checkpoints_in(folder) if entry[0] <= step][keep:]:
+        removed = path.with_name(f".{path.name}.removed")
+        path.rename(removed)  # without this, a kill could leave a half of it under its name
+        shutil.rmtree(removed)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed runs have left in `folder`, half written or half removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for path in folder.iterdir():
+        if path.name.startswith(".step_") and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+
+
+def several(items: Sequence[str], most: int = 3) -> str:
+    """A short list for a message."""
+    left = len(items) - most
+    return "; ".join(items[:most]) + (f"; and {left} more" if left > 0 else "")

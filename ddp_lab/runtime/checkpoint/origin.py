@@ -1,0 +1,243 @@
+"""The checkpoint that a run resumes from: which one, whether it is complete, and whether this run may continue it."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    TensorInfo,
+    checkpoints_in,
+    read_manifest,
+    several,
+    verify_files,
+)
+from ddp_lab.runtime.config import AUTO, LATEST, RunConfig, flag_name
+from ddp_lab.runtime.distributed import Ranks, from_rank0, on_every_rank
+from ddp_lab.runtime.errors import UserError
+
+MUST_EQUAL = (
+    "task",
+    "workload",
+    "model",
+    "dataset",
+    "text_column",
+    "label_column",
+    "sequence_length",
+    "lora_rank",
+    "lora_alpha",
+    "train_samples",
+    "global_batch_size",
+    "lr",
+    "schedule",
+    "warmup_steps",
+    "clip_grad_norm",
+    "seed",
+    "precision",
+    "loss_scale",
+    "param_dtype",
+    "reduce_dtype",
+    "master_dtype",
+    "compress",
+    "depth",
+    "width",
+)
+"""Settings that decide the results of the next steps. They must be the same in the run that resumes."""
+MAY_DIFFER = (
+    "choice",
+    "grad_accum_steps",
+    "epochs",
+    "max_steps",
+    "bucket_cap_mb",
+    "activation_checkpointing",
+    "overlap_optimizer",
+    "offload",
+    "find_unused_parameters",
+    "compile",
+    "device",
+    "backend",
+    "link",
+    "mesh",
+    "sequence_parallel",
+    "async_tensor_parallel",
+    "plan",
+)
+"""Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
+
+DECIDE_BUCKETS = {
+    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
+    "activation_checkpointing",
+    "compile",
+    *("mesh", "sequence_parallel", "async_tensor_parallel", "plan"),
+}
+"""If one of these settings has changed, buckets are fitted again."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A complete checkpoint that a run resumes from. `skipped`: newer ones, with what is wrong with each."""
+
+    path: Path
+    manifest: Manifest
+    skipped: Mapping[Path, str] = field(default_factory=dict)
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""
+    return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.label)
+
+
+def current_job() -> str | None:
+    """A name that stays the same when `torchrun` restarts the ranks of a job, and differs between jobs."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{job}/{os.getppid()}" if job == "none" else job  # the id of every job without one of its own
+
+
+def find_origin(config: RunConfig, ranks: Ranks) -> Origin | None:
+    """The checkpoint that this run resumes from, if any. Each rank checks a part of its files. Collective.
+
+    A run that `torchrun` has restarted resumes from its own newest checkpoint, wherever it started from at first.
+
+    Raises:
+        UserError: on every rank: there is no checkpoint to resume from, it is damaged, or the folder for this run's own
+            checkpoints holds those of another run.
+    """
+    folder = checkpoint_folder(config)
+    if config.checkpoint_every and from_rank0(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
+        with suppress(UserError):  # there is none yet
+            own = newest_complete(folder, ranks)
+            if own.manifest.job == from_rank0(current_job):
+                return own
+    origin, is_own = None, config.resume in (LATEST, AUTO)
+    if config.resume is not None and not (config.resume == AUTO and from_rank0(lambda: not checkpoints_in(folder))):
+        path = folder if is_own else Path(config.resume)
+        is_folder = is_own or from_rank0(lambda: holds_checkpoints(path))
+        origin = newest_complete(path, ranks) if is_folder else complete(path, ranks)
+    if config.checkpoint_every:
+        from_rank0(lambda: require_no_others(folder, origin))
+    return origin
+
+
+def holds_checkpoints(path: Path) -> bool:
+    """Whether a folder holds checkpoints, and is none itself."""
+    return path.is_dir() and not (path / MANIFEST).exists() and bool(checkpoints_in(path))
+
+
+def complete(path: Path, ranks: Ranks) -> Origin:
+    """The checkpoint in `path`. Collective.
+
+    Raises:
+        UserError: on every rank, if a part of it is missing or damaged.
+    """
+
+    def check() -> Manifest:
+        manifest = read_manifest(path)
+        verify_files(path, manifest, ranks.rank, ranks.world_size)
+        return manifest
+
+    return Origin(path, on_every_rank(check))
+
+
+def newest_complete(folder: Path, ranks: Ranks) -> Origin:
+    """The newest complete checkpoint in `folder`. Collective.
+
+    Raises:
+        UserError: on every rank, if there is none; says what is wrong with each checkpoint.
+    """
+    problems: dict[Path, str] = {}
+    for _, path in from_rank0(lambda: checkpoints_in(folder)):
+        try:
+            return replace(complete(path, ranks), skipped=problems)
+        except UserError as error:
+            problems[path] = str(error)
+    reason = f" ({several(list(problems.values()))})" if problems else ""
+    raise UserError(
+        f"--resume: no complete checkpoint in {folder}{reason}; leave --resume out to start from the beginning"
+    )
+
+
+def require_no_others(folder: Path, origin: Origin | None) -> None:
+    """Check that the folder for this run's checkpoints holds none, or that this run resumes from the newest of them.
+
+    Raises:
+        UserError: names the newest.
+    """
+    skipped = origin.skipped if origin else ()
+    others = [(step, path) for step, path in checkpoints_in(folder) if path not in skipped and has_manifest(path)]
+    if not others:
+        return
+    step, newest = others[0]
+    if origin is None:
+        raise UserError(
+            f"{folder} holds checkpoints of an earlier run, the newest of step {step}; resume from it with "
+            "--resume latest, or give another --checkpoint-dir"
+        )
+    if not newest.samefile(origin.path):
+        raise UserError(
+            f"{folder} holds a checkpoint of step {step} that this run does not resume from; remove it, or give "
+            "another --checkpoint-dir"
+        )
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a folder has a whole manifest. Without one, nobody can use what is in it."""
+    try:
+        read_manifest(path)
+    except UserError:
+        return False
+    return True
+
+
+def require_same_settings(manifest: Manifest, config: Mapping[str, Any]) -> None:
+    """Check that the settings in `MUST_EQUAL` are those of the checkpoint.
+
+    Raises:
+        UserError: names each that differs, with both values.
+    """
+    different = [
+        f"{flag_name(name)} was {manifest.config.get(name)} and is {config[name]}"
+        for name in MUST_EQUAL
+        if manifest.config.get(name, config[name]) != config[name]  # an earlier version may not know the setting
+    ]
+    if different:
+        raise UserError(f"--resume: this is another training than the checkpoint's: {several(different, 12)}")
+
+
+def changed_settings(manifest: Manifest, config: Mapping[str, Any], world_size: int) -> dict[str, list[Any]]:
+    """Which settings in `MAY_DIFFER` have changed, and whether the number of ranks has: [then, now]."""
+    then, now = manifest.config | {"world_size": manifest.world_size}, {**config, "world_size": world_size}
+    return {n: [then.get(n), now.get(n)] for n in (*MAY_DIFFER, "world_size") if then.get(n) != now.get(n)}
+
+
+def require_same_model(
+    manifest: Manifest, parameters: Mapping[str, TensorInfo], buffers: Mapping[str, TensorInfo], optimizer: str
+) -> None:
+    """Check that model and optimizer are those of the checkpoint.
+
+    Raises:
+        UserError: names parameters that are missing, unknown or of another shape or dtype.
+    """
+    problems = differences(manifest.parameters, parameters) + differences(manifest.buffers, buffers)
+    if problems:
+        raise UserError(f"--resume: the checkpoint is of another model: {several(problems)}")
+    if manifest.optimizer != optimizer:
+        raise UserError(f"--resume: the checkpoint is of optimizer {manifest.optimizer}, and this run's is {optimizer}")
+
+
+def differences(stored: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]) -> list[str]:
+    """Clauses on what should be the same and is not."""
+
+    def describe(info: TensorInfo) -> str:
+        return f"{tuple(info.shape)} {info.dtype}{' that trains' if info.trains else ''}"
+
+    problems = [f"it lacks {name}" for name in wanted if name not in stored]
+    problems += [f"it has {name}, which the model lacks" for name in stored if name not in wanted]
+    return problems + [
+        f"{name} is {describe(stored[name])} there and {describe(info)} here"
+        for name, info in wanted.items()
+        if name in stored and stored[name] != info
+    ]

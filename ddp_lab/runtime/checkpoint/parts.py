@@ -1,0 +1,127 @@
+"""Parameters that are cut over ranks (`strategy.model_parallel`): which rank saves which part, under which key, and how
+a rank gets its part of a parameter that is stored whole, or cut in another way.
+
+The elements of a part are counted like those of a parameter that is whole. `<name>@<rank>` is the part of that rank of
+tensor parallelism. Ranks may hold the same part: then the first of them saves it. Rank 0 saves what is not cut.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ddp_lab.runtime.checkpoint.files import TensorFiles
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.model_parallel import Cut
+from ddp_lab.strategy.ranges import cover
+
+
+class OwnParts:
+    """What this rank holds of the parameters of a strategy.
+
+    Attributes:
+        rank: The number of this rank among those that hold parts of the same model.
+        cuts: By name of a parameter; tied ones once.
+        shapes: Of the whole parameters, by name.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        parallel = strategy.model_parallel
+        named = dict(strategy.module.named_parameters())
+        self.rank = parallel.rank if parallel else 0
+        cuts = parallel.cuts if parallel else {}
+        self.cuts = {name: cuts[name] for name in named if name in cuts}
+        self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
+
+    def owner(self, name: str) -> int:
+        """The rank that saves what this one holds of a parameter."""
+        cut = self.cuts.get(name)
+        return cut.ranges.index(cut.ranges[self.rank]) if cut else 0
+
+    def is_saved_here(self, name: str) -> bool:
+        return self.owner(name) == self.rank
+
+    def key(self, name: str) -> str:
+        """What stands for this rank's part of a parameter in the keys of a checkpoint."""
+        return part_key(name, self.cuts.get(name), self.owner(name))
+
+
+def part_key(name: str, cut: Cut | None, rank: int) -> str:
+    return f"{name}@{rank}" if cut else name
+
+
+class StoredParts:
+    """Reads from a checkpoint what this rank holds.
+
+    Args:
+        cuts: How the stored parameters are cut.
+
+    Raises:
+        UserError: a parameter cannot be cut in this way.
+    """
+
+    def __init__(self, files: TensorFiles, cuts: Mapping[str, Cut], own: OwnParts) -> None:
+        self._files, self._cuts, self._own = files, cuts, own
+        for name, shape in own.shapes.items():
+            if name in cuts and not fits(cuts[name], shape):
+                raise UserError(f"the checkpoint is damaged, or of another model: {name} {shape} is cut wrongly there")
+
+    def first_key(self, name: str) -> str:
+        """What stands in keys for a part of a parameter that is always stored."""
+        return part_key(name, self._cuts.get(name), 0)
+
+    def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
+        """Elements `start` to `end` of what this rank holds of a parameter or a state of it, (end - start,) on CPU.
+
+        If it is cut as it was when it was saved, only these are read. Otherwise the whole tensor is put together.
+
+        Args:
+            kind: `parameter`, or `optimizer/<state>`.
+
+        Raises:
+            UserError: some of them are not stored.
+        """
+        own, stored = self._own.cuts.get(name), self._cuts.get(name)
+        if own == stored:
+            return self._files.read(f"{kind}/{self._own.key(name)}", start, end)
+        whole = read_whole(self._files, f"{kind}/{name}", self._own.shapes[name], stored)
+        part = own.part(whole, self._own.rank) if own else whole
+        return part.reshape(-1)[start:end]
+
+
+def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | None) -> Tensor:
+    """A whole tensor, from its parts if it is stored as such.
+
+    Args:
+        key: Without a part: `parameter/<name>`, or `optimizer/<state>/<name>`.
+        cut: From the manifest; None for a tensor that is not cut.
+
+    Raises:
+        UserError: some of its elements are not stored.
+    """
+    if cut is None:
+        return files.read(key, 0, prod(shape)).view(shape)
+    whole = torch.empty(shape, device="meta")
+    for rank in filter(cut.is_owner, range(len(cut.ranges))):
+        part_shape = cut.part_shape(whole, rank)
+        part = files.read(f"{key}@{rank}", 0, prod(part_shape)).view(part_shape)
+        if whole.is_meta:
+            whole = part.new_empty(shape)
+        cut.put(whole, part, rank)
+    return whole
+
+
+def fits(cut: Cut, shape: tuple[int, ...]) -> bool:
+    """Whether the ranges are within a tensor of this shape, and make up all of it."""
+    ranges = [pair for of_rank in cut.ranges for pair in of_rank]
+    if not (0 <= cut.dim < len(shape) and cut.length == shape[cut.dim] and all(cut.ranges)):
+        return False
+    if any(not 0 <= first <= end <= cut.length for first, end in ranges):
+        return False
+    try:
+        cover(ranges, 0, cut.length)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""The checkpoints of one run: the one that it resumes from, and those that it saves."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.runtime.checkpoint.files import TensorFiles
+from ddp_lab.runtime.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name, folder_name
+from ddp_lab.runtime.checkpoint.origin import (
+    DECIDE_BUCKETS,
+    Origin,
+    changed_settings,
+    checkpoint_folder,
+    current_job,
+    find_origin,
+    require_same_model,
+    require_same_settings,
+)
+from ddp_lab.runtime.checkpoint.parts import OwnParts
+from ddp_lab.runtime.checkpoint.random_states import derive_random_states, random_states, restore_random_states
+from ddp_lab.runtime.checkpoint.saver import Saver
+from ddp_lab.runtime.checkpoint.state import (
+    describe,
+    describe_groups,
+    fill,
+    persistent_buffers,
+    tensors_to_save,
+)
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks, on_every_rank
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.watch.phases import between_steps
+from ddp_lab.strategy.interface import MicroBatch, Strategy
+
+
+class Checkpoints:
+    """Finds the checkpoint to resume from when it is created. All its methods but `close` are collective.
+
+    Attributes:
+        origin: The checkpoint that the run resumes from, if any.
+        done: Optimizer steps that were done before.
+
+    Raises:
+        UserError: on every rank: there is no checkpoint to resume from, or no folder to save in.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, run_id: str, versions: dict[str, str]) -> None:
+        self._ranks, self._run_id, self._versions = ranks, run_id, versions
+        self.origin: Origin | None = find_origin(config, ranks)
+        self.done = self.origin.manifest.step if self.origin else 0
+        self._every = config.checkpoint_every
+        self._saver: Saver | None = None
+        if self._every:
+            self._saver = Saver(checkpoint_folder(config), ranks, config.checkpoint_async, config.keep_last)
+        if ranks.is_main and self.origin:
+            for problem in self.origin.skipped.values():
+                print(f"{config.label}: skipped: {problem}", flush=True)
+
+    def require_steps_left(self, steps: int) -> None:
+        """Check that the checkpoint is not behind the end of the run. If it is at the end, only the evaluation is left.
+
+        Raises:
+            UserError: names both numbers.
+        """
+        if self.done > steps:
+            raise UserError(
+                f"--resume: the checkpoint was made after step {self.done}, but this run ends after step {steps}; "
+                "raise --max-steps or --epochs"
+            )
+
+    def begin(
+        self,
+        strategy: Strategy,
+        config: RunConfig,
+        train_samples: int,
+        steps: int,
+        first_step: Callable[[], Sequence[MicroBatch]],
+    ) -> TrainingResult:
+        """Restore `strategy` from the checkpoint, if there is one.
+
+        Args:
+            config: With `auto` and the learning rate resolved.
+            steps: Optimizer steps of the whole run.
+            first_step: Makes this rank's micro-batches of the first one.
+
+        Returns:
+            What is known of the steps before.
+
+        Raises:
+            UserError: the checkpoint is of another training, model or optimizer; the strategy supports none.
+        """
+        self._strategy, self._last_step = strategy, steps
+        self._settings = config.as_dict() | {"train_samples": train_samples}
+        if self.origin or self._saver:
+            strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
+        if not self.origin:
+            return TrainingResult()
+        manifest, world_size = self.origin.manifest, self._ranks.world_size
+        require_same_settings(manifest, self._settings)
+        require_same_model(manifest, *self._model())
+        changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
+        strategy.relearn(None if changed else manifest.learned, first_step)
+        on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
+        strategy.parameters_are_loaded()
+        if self._ranks.is_main:
+            print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
+        strategy.optimizer_steps = self.done
+        now, then = self._sizes(), (manifest.world_size, manifest.data_parallel_size)
+        if now != then:
+            strategy.notes.append(
+                f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
+                "samples and their order are the same, the random numbers of dropout are new"
+            )
+        if config.compress:
+            strategy.notes.append(
+                f"resumed after step {self.done} without the error feedback of --compress {config.compress}, which is "
+                "not saved: later steps differ from those of a run that was not stopped"
+            )
+        # Step times are those of another process, so they stay in its record and in the manifest.
+        return TrainingResult.resumed(list(manifest.train_loss), list(manifest.step_samples))
+
+    def _load(self, path: Path, manifest: Manifest) -> None:
+        files = TensorFiles([path / name for name in manifest.files])
+        fill(self._strategy, files, manifest.parameter_groups, manifest.cuts)
+        tensors, texts = files.of_file(file_name(self._ranks.rank))
+        same_ranks = self._sizes() == (manifest.world_size, manifest.data_parallel_size)
+        if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
+            derive_random_states(self._settings["seed"], manifest.step, self._strategy.data_parallel_rank)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
+        return self._every is not None and (
+            step % self._every == 0 or step in (self._last_step, self._strategy.stops_after)
+        )
+
+    def after_step(self, result: TrainingResult) -> None:
+        """Save a checkpoint if one is due.
+
+        Raises:
+            UserError: on every rank, if that failed.
+        """
+        if self._saver and self.is_due(len(result.loss)):
+            between_steps("saving a checkpoint")
+            tensors, texts = random_states(self._ranks.device)
+            tensors |= tensors_to_save(self._strategy)
+            self._saver.save(tensors, texts, self._manifest(result))
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is that this run has saved."""
+        assert self._saver is not None, "the run saves checkpoints"
+        return self._saver.folder / folder_name(step)
+
+    def finish(self) -> None:
+        """Wait until the last save is complete.
+
+        Raises:
+            UserError: on every rank, if it failed.
+        """
+        if self._saver:
+            self._saver.settle()
+
+    def close(self) -> None:
+        """The run ends, well or not."""
+        if self._saver:
+            self._saver.close()
+
+    def as_record(self) -> dict[str, Any] | None:
+        """`resumed_from` of the run record."""
+        if not self.origin:
+            return None
+        manifest = self.origin.manifest
+        return {
+            "path": str(self.origin.path),
+            "step": manifest.step,
+            "run_id": manifest.run_id,
+            "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
+        }
+
+    def _sizes(self) -> tuple[int, int]:
+        """The number of ranks, and how many of them see different samples."""
+        return self._ranks.world_size, self._strategy.data_parallel_size
+
+    def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
+        """Parameters, buffers, and the class of the optimizer."""
+        module, shapes = self._strategy.module, OwnParts(self._strategy).shapes
+        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes, shapes)
+        buffers = describe(persistent_buffers(module).items())
+        return parameters, buffers, type(self._strategy.updating_optimizer).__name__
+
+    def _manifest(self, result: TrainingResult) -> Manifest:
+        strategy = self._strategy
+        parameters, buffers, optimizer = self._model()
+        return Manifest(
+            format=FORMAT,
+            step=len(result.loss),
+            choice=self._settings["choice"],
+            world_size=self._ranks.world_size,
+            data_parallel_size=strategy.data_parallel_size,
+            run_id=self._run_id,
+            job=current_job(),
+            config=self._settings,
+            versions=self._versions,
+            optimizer=optimizer,
+            parameter_groups=describe_groups(strategy.optimizer),
+            learned=strategy.learned(),
+            parameters=parameters,
+            buffers=buffers,
+            cuts=OwnParts(strategy).cuts,
+            train_loss=list(result.loss),
+            step_samples=list(result.samples),
+            step_time_s=list(result.step_time_s),
+            files={},
+        )
+
+
+def ranks_in_words(world_size: int, data_parallel_size: int) -> str:
+    groups = "" if world_size == data_parallel_size else f" ({data_parallel_size} data-parallel)"
+    return f"{world_size} ranks{groups}"

@@ -1,0 +1,203 @@
+"""Causal language modelling: a model of any architecture, and text as packed sequences of tokens
+(docs/language-models.md)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data import hub, prose
+from ddp_lab.runtime.data.documents import Source
+from ddp_lab.runtime.data.masks import read_no_masks
+from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
+from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
+from ddp_lab.runtime.data.workload import Language, Workload
+from ddp_lab.runtime.distributed import from_rank0, node_leader_first
+from ddp_lab.runtime.errors import UserError
+
+SAMPLE_VOCABULARY, SAMPLE_LENGTH = 1024, 128
+LONGEST_BY_DEFAULT = 1024
+STREAMED_SAMPLES, EVAL_SAMPLES = 2400, 256
+PROMPT_TOKENS = 16
+END_OF_TEXT = "<|endoftext|>"
+TEXTS_FOR_TOKENIZER = 10_000
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Training and held-out sequences, and what must be said of them."""
+
+    train: TokenSequences
+    evaluation: TokenSequences
+    notes: tuple[str, ...] = ()
+
+
+def build(config: RunConfig) -> Workload:
+    """Workload `sample-lm`, or `hub` with task causal-lm. Collective.
+
+    Raises:
+        UserError: on every rank: model or data cannot be loaded, or do not fit.
+    """
+    read_no_masks()
+    return _built_in(config) if config.workload == "sample-lm" else _from_hub(config)
+
+
+def _built_in(config: RunConfig) -> Workload:
+    if config.model or config.dataset:
+        raise UserError("--model and --dataset go with --workload hub, not sample-lm")
+
+    def read() -> tuple[tuple[list[str], list[str]], str]:
+        texts = prose.documents()
+        return texts, train_tokenizer(texts[0], SAMPLE_VOCABULARY, END_OF_TEXT)
+
+    texts, as_json = from_rank0(read)  # Python may be another one elsewhere
+    tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
+    length = sample_length(config)
+    train, held_out = (
+        TokenSequences(Documents.of([*ids, tokenizer.eos_token_id] for ids in tokenizer(part)["input_ids"]), length)
+        for part in texts
+    )
+    samples = Samples(train.without_short_last(), held_out[: config.eval_samples or EVAL_SAMPLES])
+    return _workload(config, sample_model(config), tokenizer, samples, length, learning_rate=3e-3)
+
+
+def sample_length(config: RunConfig) -> int:
+    return config.sequence_length or SAMPLE_LENGTH
+
+
+def sample_model(config: RunConfig) -> nn.Module:
+    """The model of `sample-lm`: a Llama of 1.9 M parameters, with tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=SAMPLE_VOCABULARY,
+            max_position_embeddings=max(sample_length(config), LONGEST_BY_DEFAULT),
+            initializer_range=0.06,  # not 0.02: so it learns within tens of steps
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )
+
+
+def _from_hub(config: RunConfig) -> Workload:
+    name, dataset = str(config.model), str(config.dataset)
+    source = Source(dataset, config.text_column, config.streaming)
+    loaded = node_leader_first(lambda: hub.load_causal_lm(name))
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if tokenizer is None:
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        tokenizer = load_trained_tokenizer(
+            from_rank0(lambda: train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT)), END_OF_TEXT
+        )
+    _require_fitting_vocabulary(name, model, tokenizer)
+    length = sequence_length(config, model)
+    packs = keeps_documents_apart(model)
+    read = from_rank0 if config.streaming else node_leader_first  # a stream is read once
+    samples = read(lambda: _samples(config, source, tokenizer, length, packs))
+    if not packs:
+        note = f"{type(model).__name__} does not keep packed documents apart: a sequence holds tokens of one document"
+        samples = Samples(samples.train, samples.evaluation, (note, *samples.notes))
+    return _workload(config, model, tokenizer, samples, length, learning_rate=1e-3 if loaded.is_new else 5e-5)
+
+
+def sequence_length(config: RunConfig, model: nn.Module) -> int:
+    """Tokens in a sequence: what the user asks for, or 1024, or what the model takes if that is less.
+
+    Raises:
+        UserError: the model takes fewer than the user asks for.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+    if config.sequence_length and most and config.sequence_length > most:
+        raise UserError(f"--sequence-length {config.sequence_length}: {config.model} takes at most {most} tokens")
+    return config.sequence_length or min(LONGEST_BY_DEFAULT, most or LONGEST_BY_DEFAULT)
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether a document has the same logits behind another one, in one sequence, as alone.
+
+    Models without positions or with a recurrent state do not, nor do those that make their masks in ways of their own.
+    """
+    was_training = model.training
+    model.eval()
+    collate, documents = collate_sequences(0), [[1, 2, 3], [4, 1, 2, 3]]
+    try:
+        packed = model(**collate(list(TokenSequences(Documents.of(documents), 7)))).logits[0, 3:]
+        alone = model(input_ids=torch.tensor([documents[1]])).logits[0]
+    except (TypeError, ValueError):  # it takes no positions
+        return False
+    finally:
+        model.train(was_training)
+    return bool((packed - alone).abs().max() <= 1e-4 * alone.abs().max())
+
+
+def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, packs: bool) -> Samples:
+    wanted, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
+    if config.streaming:
+        wanted = wanted or STREAMED_SAMPLES
+    train_part, held_out_part = source.parts(config.seed)
+    cuts = not train_part.has_prompts
+    packs = packs and cuts
+
+    def sequences(part: Any, most: int | None) -> TokenSequences:
+        documents = part.tokenized(tokenizer, length * most if most and cuts else most)
+        return TokenSequences(documents, length, packs, cuts)
+
+    if held_out_part is not None:
+        train, evaluation = sequences(train_part, wanted), sequences(held_out_part, held_out)
+        left_out = train.left_out + evaluation.left_out
+        if packs:
+            train = train.without_short_last()
+    else:
+        both = sequences(train_part, wanted + held_out if wanted else None)
+        left_out = both.left_out
+        spare = len(both) - wanted if wanted else 0
+        at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))
+        train, evaluation = both[:at], both[at:]
+    if not len(evaluation) or len(train) < dist.get_world_size():
+        ranks = dist.get_world_size()
+        raise UserError(
+            f"--dataset {source.name}: its text makes {len(train)} training and {len(evaluation)} held-out sequences "
+            f"of {length} tokens; needs one for each of {ranks} ranks, and one held out: give more text, or a smaller "
+            "--sequence-length"
+        )
+    notes = (f"{left_out} samples left out: nothing of their completion is within {length} tokens",)
+    return Samples(train[:wanted], evaluation[:held_out], notes if left_out and not cuts else ())
+
+
+def _workload(
+    config: RunConfig, model: nn.Module, tokenizer: Any, samples: Samples, length: int, learning_rate: float
+) -> Workload:
+    return Workload(
+        model=model,
+        train=samples.train[: config.train_samples],
+        evaluation=samples.evaluation,
+        collate=collate_sequences(tokenizer.pad_token_id),
+        learning_rate=learning_rate,
+        classifies=False,
+        count=target_count,
+        language=Language(tokenizer, _prompt(tokenizer, samples.evaluation), length),
+        notes=samples.notes,
+    )
+
+
+def _prompt(tokenizer: Any, evaluation: Sequence[Any]) -> str:
+    """The prompt of the first held-out sample, or its first words if it has none."""
+    ids, labels = evaluation[0]["input_ids"], evaluation[0]["labels"]
+    given = int((labels != IGNORED).int().argmax())
+    return tokenizer.decode(ids[: given if given > 1 else PROMPT_TOKENS], skip_special_tokens=True).strip()
+
+
+def _require_fitting_vocabulary(name: str, model: nn.Module, tokenizer: Any) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer) > rows:
+        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows")

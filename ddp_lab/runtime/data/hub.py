@@ -1,0 +1,254 @@
+"""Models and data sets by hub id or local path, through `transformers` and `datasets`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_lab.runtime.data.labels import Labels
+from ddp_lab.runtime.errors import UserError
+
+MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
+DATASET = "Yelp/yelp_review_full"
+FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+HELD_OUT_SPLITS = ("test", "validation")
+Loaded = TypeVar("Loaded")
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model. If it has no padding token, it pads with its end-of-sequence token."""
+    from transformers import AutoTokenizer
+
+    _require_model_folder(name)
+    tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"--model {name}: its tokenizer has neither a padding nor an end-of-sequence token")
+    return tokenizer
+
+
+def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Module:
+    """A pretrained model in fp32 with a sequence-classification head. The head is new if it has none for `labels`."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    _require_model_folder(name)
+    model = _load(
+        "model",
+        name,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            name,
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+            problem_type="single_label_classification",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=False,  # without this, transformers prompts the user on the terminal
+        ),
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.use_cache = False
+    return model
+
+
+class LoadedLM(NamedTuple):
+    """A causal language model in fp32. `tokenizer` is None if it has none, `is_new` says whether its weights are
+    random."""
+
+    model: Any
+    tokenizer: Any
+    is_new: bool
+
+
+def load_causal_lm(name: str) -> LoadedLM:
+    """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json
+    only.
+
+    Raises:
+        UserError: it cannot be loaded, or its tokenizer has no end-of-sequence token.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    _require_model_folder(name)
+    folder = Path(name).expanduser()
+    is_new = folder.is_dir() and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
+    has_tokenizer = not is_new or any(any(folder.glob(kind)) for kind in ("tokenizer*", "vocab*", "*.model"))
+    tokenizer = load_tokenizer(name) if has_tokenizer else None
+    if tokenizer is not None and tokenizer.eos_token_id is None:
+        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, which is to end each document")
+
+    def load() -> Any:
+        if is_new:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+
+    model = _load("model", name, load)
+    model.config.use_cache = False
+    return LoadedLM(model, tokenizer, is_new)
+
+
+def training_and_held_out(name: str, streams: bool = False) -> tuple[Any, Any]:
+    """Split `train`, or the first one; and split `test` or `validation`, or None.
+
+    Raises:
+        UserError: the data set cannot be loaded.
+    """
+    splits = _load("data set", name, lambda: _read_splits(name, streams))
+    training, held_out = _chosen_splits(splits)
+    return splits[training], splits[held_out] if held_out else None
+
+
+def _chosen_splits(splits: Any) -> tuple[str, str | None]:
+    training = "train" if "train" in splits else next(iter(splits))
+    return training, next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+
+
+def label_numbers(name: str) -> dict[str, int]:
+    """By label, the number that it has in a saved model's head; transformers' own names if it has none."""
+    from transformers import AutoConfig
+
+    _require_model_folder(name)
+    return _load("model", name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False)).label2id
+
+
+class Columns(NamedTuple):
+    """The names of the columns that are used."""
+
+    text: str = "text"
+    label: str = "label"
+
+
+class LabelledText(NamedTuple):
+    """Samples to train on and held-out ones, and the labels that they may have."""
+
+    train: Any
+    evaluation: Any
+    labels: Labels
+
+
+def load_labelled_text(name: str, columns: Columns, train_samples: int, eval_samples: int, seed: int) -> LabelledText:
+    """Training and held-out samples of a data set with a column of texts and one of labels, names or whole numbers.
+
+    Held-out samples come from split `test` or `validation`, or from the end of the training data if there is neither.
+    Labels are those of all training data, however few samples are used.
+
+    Raises:
+        UserError: the data set cannot be loaded, lacks a column, or has a row without a text or with an unknown label.
+    """
+    splits = _load("data set", name, lambda: _read_splits(name, streams=False))
+    training, held_out = _chosen_splits(splits)
+    for split in filter(None, (training, held_out)):
+        _require_columns(name, splits[split], columns)
+    labels = Labels.of(splits[training], columns.label, f"--dataset {name}: split {training}")
+    order = np.random.default_rng(seed).permutation(len(splits[training])).tolist()
+    if held_out is None:
+        if len(order) < 2:
+            raise UserError(f"--dataset {name}: {len(order)} samples; needs at least one to train on and one held out")
+        eval_samples = min(eval_samples, max(1, len(order) // 5))
+        order, held_out_rows = order[:-eval_samples], order[-eval_samples:]
+    else:
+        held_out_rows = list(range(min(eval_samples, len(splits[held_out]))))
+    parts = []
+    for split, rows in ((training, order[:train_samples]), (held_out or training, held_out_rows)):
+        parts.append(splits[split].select(rows))
+        _require_usable(f"--dataset {name}: row {{}} of split {split}", parts[-1], rows, columns, labels)
+    return LabelledText(parts[0], parts[1], labels)
+
+
+def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_tokens: int) -> Sequence[Any]:
+    """Replaces all columns by `input_ids`, cut at `max_tokens`, and `labels`. `datasets` caches the result."""
+    numbers = labels.numbers
+
+    def encode(batch: Any) -> dict[str, Any]:
+        ids = tokenizer(batch[columns.text], truncation=True, max_length=max_tokens)["input_ids"]
+        return {"input_ids": ids, "label": [numbers[label] for label in batch[columns.label]]}
+
+    return data.map(encode, batched=True, remove_columns=data.column_names)
+
+
+def _read_splits(name: str, streams: bool) -> Any:
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in FILE_FORMATS:
+            raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
+        if not path.stat().st_size:
+            raise UserError(f"--dataset {name}: the file is empty")
+        kind = FILE_FORMATS[path.suffix]
+        return load_dataset(kind, data_files=str(path), streaming=streams, **_WHOLE_FILES.get(kind, {}))
+    if path.is_dir():
+        saved = any((path / marker).exists() for marker in ("dataset_dict.json", "state.json"))
+        if not saved and any(path.rglob("*.txt")):
+            return load_dataset("text", data_dir=str(path), streaming=streams, **_WHOLE_FILES["text"])
+        data = load_from_disk(str(path)) if saved else load_dataset(str(path), streaming=streams)
+        return DatasetDict(train=data) if isinstance(data, Dataset) else data
+    if _looks_local(name):
+        raise UserError(f"--dataset {name}: no such file or folder")
+    return load_dataset(name, streaming=streams)
+
+
+_WHOLE_FILES = {"text": {"sample_by": "document"}}
+"""A file of plain text is one row."""
+
+
+def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
+    """Run a library's loading code. Whatever it raises becomes one line that says what to do."""
+    try:
+        return load()
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise many kinds, from OSError to pyarrow's own
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if Path(name).expanduser().exists():
+            raise UserError(f"{what} {name}: cannot be read: {reason}") from error
+        raise UserError(
+            f"{what} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
+            "path, or train without either: --workload sample"
+        ) from error
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
+
+
+def _require_model_folder(name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"--model {name}: no config.json in this folder; give one that save_pretrained has written")
+    if not path.is_dir() and _looks_local(name):
+        raise UserError(f"--model {name}: no such folder")
+
+
+def _require_columns(name: str, data: Any, columns: Columns) -> None:
+    missing = [column for column in columns if column not in data.column_names]
+    if missing:
+        raise UserError(
+            f"--dataset {name}: no column {' or '.join(missing)} (it has {', '.join(data.column_names)}); name yours "
+            "by --text-column and --label-column"
+        )
+
+
+def _require_usable(where: str, data: Any, rows: Sequence[int], columns: Columns, labels: Labels) -> None:
+    """Check each sample. `where` takes the number of a row, counted from 1."""
+    for row, text, label in zip(rows, data[columns.text], data[columns.label], strict=True):
+        if not isinstance(text, str):
+            raise UserError(f"{where.format(row + 1)} has {text!r} in column {columns.text}; every row needs a text")
+        if not text.strip():
+            raise UserError(f"{where.format(row + 1)} has an empty text in column {columns.text}")
+        if label not in labels.numbers:
+            raise UserError(
+                f"{where.format(row + 1)} has label {label!r} in column {columns.label}; training data have "
+                f"{labels.listing()}"
+            )

@@ -1,0 +1,89 @@
+"""Workloads that need no text: regression for an MLP, random tokens for a decoder-only transformer."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.masks import read_no_masks
+from ddp_lab.runtime.data.workload import Workload
+
+VOCABULARY = 10_000
+CONTEXT_LENGTH = 128
+TRANSFORMER_SHAPES = {
+    "transformer-small": (768, 3072, 12, 12),
+    "transformer-medium": (1024, 4096, 24, 16),
+    "transformer-large": (1280, 5120, 36, 20),
+    "transformer-xl": (1600, 6400, 48, 25),
+    "transformer-2.7b": (2560, 10240, 32, 32),
+}
+"""d_model, d_ff, layers, heads."""
+
+
+class MLP(nn.Module):
+    """`depth` bias-free linear layers of `width` features, with ReLU between them; mean squared error."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(inputs), targets))
+
+
+class SyntheticSamples(Sequence[dict[str, Tensor]]):
+    """`count` random samples, made when they are read; the same for the same seed and index.
+
+    Args:
+        width: Features of a regression sample; None for tokens.
+    """
+
+    def __init__(self, count: int, seed: int, width: int | None) -> None:
+        self._count, self._seed, self._width = count, seed, width
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
+        if self._width is not None:
+            inputs = torch.randn(self._width, generator=generator)
+            return {"inputs": inputs, "targets": inputs.flip(0)}
+        tokens = torch.randint(VOCABULARY, (CONTEXT_LENGTH,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def build(config: RunConfig) -> Workload:
+    """Workload `mlp` or one of `transformer-*`."""
+    is_mlp = config.workload == "mlp"
+    width = config.width if is_mlp else None
+    return Workload(
+        model=MLP(config.depth, config.width) if is_mlp else _transformer(config.workload),
+        train=SyntheticSamples(config.train_samples or 512, 2 * config.seed, width),
+        evaluation=SyntheticSamples(config.eval_samples or 32, 2 * config.seed + 1, width),
+        learning_rate=1e-4,
+    )
+
+
+def _transformer(name: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    read_no_masks()
+    d_model, d_ff, layers, heads = TRANSFORMER_SHAPES[name]
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=d_model,
+            intermediate_size=d_ff,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT_LENGTH,
+            use_cache=False,
+        )
+    )

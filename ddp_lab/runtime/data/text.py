@@ -1,0 +1,132 @@
+"""Text classification: built-in reviews or a data set of your own, random weights or a pretrained model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
+from ddp_lab.runtime.data.reviews import STARS, make_reviews
+from ddp_lab.runtime.data.sampling import Collate
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.distributed import from_rank0, node_leader_first
+
+SAMPLE_VOCABULARY = 2048
+MAX_TOKENS = 512
+TRAIN_SAMPLES, EVAL_SAMPLES = 2400, 256
+LLAMA_SHAPES = {
+    "smollm2-360m": (960, 2560, 32, 15, 5, 49152),
+    "sample": (384, 1024, 8, 6, 2, SAMPLE_VOCABULARY),
+}
+"""Hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary."""
+
+
+def build(config: RunConfig) -> Workload:
+    """Workload `sample`, `smollm2-360m` or `yelp`. Collective.
+
+    Raises:
+        UserError: on every rank: model or data set cannot be loaded, or do not fit.
+    """
+    counts = (config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES)
+    return _from_hub(config, *counts) if config.workload in ("yelp", "hub") else _built_in(config, *counts)
+
+
+def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
+    name, columns = config.model or hub.MODEL, hub.Columns(config.text_column, config.label_column)
+
+    def load() -> Workload:
+        tokenizer = hub.load_tokenizer(name)
+        dataset = config.dataset or hub.DATASET
+        data = hub.load_labelled_text(dataset, columns, train_samples, eval_samples, config.seed)
+        labels = data.labels.in_order_of(hub.label_numbers(name))
+        train, evaluation = (
+            hub.tokenize(part, columns, labels, tokenizer, MAX_TOKENS) for part in (data.train, data.evaluation)
+        )
+        model = hub.load_classifier(name, tokenizer, labels.names)
+        return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=5e-5, classifies=True)
+
+    return node_leader_first(load)
+
+
+def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
+    reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
+    tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
+    train, evaluation = (
+        [{"label": review["label"], "input_ids": tokenizer(review["text"])["input_ids"]} for review in part]
+        for part in reviews
+    )
+    model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
+    return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=3e-4, classifies=True)
+
+
+def train_tokenizer(texts: list[str], vocabulary: int = SAMPLE_VOCABULARY, end: str | None = None) -> str:
+    """A byte-level BPE tokenizer trained on `texts`, as JSON.
+
+    Args:
+        vocabulary: The most tokens that it has.
+        end: A token that ends texts, if it is to have one.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>"] if end is None else ["<pad>", end],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
+
+
+def load_trained_tokenizer(as_json: str, end: str | None = None) -> Any:
+    """`train_tokenizer`'s, for transformers."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(as_json), pad_token="<pad>", eos_token=end)
+
+
+def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
+    """SmolLM2's architecture with a head for five stars: the whole of it (362 M parameters), or a small one (13 M)."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    hidden, intermediate, layers, heads, key_value_heads, vocabulary = LLAMA_SHAPES[workload]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocabulary,
+        pad_token_id=pad_token_id,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    config.num_labels = STARS
+    model = LlamaForSequenceClassification(config)
+    nn.init.normal_(model.model.embed_tokens.weight)  # torch's default, not 0.02: so it learns within tens of steps
+    return model
+
+
+def padding_collate(tokenizer: Any) -> Collate:
+    """Pads the samples of a batch to the longest among them."""
+    read_no_masks()
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        padded = tokenizer.pad([{"input_ids": s["input_ids"]} for s in samples], padding=True, return_tensors="pt")
+        return without_useless_mask(
+            {
+                "input_ids": padded["input_ids"],
+                "attention_mask": padded["attention_mask"],
+                "labels": torch.tensor([s["label"] for s in samples]),
+            }
+        )
+
+    return collate

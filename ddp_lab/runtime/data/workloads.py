@@ -1,0 +1,97 @@
+"""Pairs of model and data, by name. This module loads no library until a workload is built, so it imports fast."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddp_lab.runtime.config import AUTO, CAUSAL_LM, RunConfig, flag_name
+from ddp_lab.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from ddp_lab.runtime.data.workload import Workload
+
+WORKLOADS = {
+    "sample": "13 M-parameter Llama classifier, random weights, on built-in reviews; no download",
+    "digits": "small CNN with BatchNorm on scikit-learn's 1797 images of digits; no download, the first to try",
+    "sample-lm": "1.9 M-parameter Llama language model, random weights, on prose from Python itself; no download",
+    "hub": "--model and --dataset, for --task classification or causal-lm",
+    "yelp": "SmolLM2-360M-Instruct on Yelp reviews from the hub, or --model and --dataset",
+    "smollm2-360m": "SmolLM2-360M's architecture, random weights, on built-in reviews; no download",
+    "mlp": "--depth bias-free linear + ReLU layers of --width features on synthetic regression data",
+    "transformer-small": "d_model/d_ff/layers/heads 768/3072/12/12, random tokens",
+    "transformer-medium": "d_model/d_ff/layers/heads 1024/4096/24/16, random tokens",
+    "transformer-large": "d_model/d_ff/layers/heads 1280/5120/36/20, random tokens",
+    "transformer-xl": "d_model/d_ff/layers/heads 1600/6400/48/25, random tokens",
+    "transformer-2.7b": "d_model/d_ff/layers/heads 2560/10240/32/32, random tokens",
+}
+"""By name, a sentence for `--help`, in display order."""
+
+
+def is_own(name: str) -> bool:
+    """Whether it names a file of the user, and a function in it."""
+    return ":" in name or name.endswith(".py")
+
+
+def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
+    """`config` with the workload that `auto` means, and the task that the workload has.
+
+    Raises:
+        UserError: the two do not fit, or a flag is for another task.
+    """
+    workload, task = config.workload, config.task
+    if workload == AUTO and task == CAUSAL_LM:
+        workload = "hub" if config.model or config.dataset else "sample-lm"
+    elif workload == AUTO:
+        workload = "yelp" if has_gpu or config.model or config.dataset else "sample"
+    if workload == "sample-lm":
+        task = CAUSAL_LM
+    if task == CAUSAL_LM and workload not in ("sample-lm", "hub"):
+        raise UserError(f"--task causal-lm goes with --workload hub or sample-lm, not {workload}")
+    for name in ("sequence_length", "streaming"):
+        if getattr(config, name) and task != CAUSAL_LM:
+            raise UserError(f"{flag_name(name)} goes with --task causal-lm")
+    return replace(config, workload=workload, task=task)
+
+
+def build_workload(config: RunConfig) -> "Workload":
+    """The workload that `config.workload` names, the same on every rank, with adapters if there are to be. Collective.
+
+    Raises:
+        UserError: on every rank: model or data cannot be found, or do not fit.
+    """
+    workload = _named(config)
+    if config.lora_rank is None:
+        return workload
+    from ddp_lab.runtime.data.lora import with_adapters
+
+    return with_adapters(workload, config)
+
+
+def _named(config: RunConfig) -> "Workload":
+    if is_own(config.workload):
+        from ddp_lab.runtime.data import own
+
+        return own.build(config)
+    if (config.model or config.dataset) and config.workload not in ("yelp", "hub"):
+        raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {config.workload}")
+    for name, default in (("text_column", "text"), ("label_column", "label"), ("streaming", False)):
+        if getattr(config, name) != default and config.workload not in ("yelp", "hub"):
+            raise UserError(f"{flag_name(name)} goes with --dataset, not with --workload {config.workload}")
+    if config.label_column != "label" and config.task == CAUSAL_LM:
+        raise UserError("--label-column goes with --task classification")
+    if config.workload == "hub" and not (config.model and config.dataset):
+        raise UserError("--workload hub takes both --model and --dataset")
+    if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
+        from ddp_lab.runtime.data import causal_lm
+
+        return causal_lm.build(config)
+    if config.workload in ("sample", "smollm2-360m", "yelp", "hub"):
+        from ddp_lab.runtime.data import text
+
+        return text.build(config)
+    if config.workload == "digits":
+        from ddp_lab.runtime.data import digits
+
+        return digits.build(config)
+    from ddp_lab.runtime.data import synthetic
+
+    return synthetic.build(config)

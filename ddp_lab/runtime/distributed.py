@@ -1,0 +1,311 @@
+"""Joining and leaving the process group of the ranks that `torchrun` has started, and work that not every rank does."""
+
+import datetime
+import gc
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.config import AUTO, LEGACY_NCCL, NCCL, RunConfig
+from ddp_lab.runtime.errors import OneRankError, UserError
+from ddp_lab.runtime.link.speed import NONE, Link, Nodes
+from ddp_lab.runtime.link.world import paced_groups
+from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
+from ddp_lab.runtime.process.launcher import LOOKED_FOR, adopt_launcher
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all.
+
+    Attributes:
+        rank: Counted over all nodes.
+        backend: As on the command line: `gloo`, `nccl` or `nccl-legacy`.
+        groups: With `--mesh`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    groups: MeshGroups | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among those that see different samples."""
+        return self.groups.mesh.data_rank(self.rank) if self.groups else self.rank
+
+    @property
+    def data_size(self) -> int:
+        return self.groups.mesh.data_size if self.groups else self.world_size
+
+    @property
+    def library(self) -> str:
+        """What carries the messages: `gloo` or `nccl`."""
+        return library_of(self.backend)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def library_of(backend: str) -> str:
+    """`nccl` for both of torch's NCCL backends, otherwise `gloo`."""
+    return NCCL if backend in (NCCL, LEGACY_NCCL) else "gloo"
+
+
+def group_config(backend: str) -> str:
+    """What torch's functions that make a process group take as `backend`.
+
+    With NCCL, CPU tensors go over Gloo, so that small exchanges do not make the host wait for the device.
+    """
+    return f"cpu:gloo,cuda:{backend}" if library_of(backend) == NCCL else backend
+
+
+def backend_class(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The class that carries `group`'s tensors on `device`, such as `ProcessGroupGloo` or `ProcessGroupNCCL2`."""
+    backend = group._get_backend(device)
+    return type(getattr(backend, "wrapped_pg", backend)).__name__  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def has_two_nccl_classes(config: RunConfig) -> bool:
+    """Whether a run with `config` gets torch's newer NCCL class, so that the older one is another."""
+    is_default = config.backend in (AUTO, NCCL) and config.device != "cpu"
+    return is_default and torch.cuda.is_available() and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
+def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
+    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
+
+    Raises:
+        UserError: not started by a launcher; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
+    """
+    adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing == ["MASTER_ADDR"]:
+        raise UserError(
+            "MASTER_ADDR not set, and mpirun with several hosts does not tell where rank 0 runs; run: "
+            "mpirun -x MASTER_ADDR=HOST ... with the first host"
+        )
+    if missing:
+        script = Path(sys.argv[0]).name
+        raise UserError(
+            f"{', '.join(missing)} not set, so no launcher started this (looked for {LOOKED_FOR}); run: "
+            f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
+        )
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
+    use_cuda = has_cuda if config.device == "auto" else config.device == "cuda"
+    if config.link != NONE:
+        require_pacable(config, use_cuda)
+    backend = config.backend if config.backend != AUTO else NCCL if use_cuda else "gloo"
+    if library_of(backend) == NCCL and not use_cuda:
+        raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")
+    if not use_cuda:
+        return torch.device("cpu"), backend
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if local_ranks > gpus > 1 and library_of(backend) == NCCL:  # who sees a single one: `require_own_gpus`
+        raise UserError(
+            f"{local_ranks} ranks on this node but only {gpus} GPUs, and NCCL takes one rank a GPU; use "
+            f"--nproc_per_node={gpus}, or --backend gloo to share GPUs"
+        )
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
+
+
+def require_pacable(config: RunConfig, use_cuda: bool) -> None:
+    """
+    Raises:
+        UserError: `--link` cannot slow down what carries this run's messages.
+    """
+    if use_cuda:
+        raise UserError(f"--link {config.link} slows down Gloo between CPUs, and this run is on GPUs; add --device cpu")
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise UserError(f"--link {config.link} is for the ranks of one machine; several nodes have links of their own")
+
+
+def require_own_gpus(gpus: Sequence[str]) -> None:
+    """Check that no two ranks have the same GPU. SLURM may show each rank a single one (`--gpus-per-task=1`), which is
+    then number 0 of each.
+
+    Args:
+        gpus: By rank, what identifies its GPU.
+
+    Raises:
+        UserError: names the ranks.
+    """
+    for gpu in gpus:
+        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1:
+            raise UserError(
+                f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start "
+                "one rank on its node, show each rank another GPU, or use --backend gloo to share it"
+            )
+
+
+def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device) -> list[str]:
+    """The host and the UUID of each rank's GPU. Collective.
+
+    Rank 0, whose process has the store and may end next, returns when all ranks have read it.
+    """
+    store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    gpus = [gpu.decode() for gpu in store.multi_get([f"gpu/{other}" for other in range(size)])]
+    store.set(f"gpu/{rank}/read", "")
+    if rank == 0:
+        store.wait([f"gpu/{other}/read" for other in range(size)])
+    return gpus
+
+
+@contextmanager
+def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
+    """Within this context the default process group exists.
+
+    Raises:
+        UserError: see `choose_device_and_backend`.
+        OneRankError: this rank cannot reach the others, or they do not join in time.
+    """
+    device, backend = choose_device_and_backend(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        attempt = dist.PrefixStore(current_attempt(), store)
+        if library_of(backend) == NCCL:
+            require_own_gpus(gpus_of_ranks(attempt, rank, size, device))
+        dist.init_process_group(
+            group_config(backend),
+            store=attempt,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:  # of the network: an address, an interface, a rank that does not join
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OneRankError(
+            f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
+        ) from error
+    try:
+        nodes = Nodes.of(config.nodes, config.outer_link, size)
+        with paced_groups(Link.parse(config.link), nodes):
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
+            gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
+            host_barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def meshed(ranks: Ranks, text: str | None) -> Iterator[Ranks]:
+    """Within this context `ranks` have the groups of the mesh that `--mesh` names. Collective.
+
+    Raises:
+        UserError: the mesh does not fit the ranks and nodes.
+    """
+    if text is None:
+        yield ranks
+        return
+    mesh, per_node = Mesh.parse(text), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    mesh.require_ranks(ranks.world_size, per_node)
+    if ranks.is_main:
+        print(mesh.picture(per_node), flush=True)
+    with mesh_groups(mesh, ranks.device.type) as groups:
+        yield replace(ranks, groups=groups)
+
+
+def current_attempt() -> str:
+    """What tells the keys of this attempt from those of an earlier one in the same store.
+
+    Ranks that `torchrun` restarts get the old store, which still has the addresses of the dead ranks. Not so with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which elastic jobs need: a node that has just joined counts its restarts anew.
+    """
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else 'of a store of its own'}"
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether `group` carries CPU tensors, so that an exchange of them does not wait for a device."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def host_barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks of `group` (default: all) have called this.
+
+    `torch.distributed.barrier` goes over NCCL where the group has it (torch 2.15), and waits for all that the device
+    has to do. So does this in a group that cannot carry CPU tensors.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "join the process group first"
+    if not has_cpu_backend(group):
+        dist.barrier(group)
+        return
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def from_rank0(make: Callable[[], Result]) -> Result:
+    """What `make` returns on rank 0, broadcast to every rank. Collective.
+
+    Raises:
+        UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
+    """
+    answer: list[tuple[Result | None, str | None]] = [(None, None)]
+    own: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), None)]
+        except Exception as error:  # whatever it is, the others must not wait for it
+            own, answer = error, [(None, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    result, problem = answer[0]
+    if problem is not None:
+        raise own or UserError(problem)
+    return result  # type: ignore[return-value]
+
+
+def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What `make` returns here, once it has returned on every rank of `group`. Collective.
+
+    Raises:
+        UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
+            which `make` raised anything but a UserError raises that.
+    """
+    result, own = None, None
+    try:
+        result = make()
+    except Exception as error:  # whatever it is, the others must not wait for it
+        own = error
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, None if own is None else str(own), group)
+    if own is not None and not isinstance(own, UserError):
+        raise own
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise UserError(found if rank == 0 else f"rank {rank}: {found}")
+    return result  # type: ignore[return-value]
+
+
+def node_leader_first(make: Callable[[], Result]) -> Result:
+    """Run `make` on one rank of each node, then on the others, which find its files in the cache. Collective.
+
+    Raises:
+        UserError: on every rank, if `make` raised it on any.
+    """
+    leads = os.environ["LOCAL_RANK"] == "0"
+    result = on_every_rank(make if leads else lambda: None)
+    followers = on_every_rank(make if not leads else lambda: None)
+    return result if leads else followers  # type: ignore[return-value]

@@ -1,0 +1,135 @@
+"""The thread that delivers the collectives of one process group, in the order of issue, when links would have."""
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import BoundedSemaphore, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lab.runtime.link.spans import as_operator
+
+PR_SET_TIMERSLACK = 29
+ENDING_S = 1.0
+"""How long the end of a group waits for its last deliveries."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A collective that Gloo is moving.
+
+    Attributes:
+        kind: The operator of `spans` that a trace shows until it is delivered.
+        shown: The tensor whose shape its span shows, if any.
+        moved: Gloo's future.
+        due: When the links will have delivered it, as `time.monotonic`; asked once Gloo has moved the data.
+        values: Makes the value of the future that the caller gets from that of Gloo's.
+    """
+
+    kind: str
+    shown: Tensor | None
+    moved: Any
+    due: Callable[[], float]
+    values: Callable[[Any], Any]
+
+    def deliver(self, delivered: Any) -> None:
+        """Give the future `delivered` its value when it is due, or a `Failure`."""
+        try:
+            values = as_operator(self.kind, (self.shown,), self._wait)
+        except Exception as error:  # the caller's, whatever it is
+            values = Failure(error)
+        delivered.set_result(values)
+
+    def _wait(self) -> Any:
+        values = self.values(self.moved.wait())
+        time.sleep(max(0.0, self.due() - time.monotonic()))
+        return values
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The value of a future that has none. C++ would take what `Future.set_exception` sets for a value."""
+
+    error: Exception
+
+
+class PacedWork(dist._Work):
+    """What the caller of a collective waits for."""
+
+    def __init__(self, delivered: Any) -> None:
+        super().__init__()
+        self._delivered = delivered
+
+    def wait(self, timeout: Any = None) -> bool:
+        """
+        Raises:
+            RuntimeError: Gloo's, such as that of its timeout.
+        """
+        values_of(self._delivered.wait())
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._delivered.done()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and not isinstance(self._delivered.value(), Failure)
+
+    def get_future(self) -> Any:
+        return self._delivered.then(lambda delivered: values_of(delivered.value()))
+
+
+def values_of(delivered: Any) -> Any:
+    if isinstance(delivered, Failure):
+        raise delivered.error
+    return delivered
+
+
+class Delivery:
+    """The thread, and the parcels that wait for it.
+
+    Args:
+        name: Of the process group.
+        most: Parcels on their way at a time.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._room = BoundedSemaphore(most)
+        self._parcels: SimpleQueue[tuple[Parcel, Any] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
+        self._thread.start()
+
+    def wait_for_room(self) -> None:
+        """Return when one more parcel may be sent."""
+        self._room.acquire()
+
+    def send(self, parcel: Parcel) -> PacedWork:
+        """Deliver `parcel` when it is due. The caller has waited for room."""
+        delivered: Any = torch.futures.Future()
+        self._parcels.put((parcel, delivered))
+        return PacedWork(delivered)
+
+    def end(self) -> None:
+        """Deliver what Gloo has moved. No parcel follows.
+
+        Python must not end while a thread is inside of an operator. One that waits for a rank that is gone is left.
+        """
+        self._parcels.put(None)
+        self._thread.join(ENDING_S)
+
+    def _run(self) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # of this thread: else it sleeps 50 us too long
+        while (one := self._parcels.get()) is not None:
+            parcel, delivered = one
+            parcel.deliver(delivered)
+            self._room.release()
+            del one, parcel, delivered  # they hold tensors

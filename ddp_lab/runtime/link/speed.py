@@ -1,0 +1,91 @@
+"""How fast a link is, as people write it: `1gbit`, `250mbit,50us`, or `none`."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.rates import Rate
+
+NONE = "none"
+"""The machine as it is."""
+SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of one rank. It carries both directions at once.
+
+    Attributes:
+        bits_per_s: In each direction.
+        latency_s: One way, of each message.
+    """
+
+    bits_per_s: int
+    latency_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Link | None":
+        """The link that `text` names; None for `none`.
+
+        Raises:
+            UserError: the text names no link.
+        """
+        rate, comma, latency = text.lower().partition(",")
+        bits_per_s = Rate.parse(rate).bits_per_s
+        if bits_per_s is None and not comma:
+            return None
+        parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency if comma else "0s")
+        if bits_per_s is None or parts is None:
+            raise UserError(
+                f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
+                f"250mbit,50us; or {NONE}"
+            )
+        return cls(bits_per_s, float(Decimal(parts[1]) * SECONDS[parts[2]]))
+
+    def __str__(self) -> str:
+        rate = str(Rate(self.bits_per_s))
+        if not self.latency_s:
+            return rate
+        unit = next((unit for unit in reversed(SECONDS) if self.latency_s >= SECONDS[unit]), "us")
+        return f"{rate},{self.latency_s / float(SECONDS[unit]):g}{unit}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks stand on nodes, and each has a second link, which leads to the ranks of other nodes.
+
+    Attributes:
+        size: Ranks of a node: neighbours.
+        link: The second link of each.
+    """
+
+    size: int
+    link: Link
+
+    @classmethod
+    def of(cls, count: int | None, outer_link: str | None, world_size: int) -> "Nodes | None":
+        """What `--nodes` and `--outer-link` say; None if they say nothing.
+
+        Raises:
+            UserError: the ranks do not divide into so many nodes.
+        """
+        link = Link.parse(outer_link or NONE)
+        if count is None or link is None:
+            return None
+        if world_size % count:
+            raise UserError(f"--nodes {count}: {world_size} ranks do not divide into {count} nodes")
+        return cls(world_size // count, link)
+
+    def are_between(self, one: int, other: int) -> bool:
+        """Whether these two ranks are on different nodes."""
+        return one // self.size != other // self.size
+
+
+def canonical(text: str) -> str:
+    """The one way to write a link: `1gbit` for `1000mbit`.
+
+    Raises:
+        UserError: the text names no link.
+    """
+    return str(Link.parse(text) or NONE)

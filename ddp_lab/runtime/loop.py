@@ -1,0 +1,210 @@
+"""The training loop and the evaluation. They are the same for every strategy and know none of them."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import tee, zip_longest
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.data.copies import to_device
+from ddp_lab.runtime.data.sampling import evaluation_batches
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.watch.phases import begin_step, phase
+from ddp_lab.strategy.communication.verdict import Verdict
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.replicated import broadcast_from_rank0
+from ddp_lab.strategy.step import StepData, sample_count
+
+PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+"""The parts of an optimizer step, as a profile names them."""
+MOST_NATS = 700
+"""The perplexity of a larger loss is no finite number."""
+
+
+class StepFollower(Protocol):
+    """What follows the loop: the window profiler, or the memory recorder."""
+
+    @property
+    def slows_this_step(self) -> bool:
+        """Whether the follower slows the current step down, so that the step's time is not recorded."""
+
+    def step(self) -> None:
+        """An optimizer step is done."""
+
+
+class Unwatched:
+    """Follows the training loop and does nothing."""
+
+    slows_this_step = False
+
+    def step(self) -> None:
+        pass
+
+
+@dataclass
+class TrainingResult:
+    """What a run measured: lists with one value for each optimizer step.
+
+    Attributes:
+        loss: Mean over the global batch; None if it was not finite in a step that was skipped.
+        step_time_s: Wall time in seconds, with the loading of the batch; None for a step that a follower slowed down.
+        samples: Samples in the global batch.
+        tokens: Tokens in the global batch; 0 if it holds none. This and what follows is None before the run resumed.
+        own: Samples and tokens of this rank.
+        lr: Learning rate of the first parameter group.
+        grad_norm: 2-norm of the gradient over the whole model, before clipping; None if the step was skipped.
+        loss_scale: Of fp16, else None.
+        skipped: Whether the step changed nothing, because it overflowed in fp16.
+    """
+
+    loss: list[float | None] = field(default_factory=list)
+    step_time_s: list[float | None] = field(default_factory=list)
+    tokens: list[int | None] = field(default_factory=list)
+    own: list[tuple[int, int] | None] = field(default_factory=list)
+    lr: list[float | None] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
+    loss_scale: list[float | None] = field(default_factory=list)
+    skipped: list[bool | None] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+    @classmethod
+    def resumed(cls, loss: list[float | None], samples: list[int]) -> "TrainingResult":
+        """What a checkpoint knows of the steps before it."""
+        lists: dict[str, Any] = {one.name: [None] * len(loss) for one in fields(cls)}
+        return cls(**lists | {"loss": loss, "samples": samples})
+
+    def add(self, samples: int, **measured: Any) -> None:
+        """A step: `samples` last, which makes it whole."""
+        for name, value in measured.items():
+            getattr(self, name).append(value)
+        self.samples.append(samples)
+
+    def whole_steps(self) -> "TrainingResult":
+        """Without a step of which only a part is recorded yet, as another thread may see it."""
+        whole = len(self.samples)
+        return TrainingResult(**{one.name: getattr(self, one.name)[:whole] for one in fields(self)})
+
+
+class Plan(NamedTuple):
+    """What a run asks of the loop besides training.
+
+    Attributes:
+        earlier: The result up to the checkpoint that the strategy resumes from. It is continued.
+        is_due: Whether `on_step` must be called right after this step, counted from 1, to save the model as it is then.
+        learning_rate: Of each step, counted from 0, for all parameter groups. Default: as the optimizer has them.
+    """
+
+    earlier: TrainingResult | None = None
+    is_due: Callable[[int], bool] = lambda step: False
+    learning_rate: Callable[[int], float] | None = None
+
+
+def train(
+    strategy: Strategy,
+    steps: Iterable[StepData],
+    profiler: StepFollower,
+    clip_grad_norm: float | None,
+    on_step: Callable[[TrainingResult], None],
+    plan: Plan = Plan(),  # noqa: B008
+) -> TrainingResult:
+    """Train over `steps`, or until the ranks have agreed to stop (`Strategy.stops_after`).
+
+    A loss and a norm are read a step after they were made, so that the host need not wait for the device.
+
+    Args:
+        clip_grad_norm: Largest norm of all gradients together; None to leave them as they are.
+        on_step: Called with the result of each step once its loss is known: before the next step, or after it.
+    """
+    result = plan.earlier or TrainingResult()
+    unread: deque[tuple[Verdict, dict[str, Any]]] = deque()
+    groups = strategy.optimizer.param_groups
+
+    def read(unread_steps: int) -> None:
+        """Read verdicts until those of so many steps are left."""
+        while len(unread) > unread_steps:
+            verdict, known = unread.popleft()
+            loss, norm = (value if math.isfinite(value) else None for value in verdict.loss_and_norm)
+            scale = verdict.loss_scale
+            known |= {"loss_scale": scale, "skipped": scale is not None and verdict.skipped}
+            result.add(loss=loss, grad_norm=norm, tokens=verdict.tokens, **known)
+            on_step(result)
+
+    strategy.module.train()
+    start = time.perf_counter()
+    for data, following in with_following(steps):
+        begin_step(strategy.optimizer_steps)
+        if plan.learning_rate is not None:
+            for group in groups:
+                group["lr"] = plan.learning_rate(strategy.optimizer_steps)
+        strategy.zero_grad()
+        strategy.forward_backward(data.micro_batches, data.weights, data.tokens)
+        verdict = strategy.verdict
+        is_last = following is None or strategy.stops_after == strategy.optimizer_steps + 1
+        if following is not None and not is_last:
+            strategy.announce(following.micro_batches, following.weights, following.tokens)
+        with phase("optimizer"):
+            if clip_grad_norm is not None:
+                strategy.clip_grad_norm_(clip_grad_norm)
+            strategy.step(wait=False)
+        step_time_s = None if profiler.slows_this_step else time.perf_counter() - start
+        own = sum(map(sample_count, data.micro_batches)), data.tokens
+        known = {"samples": data.samples, "step_time_s": step_time_s, "own": own, "lr": groups[0]["lr"]}
+        unread.append((verdict, known))
+        profiler.step()
+        if plan.is_due(strategy.optimizer_steps):
+            strategy.require_finite()
+            read(unread_steps=0)
+        else:
+            read(unread_steps=0 if verdict.is_here else 1)
+        if is_last:
+            break
+        start = time.perf_counter()
+    strategy.require_finite()
+    read(unread_steps=0)
+    return result
+
+
+def with_following(steps: Iterable[StepData]) -> Iterator[tuple[StepData, StepData | None]]:
+    """Each step and the one after it; None after the last."""
+    here, ahead = tee(steps)
+    next(ahead, None)
+    return zip_longest(here, ahead)
+
+
+@torch.no_grad()
+def evaluate(strategy: Strategy, workload: Workload, batch_size: int, device: torch.device) -> dict[str, Any]:
+    """Loss and accuracy on the held-out samples, each of which counts exactly once. Collective.
+
+    Buffers are rank 0's on every rank from then on, as in the model that is saved.
+
+    Returns:
+        `loss` (mean over what `workload.count` counts), `accuracy` (a fraction; None if the workload does not
+        classify), `samples`; of language models `perplexity` and `tokens`, over which the loss is a mean, else None.
+    """
+    strategy.module.eval()
+    broadcast_from_rank0(strategy.buffers(), strategy.process_group)
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    for indices, counted in evaluation_batches(len(workload.evaluation), rank, size, batch_size):
+        on_host = workload.collate([workload.evaluation[index] for index in indices])
+        batch = to_device(on_host, device)
+        output = strategy(**batch)
+        if counted and (terms := workload.count(on_host)):
+            totals += torch.tensor([0, 0, counted, terms], device=device)
+            totals[0] += output.loss * terms
+            if workload.classifies:
+                totals[1] += (output.logits.argmax(-1) == batch["labels"]).sum()
+    dist.all_reduce(totals, group=strategy.process_group)
+    loss, correct, samples, terms = totals.tolist()
+    return {
+        "accuracy": correct / samples if workload.classifies else None,
+        "loss": loss / terms,
+        "perplexity": math.exp(min(loss / terms, MOST_NATS)) if workload.language else None,
+        "samples": round(samples),
+        "tokens": round(terms) if workload.language else None,
+    }

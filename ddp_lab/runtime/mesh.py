@@ -1,0 +1,240 @@
+"""The mesh: the ranks of a job, arranged in dimensions. `--mesh dp=2,tp=4` is two models, each cut over
+four ranks.
+
+Dimensions are named from the outermost to the innermost. Ranks that are neighbours in the innermost dimension have
+consecutive numbers, so they are on one node, where links are fast.
+
+- `dp`, or `replicate` and `shard`: ranks that see different samples. A data-parallel strategy runs over them. With
+  `replicate` and `shard` it shards over the one and replicates over the other (HSDP).
+- `tp`: ranks that see the same samples, and hold each a part of the layers (`tensor_parallel`).
+
+`Mesh` is arithmetic. `MeshGroups` are its process groups.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from ddp_lab.runtime.errors import UserError
+
+if TYPE_CHECKING:  # --help does without torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA, REPLICATE, SHARD, TENSOR = "dp", "replicate", "shard", "tp"
+DIMENSIONS = {
+    DATA: "ranks that see different samples",
+    REPLICATE: "the same, whose ranks hold the same shards",
+    SHARD: "the same, over which model states are sharded",
+    TENSOR: "ranks that hold parts of the same layers",
+}
+"""What each dimension is, in the order in which they may stand."""
+DATA_DIMENSIONS = (DATA, REPLICATE, SHARD)
+EXAMPLE = "dp=2,tp=2"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Attributes:
+    degrees: The number of ranks along each dimension, from the outermost to the innermost.
+    """
+
+    degrees: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """
+        Raises:
+            UserError: it is no mesh.
+        """
+        degrees: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, number = part.strip().partition("=")
+            if name not in DIMENSIONS:
+                raise UserError(f"--mesh {text}: '{name}' is none of {', '.join(DIMENSIONS)}; write {EXAMPLE}")
+            if not (number.isdecimal() and int(number) > 0):
+                raise UserError(f"--mesh {text}: {name} must be a whole number of ranks, at least 1; write {EXAMPLE}")
+            if name in degrees:
+                raise UserError(f"--mesh {text}: {name} is there twice")
+            degrees[name] = int(number)
+        if DATA in degrees and degrees.keys() & {REPLICATE, SHARD}:
+            raise UserError(f"--mesh {text}: either {DATA}, or {REPLICATE} and {SHARD}")
+        if REPLICATE in degrees and SHARD not in degrees:
+            raise UserError(f"--mesh {text}: {REPLICATE} goes with {SHARD}; without it, write {DATA}")
+        order = list(DIMENSIONS)
+        for outer, inner in pairwise(degrees):
+            if order.index(outer) > order.index(inner):
+                raise UserError(f"--mesh {text}: {inner} must stand before {outer}: the outermost is first")
+        return cls(degrees)
+
+    @classmethod
+    def of_label(cls, label: str) -> "Mesh":
+        """The mesh that has this `label`, which may have more behind it: `dp2-tp2-sp`."""
+        return cls({name: int(degree) for name, degree in re.findall(r"([a-z]+)(\d+)", label.partition("-sp")[0])})
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())
+
+    @property
+    def label(self) -> str:
+        """For names of folders: `dp2-tp2`."""
+        return "-".join(f"{name}{degree}" for name, degree in self.degrees.items())
+
+    def degree(self, name: str) -> int:
+        return self.degrees.get(name, 1)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.degrees.values())
+
+    @cached_property
+    def data_size(self) -> int:
+        """How many ranks see different samples."""
+        return prod(self.degree(name) for name in DATA_DIMENSIONS)
+
+    @cached_property
+    def model_size(self) -> int:
+        """How many ranks see the same samples."""
+        return self.size // self.data_size
+
+    def data_rank(self, rank: int) -> int:
+        """The number of a rank among those that see different samples."""
+        return rank // self.model_size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each dimension."""
+        found = {}
+        for name, degree in reversed(list(self.degrees.items())):
+            rank, found[name] = divmod(rank, degree)
+        return dict(reversed(found.items()))
+
+    def describe(self, rank: int) -> str:
+        """The same as text: `dp 1, tp 0`."""
+        return ", ".join(f"{name} {place}" for name, place in self.coordinates(rank).items())
+
+    def require_ranks(self, world_size: int, ranks_per_node: int) -> None:
+        """Check that the mesh has as many ranks as the job, and that its innermost dimension, unless it is `dp`, stays
+        within a node.
+
+        Raises:
+            UserError: names the numbers.
+        """
+        if self.size != world_size:
+            product = " x ".join(map(str, self.degrees.values()))
+            raise UserError(
+                f"--mesh {self} has {product} = {self.size} ranks, and the job has {world_size}; change a degree, or "
+                f"start {self.size} ranks"
+            )
+        name, degree = list(self.degrees.items())[-1]
+        if name != DATA and ranks_per_node % degree:
+            raise UserError(
+                f"--mesh {self}: the {degree} ranks of {name}, the innermost dimension, do not stay within nodes of "
+                f"{ranks_per_node} ranks; take a degree that divides {ranks_per_node}"
+            )
+
+    def picture(self, ranks_per_node: int) -> str:
+        """The ranks in a table: a row for each place in the outer dimensions, the innermost from left to right."""
+        *outer, (inner, degree) = self.degrees.items()
+        width = len(str(self.size - 1))
+        lines = []
+        for first in range(0, self.size, degree):
+            place = ", ".join(f"{name} {where}" for name, where in self.coordinates(first).items() if name != inner)
+            numbers = "  ".join(f"{rank:>{width}}" for rank in range(first, first + degree))
+            lines.append((place, numbers, f"node {first // ranks_per_node}"))
+        names = max(len(place) for place, _, _ in lines)
+        head = f"{'':<{names}}  {inner} 0 to {degree - 1}" if degree > 1 else ""
+        rows = [f"{place:<{names}}  {numbers}   {node}" for place, numbers, node in lines]
+        return "\n".join(line.rstrip() for line in [f"mesh {self}, ranks:", *([head] if outer and head else []), *rows])
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The two parts of the ranks that see different samples, where model states are sharded over some of them alone.
+
+    Attributes:
+        shard: Ranks that hold a shard each.
+        replicate: Ranks that hold the same shard.
+    """
+
+    shard: "dist.ProcessGroup"
+    replicate: "dist.ProcessGroup"
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The process groups of this rank.
+
+    Attributes:
+        data: Ranks that see different samples and hold the same part of the model.
+        model: Ranks that see the same samples.
+        shard, replicate: With these dimensions, the parts of `data` along them; else None.
+        everyone: All ranks of the mesh.
+    """
+
+    mesh: Mesh
+    device_mesh: "DeviceMesh"
+    data: "dist.ProcessGroup"
+    model: "dist.ProcessGroup"
+    everyone: "dist.ProcessGroup"
+    shard: "dist.ProcessGroup | None" = None
+    replicate: "dist.ProcessGroup | None" = None
+    _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
+
+    @property
+    def shard_groups(self) -> ShardGroups | None:
+        """For `StrategyOptions`; None if the mesh does not say over which ranks model states are sharded."""
+        return ShardGroups(self.shard, self.replicate) if self.shard and self.replicate else None
+
+    def part_of_model(self, size: int) -> "dist.ProcessGroup":
+        """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it."""
+        import torch.distributed as dist
+
+        if size not in self._parts:
+            parts = self.device_mesh.mesh.reshape(-1, size).tolist()  # tp is the innermost dimension
+            own, _ = dist.new_subgroups_by_enumeration(parts, timeout_of(self.everyone))
+            assert isinstance(own, dist.ProcessGroup), "each rank is in one of them"
+            self._parts[size] = own
+        return self._parts[size]
+
+
+def timeout_of(group: "dist.ProcessGroup") -> timedelta:
+    """How long a collective of `group` may wait for a missing rank."""
+    return group._get_backend(group._device_types[-1]).options._timeout
+
+
+@contextmanager
+def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
+    """Within this context the groups of a mesh of all ranks exist. Collective.
+
+    All meshes have a data and a model dimension here, even of one rank, so that nobody must ask which there are.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    everyone = dist.group.WORLD
+    assert everyone is not None, "join the process group first"
+    degrees = dict(mesh.degrees)
+    if not degrees.keys() & set(DATA_DIMENSIONS):
+        degrees = {DATA: 1, **degrees}
+    degrees.setdefault(TENSOR, 1)
+    before = set(dist.distributed_c10d._world.pg_map)
+    device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    parts = {name: device_mesh.get_group(name) for name in degrees}
+    names = tuple(name for name in degrees if name in DATA_DIMENSIONS)
+    data = parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("data").get_group()
+    timeout = timeout_of(everyone)  # new groups have torch's default
+    for group in {*parts.values(), data} - {everyone}:
+        dist.set_timeout(timeout, group)
+    try:
+        yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, parts.get(SHARD), parts.get(REPLICATE))
+    finally:
+        for group in set(dist.distributed_c10d._world.pg_map) - before:
+            if group.size() < everyone.size():  # the others may have been made of the group of all ranks
+                dist.destroy_process_group(group)

@@ -1,0 +1,24 @@
+"""Lists of ranks as a person writes them: `0,1,8` or `0-3,8`."""
+
+import re
+
+from ddp_lab.runtime.errors import UserError
+
+PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?$")
+
+
+def ranks_in(text: str, flag: str) -> frozenset[int]:
+    """The ranks that `text` names.
+
+    Raises:
+        UserError: it is no such list; names `flag`.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = PART.match(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UserError(
+                f"{flag} {text}: '{part.strip()}' is neither a rank nor a range; write it like 0,1,8 or 0-3"
+            )
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)

@@ -1,0 +1,150 @@
+"""The files of a run: where they are, how they are written, and what the run record says of times, memory and host."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import secrets
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.checkpoint.files import write_durably
+from ddp_lab.runtime.config import RunConfig, choice_folder
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, peak_rss_bytes
+from ddp_lab.strategy.interface import Strategy
+
+STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
+STEP_MEMORY += ("peak_ms", "peak_phase", "peak_reserved_bytes", "timeline")
+PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
+
+
+def make_run_id() -> str:
+    """A name that sorts by time, e.g. `20261121-093000-1f2e`."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
+
+
+def make_trace_folder(config: RunConfig, rank: int) -> Path:
+    """Make the folder for this rank's traces, and check that files can be written there. A rank that writes no traces
+    gets the choice's folder.
+
+    Raises:
+        UserError: they cannot.
+    """
+    folder = choice_folder(config) / (f"rank_{rank}" if config.profiles(rank) else "")
+    probe = folder / f".write-test-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0" * 65536)
+    except OSError as error:
+        raise UserError(f"--output-dir {config.output_dir}: cannot write to {folder}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return folder
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    write_text(path, to_json(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_durably(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Indented JSON, with each list of plain values on one line."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    return re.sub(r"\[\n[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+
+
+def gather_memory(strategy: Strategy, size: ModelSize, step_memory: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """For each rank, in bytes: what it holds at rest, what the formula expects, and what it held in a step. Collective.
+
+    Args:
+        step_memory: What `memory_timeline.record_step_memory` has just returned.
+    """
+    expected = strategy.expected_memory(size)
+    mine = {
+        "rank": dist.get_rank(),
+        **{f"{component}_bytes": held for component, held in strategy.memory_breakdown().items()},
+        **{f"expected_{component}_bytes": held for component, held in expected.items()},
+        "host_bytes": strategy.host_bytes(),
+        "expected_host_bytes": strategy.expected_host_bytes(size),
+        **(step_memory or dict.fromkeys(STEP_MEMORY)),
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def step_statistics(result: TrainingResult, earlier: int, settling: int) -> dict[str, float | None]:
+    """Throughput and median time of the timed steps, without warm-up: the first step, and those in which the strategy
+    settled. Throughput is that of all ranks, and this rank's own; None if there are no such steps, or no tokens.
+
+    Args:
+        earlier: Steps of the run before, from whose checkpoint this one resumed.
+        settling: `Strategy.settling_steps`.
+    """
+    columns = (result.step_time_s, result.samples, result.tokens, result.own)
+    rows: list[Any] = list(zip(*columns, strict=True))[earlier + max(1, settling) :]
+    timed = [row for row in rows if row[0] is not None]
+    total_s = sum(seconds for seconds, *_ in timed)
+    amounts = {
+        "samples": sum(samples for _, samples, _, _ in timed),
+        "tokens": sum(tokens for _, _, tokens, _ in timed),
+        "own_samples": sum(own[0] for *_, own in timed),
+        "own_tokens": sum(own[1] for *_, own in timed),
+    }
+    return {
+        "step_time_median_s": statistics.median(seconds for seconds, *_ in timed) if timed else None,
+        **{f"{name}_per_second": amount / total_s if amount else None for name, amount in amounts.items()},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    """Number of cores and name of the processor, e.g. `8 x Intel Xeon`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python, of those `PACKAGES` that are installed, and of NCCL where there is a GPU."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

@@ -1,0 +1,229 @@
+"""What is known of a run so far. It is enough to write a record of the run whenever it ends."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.config import RECORD_VERSION, RunConfig, choice_folder
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.distributed import Ranks, backend_class
+from ddp_lab.runtime.errors import AgreedError, SequenceError, UserError, tell_torchrun
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.process.environment import VARIABLE, scheduling
+from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
+from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.watch.rank_state import RankState
+from ddp_lab.strategy.communication.traffic import Collective, on_mesh
+from ddp_lab.strategy.interface import Strategy
+
+FLIGHT_VERSION = 1
+
+
+class Setup(NamedTuple):
+    """What is fixed when training begins. `optimizer` is the name of its class; `flops` are of a sample."""
+
+    ranks: Ranks
+    strategy: Strategy
+    optimizer: str
+    size: ModelSize
+    workload: Workload
+    flops: float | None
+
+
+class RunSoFar:
+    """Filled in step by step.
+
+    Attributes:
+        run_id: Empty until the ranks have agreed on one.
+        evaluation: None until the run has evaluated.
+        generated: Text that the model made; None without `--generate`.
+        memory: A row for each rank; empty until memory is recorded.
+        throughput: The same for samples and tokens per second.
+        stop_request: Whether this rank has been asked to stop.
+        resumed_from: The checkpoint that the run resumed from; None if it did not.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.run_id = config, ""
+        self.result = TrainingResult()
+        self.evaluation: dict[str, Any] | None = None
+        self.generated: dict[str, Any] | None = None
+        self.memory: list[dict[str, Any]] = []
+        self.throughput: list[dict[str, Any]] = []
+        self.resumed_from: dict[str, Any] | None = None
+        self.stop_request: Callable[[], bool] = lambda: False
+        self._traffic: list[Collective] = []
+        self._setup: Setup | None = None
+        self._backend_class = ""
+
+    def begin(self, config: RunConfig, setup: Setup) -> None:
+        """Training begins."""
+        self.config, self._setup = config, setup
+        self._backend_class = backend_class(setup.strategy.process_group, setup.ranks.device)
+
+    @property
+    def _begun(self) -> Setup:
+        assert self._setup is not None, "training has begun"
+        return self._setup
+
+    def following(self, on_step: Callable[[TrainingResult], None]) -> Callable[[TrainingResult], None]:
+        """A function that keeps the result of each step, and then calls `on_step`."""
+
+        def follow(result: TrainingResult) -> None:
+            self.result = result
+            if not self._traffic or len(result.loss) <= self._begun.strategy.settling_steps:
+                self._traffic = self._expected_traffic()
+            on_step(result)
+
+        return follow
+
+    def _expected_traffic(self) -> list[Collective]:
+        clips = self.config.clip_grad_norm is not None
+        traffic = self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
+        return on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
+
+    def _statistics(self) -> dict[str, float | None]:
+        earlier = self.resumed_from["step"] if self.resumed_from else 0
+        return step_statistics(self.result.whole_steps(), earlier, self._begun.strategy.settling_steps)
+
+    def gather_throughput(self) -> None:
+        """Ask each rank for its own. Collective."""
+        statistics, rank = self._statistics(), self._begun.ranks.rank
+        names = ("samples_per_second", "tokens_per_second")
+        mine = {"rank": rank} | {name: statistics[f"own_{name}"] for name in names}
+        self.throughput = [{} for _ in range(self._begun.ranks.world_size)]
+        dist.all_gather_object(self.throughput, mine)
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps done; None before training."""
+        return len(self.result.loss) if self._setup else None
+
+    def record(self, ending: Ending) -> dict[str, Any]:
+        """The run record; `docs/run-record.md` explains each field. Training must have begun.
+
+        A run that ends early records the traffic that was expected after its last step: its training thread may be
+        stuck in a collective, and then DDP cannot be asked for its buckets.
+        """
+        ranks, strategy, optimizer, size, workload, flops = self._begun
+        result = self.result.whole_steps()
+        traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
+        statistics, has_tokens = self._statistics(), any(result.tokens)
+        rate = statistics["samples_per_second"]
+        paced, shaped = Link.parse(self.config.link), os.environ.get("LINK_BITS_PER_S")
+        return {
+            "schema_version": RECORD_VERSION,
+            "choice": self.config.choice,
+            "run_id": self.run_id,
+            "ended": asdict(ending),
+            "world_size": ranks.world_size,
+            "backend": ranks.library,
+            "backend_class": self._backend_class,
+            "device": ranks.device.type,
+            "device_name": device_name(ranks.device),
+            "host": socket.gethostname(),
+            "threads": torch.get_num_threads(),
+            "allocator": os.environ.get(VARIABLE) or None,
+            "scheduling": scheduling(),
+            "link_bits_per_s": paced.bits_per_s if paced else int(shaped) if shaped else None,
+            "config": self.config.as_dict(),
+            "versions": package_versions(),
+            "parameters": size.elements,
+            "optimizer": optimizer,
+            "shards": sorted(strategy.shards),
+            "settling_steps": strategy.settling_steps,
+            "fitted_buckets": len(strategy.learned() or ()) or None,
+            "compile": strategy.compiled.as_record() if strategy.compiled else None,
+            "expected_traffic": [collective.as_dict() for collective in traffic],
+            "train_samples": len(workload.train),
+            "step_samples": result.samples,
+            "step_time_s": result.step_time_s,
+            "step_tokens": result.tokens if has_tokens else None,
+            "step_lr": result.lr,
+            "step_grad_norm": result.grad_norm,
+            "step_loss_scale": result.loss_scale if strategy.scaler else None,
+            "skipped_steps": [step for step, skipped in enumerate(result.skipped) if skipped],
+            "samples_per_second": rate,
+            "tokens_per_second": statistics["tokens_per_second"],
+            "step_time_median_s": statistics["step_time_median_s"],
+            "throughput": self.throughput,
+            "model_flops_per_sample": flops,
+            "model_flops_per_second": flops * rate if flops and rate else None,
+            "train_loss": result.loss,
+            "eval_samples": len(workload.evaluation),
+            "eval": self.evaluation,
+            "generated": self.generated,
+            "resumed_from": self.resumed_from,
+            "notes": [*workload.notes, *strategy.notes],
+            "memory": self.memory,
+        }
+
+    @contextmanager
+    def saying_errors(self, is_main: bool) -> Iterator[None]:
+        """Within this context, rank 0 reports an error that every rank raises, while the process group still exists."""
+        try:
+            yield
+        except AgreedError as error:
+            error.is_said = True
+            if is_main:
+                how = MISMATCHED if isinstance(error, SequenceError) else FAILED
+                self.report(Ending(how, error.rank, self.step, None, error.collective, str(error)))
+            raise
+
+    def report(self, ending: Ending, reports: Mapping[int, RankReport] | None = None) -> None:
+        """Print how the run ended in one line and write its record. Before training there is no record: then the
+        traceback is printed too. `torchrun` shows the line in its summary."""
+        said = f"error: {self.config.label}: {ending.message}"
+        began_s = min((one.reason.time_s for one in (reports or {}).values() if one.reason), default=None)
+        if self._setup is None:
+            tell_torchrun(said, began_s)
+            print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
+            return
+        path = choice_folder(self.config) / f"{self.run_id}.run.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, self.record(ending))
+            said += f"; record: {path}"
+        except (OSError, UserError) as error:
+            said += f"; no record: {error}"
+        tell_torchrun(said, began_s)
+        print(said, file=sys.stderr, flush=True)
+
+    def keep_flight(self, rank: int, state: RankState) -> None:
+        """Write the flight record of a rank that ends beside the run record, and remove its unfinished trace."""
+        if not self.run_id or self._setup is None:
+            return
+        folder = choice_folder(self.config)
+        for part in folder.glob(f"rank_{rank}/.{self.run_id}.*"):
+            part.unlink(missing_ok=True)
+        try:
+            write_json(
+                folder / f"{self.run_id}.rank_{rank}.flight.json", flight_record(state, self._setup.ranks.world_size)
+            )
+        except (OSError, UserError):
+            return  # `report` says why nothing can be written
+
+
+def flight_record(state: RankState, world_size: int) -> dict[str, Any]:
+    """The latest collectives of a rank, oldest first, and what it did (`docs/run-record.md`)."""
+    names = ("seq", "kind", "elements", "dtype", "group", "state", "time_s")
+    return {
+        "version": FLIGHT_VERSION,
+        "rank": state.rank,
+        "world_size": world_size,
+        "step": state.step,
+        "phase": state.phase,
+        "written_s": time.time(),
+        "entries": [{name: getattr(entry, name) for name in names} for entry in state.entries],
+    }

@@ -1,0 +1,230 @@
+"""Finds why a run ended: the first cause, not the ranks that died because of it.
+
+When a rank is killed, other ranks fail with broken connections, and `torchrun` then stops the rest. Each of them may
+look like the first one. So the reasons of all ranks are compared: a rank that vanished or failed by itself comes before
+ranks whose collectives failed or timed out, and these come before ranks that were only told to stop.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ddp_lab.runtime.watch.exit_reason import ExitReason
+from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
+from ddp_lab.runtime.watch.names import NUMBERS, RankNames
+from ddp_lab.runtime.watch.rank_state import ON_DEVICE, Entry, RankState
+
+COMPLETED, STOPPED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
+    "completed",
+    "stopped",
+    "failed",
+    "killed",
+    "hung",
+    "mismatched",
+    "interrupted",
+    "lost",
+)
+"""How a run may end (`docs/run-record.md`)."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What is known of a rank when the run ends.
+
+    Attributes:
+        state: None if the rank is on another node and has not reported.
+        reason: None if the rank has not said why it ends.
+        is_gone: Its process has ended.
+        crash: What Python wrote when its process crashed.
+        is_stopped: Its process is stopped, for example by SIGSTOP.
+    """
+
+    state: RankState | None
+    reason: ExitReason | None
+    is_gone: bool = False
+    crash: str = ""
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: the value of `ended` in its record."""
+
+    how: str
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    collective: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+
+
+Reports = Mapping[int, RankReport]
+"""By rank."""
+
+
+def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames = NUMBERS) -> Ending:
+    """What ended the run.
+
+    Args:
+        reports: Of all ranks.
+        out_of_memory: Since the run began, the kernel has killed a process because memory ran out.
+        names: How the message names ranks.
+    """
+    reasons = {rank: report.reason for rank, report in reports.items() if report.reason is not None}
+
+    def ranks_with(*kinds: str) -> list[int]:
+        """Ranks that ended for such a reason, the earliest first."""
+        return sorted((r for r, reason in reasons.items() if reason.kind in kinds), key=lambda r: reasons[r].time_s)
+
+    states = {rank: report.state for rank, report in reports.items() if report.state is not None}
+    alive = {rank: state for rank, state in states.items() if not reports[rank].is_gone}
+    issued = {rank: state.entries for rank, state in states.items()}
+    mismatch = find_difference(issued, names) or find_deadlock(alive, names)
+    gone = [rank for rank, report in reports.items() if report.is_gone and rank not in reasons]
+    failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
+    if failed and not gone:
+        return _failed(reports, failed[0], names)
+    if mismatch and (gone or not signalled):
+        return _mismatched(states, mismatch)
+    if gone:
+        return _killed(reports, gone, out_of_memory, names)
+    if signalled:
+        return _interrupted(reports, signalled, names)
+    if timed_out := ranks_with("timeout"):
+        return _hung(reports, timed_out, names)
+    if in_collective := ranks_with("collective"):
+        return _failed(reports, in_collective[0], names)
+    return _lost(reports, names)
+
+
+def _ending(how: str, rank: int, state: RankState | None, message: str, traceback: str | None = None) -> Ending:
+    if state is None:
+        return Ending(how, rank, message=message, traceback=traceback)
+    step = state.step if state.step >= 0 else None
+    return Ending(how, rank, step, state.phase, state.collective, message, traceback)
+
+
+def _failed(reports: Reports, rank: int, names: RankNames) -> Ending:
+    state, reason = reports[rank].state, reports[rank].reason
+    assert reason is not None
+    if reason.kind in ("error", "agreed"):
+        return _ending(FAILED, rank, state, reason.text)
+    return _ending(FAILED, rank, state, f"rank {names(rank)} failed {state or ''}: {reason.text}", reason.traceback)
+
+
+def _killed(reports: Reports, gone: Sequence[int], out_of_memory: bool, names: RankNames) -> Ending:
+    first = _least_recent(reports, gone)
+    state, crash = reports[first].state, reports[first].crash
+    ranks = f"rank {names(first)}" if len(gone) == 1 else f"ranks {names(*gone)}; first rank {names(first)}"
+    if crash:
+        what = f"crashed ({crash.splitlines()[0].removeprefix('Fatal Python error: ')})"
+    else:
+        what = "was killed (SIGKILL, or it exited without an error)"
+    message = f"{ranks} {what} {state or ''}".rstrip()
+    if out_of_memory:
+        message += "; the kernel killed a process because memory ran out: use a smaller --global-batch-size or model"
+    elif not crash:
+        message += "; if nobody killed it, look for the out-of-memory killer in dmesg"
+    return _ending(KILLED, first, state, message, crash or None)
+
+
+def _mismatched(states: Mapping[int, RankState], mismatch: Mismatch) -> Ending:
+    """Ranks that differ may be in different steps. The rank that is furthest behind is in the step where they do."""
+    rank = min(mismatch.entries, key=lambda rank: states[rank].step)
+    message = f"{mismatch.text}; {ADVICE}; {states[rank].when}"
+    return replace(_ending(MISMATCHED, rank, states[rank], message), collective=str(mismatch.entries[rank]))
+
+
+def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> Ending:
+    state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
+    assert reason is not None
+    who = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
+    message = f"{who}stopped by {reason.text}" + (f" {state.when}" if state else "")
+    return _ending(INTERRUPTED, min(ranks), state, message)
+
+
+def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Ending:
+    """Ranks waited in a collective until its timeout. The cause is the rank that did not join it."""
+    waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
+    awaited = _awaited(reports[waiting].state)
+    others = [rank for rank in reports if rank not in timed_out]
+    stopped = [rank for rank in others if reports[rank].is_stopped]
+    not_issued = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
+    slow_devices: list[int] = []
+    if not stopped and not not_issued and awaited is not None and awaited.state in ON_DEVICE:
+        others = slow_devices = _slow_devices(reports, awaited)
+    missing = stopped or not_issued or others
+    waiting = next((rank for rank in timed_out if rank not in missing), waiting)
+    state = reports[waiting].state
+    seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
+    if not missing:
+        message = f"every rank waits for another; rank {names(waiting)} for {seconds} {state or ''}"
+        return _ending(HUNG, waiting, state, message)
+    first = missing[0]
+    report = reports[first]
+    what = "hangs" if report.state else "does not answer"
+    if stopped:
+        what = "is stopped (SIGSTOP)"
+    elif slow_devices:
+        what = "hangs on its device"
+    message = f"rank {names(first)} {what} {report.state or ''}".rstrip()
+    if len(missing) > 1:
+        message = f"ranks {names(*missing)} did not join; {message}"
+    if waiting not in missing:
+        message += f"; rank {names(waiting)} waited {seconds} for it in {awaited or 'a collective'}"
+    return replace(_ending(HUNG, first, report.state, message), collective=f"missing in {awaited}" if awaited else None)
+
+
+def _awaited(state: RankState | None) -> Entry | None:
+    return (state.waits_for or state.last) if state else None
+
+
+def _waits_since(state: RankState | None) -> float:
+    """When what a rank waits for was issued, or when it made progress last."""
+    if state is None:
+        return 0.0
+    return state.waits_for.time_s if state.waits_for else state.progress_s
+
+
+def _slow_devices(reports: Reports, awaited: Entry) -> list[int]:
+    """Ranks that have issued `awaited`, but whose devices are further from its end than others."""
+    places = {
+        rank: ON_DEVICE.index(entry.state)
+        for rank, report in reports.items()
+        for entry in (report.state.entries if report.state else ())
+        if (entry.group, entry.seq) == (awaited.group, awaited.seq) and entry.state in ON_DEVICE
+    }
+    least, most = min(places.values(), default=0), max(places.values(), default=0)
+    may_end_alone = awaited.root >= 0  # a root that only sends does not wait for the others to receive
+    if least == most or (may_end_alone and least > 0):
+        return []
+    return [rank for rank, place in places.items() if place == least]
+
+
+def _least_recent(reports: Reports, ranks: Sequence[int]) -> int:
+    """Of `ranks`, the one whose last progress is longest ago."""
+    return min(ranks, key=lambda rank: state.progress_s if (state := reports[rank].state) else 0.0)
+
+
+def _is_behind(state: RankState | None, awaited: Entry | None) -> bool:
+    if state is None or awaited is None:
+        return True
+    issued = [entry.seq for entry in state.entries if entry.group == awaited.group]
+    return max(issued, default=0) < awaited.seq
+
+
+def _lost(reports: Reports, names: RankNames) -> Ending:
+    """Connections broke, and no rank is known to have failed."""
+    silent = [rank for rank, report in reports.items() if report.reason is None]
+    if silent:
+        where = next((report.state for report in reports.values() if report.reason and report.state), None)
+        message = f"rank {names(*silent)} cannot be reached any more (its node or the link is down); {where or ''}"
+        return _ending(LOST, silent[0], reports[silent[0]].state, message)
+    first, reason = min(
+        ((rank, report.reason) for rank, report in reports.items() if report.reason), key=lambda pair: pair[1].time_s
+    )
+    state = reports[first].state
+    if reason.kind == "orphaned":
+        return _ending(INTERRUPTED, first, state, f"torchrun has gone, so the ranks ended {state}")
+    return _ending(LOST, first, state, f"rank {names(first)} lost a connection {state}: {reason.text}")

@@ -1,0 +1,178 @@
+"""Collectives that a device runs after the host has issued them, and how far it is with them.
+
+On Gloo `Work.wait` returns when the collective is done. On NCCL it only makes the current stream wait: the host runs
+on, and nothing tells it when the device comes to the collective, or that it never will. So the recorder marks the
+stream before it issues such a collective and after it has waited, and the watcher's thread asks the marks. The
+collective is `queued` until the device has done all that comes before it, `started` then, and `completed` when the
+device is past it. A collective that nobody has waited for yet is asked itself (`Work.is_completed`).
+
+A mark is an event and keeps no tensor alive. A `Work` does (its outputs, and its inputs until it is waited for), so it
+is held only until it is waited for or completed. At most as many collectives as the flight recorder has places for are
+followed; others stay `queued`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
+from ddp_lab.runtime.watch.rank_state import QUEUED, STARTED
+
+Query = Callable[[], bool]
+"""Asks without waiting. Any thread may call it."""
+
+STALL_S = 2.0
+"""A rank waits for a collective of its device once that has been open for so long."""
+ALLOWED_SHARE, REPORT_MARGIN_S = 0.8, 10.0
+"""A hang is declared after so much of the timeout, or so long before it ends, whichever is later: then the ranks have
+time to report before NCCL's watchdog ends the process."""
+
+LOOK_EVERY = 64
+"""Collectives. Where no more can be followed, the training thread makes room once in so many: it takes 1 ms."""
+
+
+def only_orders_streams(backend: Backend, device: torch.device) -> bool:
+    """Whether `Work.wait` of `backend` returns before a collective of tensors on `device` is done."""
+    return device.type != "cpu" and backend.name() != "gloo"
+
+
+def mark_stream(device: torch.device) -> Query:
+    """Mark the current stream of `device`. The answer says whether the device has come to the mark."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+def done(work: dist.Work) -> Query:
+    """Asks whether a collective is done. One that has failed or timed out is not, where the backend tells."""
+
+    def query() -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            return work.is_success()
+        except RuntimeError:  # torch's older class for NCCL does not answer; its watchdog tells of failures
+            return True
+
+    return query
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within this context, `device` is the thread's. A new thread has GPU 0, and to ask an event there makes a context
+    on it: half a GiB of GPU 0 for each rank."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@dataclass
+class OpenCollective:
+    """Issued, and not known to be completed.
+
+    Attributes:
+        number: In the flight recorder.
+        queue: Collectives of one queue are completed in the order of issue; None: this one is in no queue.
+        issued_s: On the monotonic clock.
+        timeout_s: Of its backend, which counts from when the host issues it.
+        has_started: None once it has.
+        is_completed: None until it is issued.
+    """
+
+    number: int
+    queue: str | None
+    device: torch.device
+    issued_s: float
+    timeout_s: float
+    has_started: Query | None
+    is_completed: Query | None = None
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.issued_s
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.waited_s > max(ALLOWED_SHARE * self.timeout_s, self.timeout_s - REPORT_MARGIN_S)
+
+
+class DeviceCollectives:
+    """Follows them in `flight`. The training thread tells what it issues, and the watcher's thread looks."""
+
+    def __init__(self, flight: FlightRecorder) -> None:
+        self._flight = flight
+        self._open: dict[int, OpenCollective] = {}  # by number, oldest first
+        self._not_followed: set[int] = set()  # numbers, of those that a device runs
+        self._looking = threading.Lock()  # the watcher's thread looks, and the training thread to make room
+
+    def issue(self, number: int, queue: str | None, device: torch.device, timeout_s: float) -> None:
+        """The host is about to issue a collective."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # it runs when the graph does
+        self._flight.set_state(number, QUEUED)
+        if len(self._open) == RING_ENTRIES and number % LOOK_EVERY == 0:
+            self.look()
+        if len(self._open) == RING_ENTRIES:
+            self._not_followed.add(number)  # the oldest tells more than the latest
+            return
+        self._open[number] = OpenCollective(number, queue, device, time.monotonic(), timeout_s, mark_stream(device))
+
+    def issued(self, number: int, work: dist.Work) -> None:
+        if (found := self._open.get(number)) is not None:
+            found.is_completed = done(work)
+
+    def ordered(self, number: int) -> bool:
+        """What comes now on the current stream comes after the collective: `Work.wait` has returned.
+
+        Returns:
+            Whether the collective is one that a device runs.
+        """
+        found = self._open.get(number)
+        if found is not None:
+            found.is_completed = mark_stream(found.device)
+        if number in self._not_followed:
+            self._not_followed.remove(number)
+            return True
+        return found is not None
+
+    def look(self) -> None:
+        """Bring the flight recorder up to date."""
+        oldest = self.oldest
+        with self._looking, current(oldest.device) if oldest is not None else nullcontext():
+            self._look()
+
+    def _look(self) -> None:
+        completed: set[str] = set()
+        for collective in reversed(list(self._open.values())):
+            if collective.queue in completed or answers_yes(collective.is_completed):
+                if collective.queue is not None:
+                    completed.add(collective.queue)
+                self._flight.complete(collective.number)
+                self._open.pop(collective.number, None)
+            elif answers_yes(collective.has_started):
+                self._flight.set_state(collective.number, STARTED)
+                collective.has_started = None
+        stalled = self.oldest
+        if stalled is not None and stalled.waited_s < STALL_S:
+            stalled = None
+        self._flight.set_stalled(stalled.number if stalled is not None else -1)
+
+    @property
+    def oldest(self) -> OpenCollective | None:
+        """Of those that are open."""
+        return next(iter(list(self._open.values())), None)
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._open.clear()
+        self._not_followed.clear()
+
+
+def answers_yes(query: Query | None) -> bool:
+    """An error is a no: the training thread will meet it too and say what it is."""
+    with suppress(RuntimeError):
+        return query is not None and query()
+    return False

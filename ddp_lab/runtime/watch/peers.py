@@ -1,0 +1,140 @@
+"""The other ranks as one rank sees them: on its node by their flight recorders, elsewhere by `torchrun`'s store."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.watch.cause import RankReport
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.mismatch import Mismatch, find_deadlock, find_difference
+from ddp_lab.runtime.watch.names import RankNames
+from ddp_lab.runtime.watch.processes import is_stopped, node_name
+
+SETTLE_S = 2.5
+"""How long the ranks have to say why they end."""
+REPORT_S = 6.0
+"""How long the others wait for the rank that reports."""
+
+
+class Peers:
+    """Finds the other ranks when it is created. Collective.
+
+    Every access to the store may fail, because its node may be gone. Then ranks do without it.
+    """
+
+    def __init__(self, flight: FlightRecorder, rank: int, world_size: int) -> None:
+        self._rank, self._flight = rank, flight
+        self._here: dict[int, tuple[FlightRecorder, int]] = {}  # on this node, with their process ids
+        self._store = dist.PrefixStore("ddp-lab", _get_default_store().clone())
+        self._store.set_timeout(timedelta(seconds=60))
+        self._store.set(f"recorder/{rank}", f"{node_name()} {os.getpid()} {flight.path}")
+        for other in range(world_size):
+            node, pid, path = self._store.get(f"recorder/{other}").decode().split(" ", 2)
+            if other != rank and node == node_name():
+                with suppress(OSError):
+                    self._here[other] = (FlightRecorder.open(Path(path)), int(pid))
+        host_barrier()
+        flight.unlink()
+        self._store.set_timeout(timedelta(seconds=3))
+        self._elsewhere = [other for other in range(world_size) if other not in {rank, *self._here}]
+
+    def has_one_ended_here(self) -> bool:
+        """Whether another rank on this node ends, or has ended, before the run is completed."""
+        return any(has_ended(flight) for flight, _ in self._here.values())
+
+    def has_one_ended_elsewhere(self) -> bool:
+        """The same for other nodes, which takes a request to the store."""
+        with suppress(RuntimeError):
+            return bool(self._elsewhere) and self._store.check(["ended"])
+        return False
+
+    def counts(self) -> list[int]:
+        """How many collectives each rank on this node has issued."""
+        return [flight.count for flight, _ in self._here.values()] + [self._flight.count]
+
+    def find_mismatch(self, names: RankNames) -> Mismatch | None:
+        """Between the ranks on this node."""
+        flights = {rank: flight for rank, (flight, _) in self._here.items()} | {self._rank: self._flight}
+        states = {rank: flight.state() for rank, flight in flights.items()}
+        difference = find_difference({rank: state.entries for rank, state in states.items()}, names)
+        if difference or not all(flight.is_blocked for flight in flights.values()):  # the others may issue more
+            return difference
+        return find_deadlock(states, names)
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def publish(self, rank: int, report: RankReport) -> None:
+        """Leave a report for the ranks on other nodes."""
+        if self._elsewhere:
+            with suppress(RuntimeError):
+                self._store.set(f"report/{rank}", msgspec.json.encode(report).decode())
+                self._store.set("ended", "")
+
+    def collect(self, own: RankReport) -> dict[int, RankReport]:
+        """The reports of all ranks, once each has given a reason or is gone, or time is up."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            reports = {self._rank: own}
+            reports |= {rank: report_of(flight, pid) for rank, (flight, pid) in self._here.items()}
+            reports |= {rank: self._published(rank) for rank in self._elsewhere}
+            if all(report.reason or report.is_gone for report in reports.values()) or time.monotonic() > deadline:
+                return dict(sorted(reports.items()))
+            time.sleep(0.05)
+
+    def _published(self, rank: int) -> RankReport:
+        with suppress(RuntimeError):
+            if self._store.check([f"report/{rank}"]):
+                return msgspec.json.decode(self._store.get(f"report/{rank}"), type=RankReport)
+        return RankReport(None, None)
+
+    def silent(self, reports: Mapping[int, RankReport]) -> dict[int, RankReport]:
+        """The reports of those ranks on this node that have given no reason."""
+        return {rank: report for rank, report in reports.items() if rank in self._here and report.reason is None}
+
+    def is_chosen(self, reports: Mapping[int, RankReport]) -> bool:
+        """Whether this rank is the one that reports to the user."""
+        with suppress(RuntimeError):
+            return self._store.compare_set("reporter", "", str(self._rank)) == str(self._rank).encode()
+        return self._rank == min(rank for rank, report in reports.items() if report.reason is not None)
+
+    def say_reported(self) -> None:
+        with suppress(RuntimeError):
+            self._store.set("reported", "")
+
+    def await_report(self) -> None:
+        deadline = time.monotonic() + REPORT_S
+        with suppress(RuntimeError):
+            while time.monotonic() < deadline and not self._store.check(["reported"]):
+                time.sleep(0.05)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank on this node, if it still runs."""
+        flight, pid = self._here[rank]
+        if not flight.owner_is_gone():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def has_ended(flight: FlightRecorder) -> bool:
+    if flight.is_finished:
+        return False
+    reason = flight.exit_reason
+    if reason is not None and reason.kind == "agreed":  # this rank will raise the error too, in a moment
+        return time.time() - reason.time_s > SETTLE_S
+    return reason is not None or flight.owner_is_gone()
+
+
+def report_of(flight: FlightRecorder, pid: int) -> RankReport:
+    """What the flight recorder of a rank on this node tells."""
+    is_gone = flight.owner_is_gone() and not flight.is_finished
+    reason = None if flight.is_finished else flight.exit_reason
+    return RankReport(flight.state(), reason, is_gone, flight.crash if is_gone else "", is_stopped(pid))

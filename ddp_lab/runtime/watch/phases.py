@@ -1,0 +1,67 @@
+"""The phase that this rank is in. It shows in the rank's profile, in its flight recorder, and in Nsight Systems."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch.profiler import record_function
+
+from ddp_lab.runtime.watch import ranges
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.rank_state import LOOP
+
+_recorder: FlightRecorder | None = None
+_step, _phase = -1, "starting"
+
+
+def record_phases_in(recorder: FlightRecorder | None) -> None:
+    """From now on, write each phase into `recorder`; None: nowhere."""
+    global _recorder, _step, _phase
+    _recorder, _step, _phase = recorder, -1, "starting"
+
+
+def begin_step(step: int) -> None:
+    """An optimizer step begins, after `step` earlier ones."""
+    _enter(step, LOOP)
+
+
+def current_step() -> int:
+    """Optimizer steps done before the current one; -1 outside training."""
+    return _step
+
+
+def between_steps(name: str) -> None:
+    """The run begins something outside its optimizer steps, such as evaluation."""
+    _enter(-1, name)
+
+
+def _enter(step: int, name: str) -> None:
+    global _step, _phase
+    _step, _phase = step, name
+    if _recorder is not None:
+        _recorder.set_phase(step, name)
+
+
+class phase:
+    """Context manager for a part of an optimizer step. After an error, the recorder keeps the phase that failed.
+
+    Elsewhere, as in an evaluation, the recorder keeps what the run is at.
+    """
+
+    def __init__(self, name: str, in_profile: bool = True) -> None:
+        self._name, self._in_profile = name, in_profile
+        self._mark = record_function(name) if in_profile else nullcontext()
+
+    def __enter__(self) -> None:
+        self._before = _phase
+        if _step >= 0:  # outside of steps, what the run is at says more
+            _enter(_step, self._name)
+        self._mark.__enter__()
+        if self._in_profile:
+            ranges.push(self._name)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._in_profile:
+            ranges.pop()
+        self._mark.__exit__(kind, *rest)
+        if kind is None and _step >= 0:
+            _enter(_step, self._before)

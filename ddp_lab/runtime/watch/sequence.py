@@ -1,0 +1,300 @@
+"""Records every collective of this rank, and makes a digest of them that ranks compare.
+
+If ranks issue collectives in different orders, Gloo mixes those of equal size without an error, and hangs or crashes in
+others. So each process group gets a hook (`ProcessGroup.register_pre_hook`, which sees the reducer of PyTorch DDP too).
+The hook writes each collective into the flight recorder. It also adds kind, elements, dtype and root to a rolling
+digest, and for an all-reduced gradient the number of its parameter, because two gradients often have the same size.
+In a profile, it marks the group (`group_marks`).
+Ranks that see different samples compare digests in the exchange at the end of every step (`communication.agreement`),
+which costs 8 bytes; ranks that see the same ones, in that at the beginning of the next. If digests differ, the ranks
+compare what they have recorded.
+
+A collective is completed once `Work.wait` has returned. Where that only orders streams, as on NCCL, `on_device.py`
+follows it further.
+
+Strategies do not know of this. A process has one `CollectiveRecorder` or none; without one the digest is always 0.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Backend
+
+from ddp_lab.runtime.errors import SequenceError
+from ddp_lab.runtime.link.delivery import PacedWork
+from ddp_lab.runtime.watch import ranges
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.group_marks import RecordFunction, mark_name
+from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
+from ddp_lab.runtime.watch.names import NUMBERS, RankNames
+from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
+from ddp_lab.runtime.watch.phases import current_step
+from ddp_lab.strategy.gradient_watch import GradientWatch
+
+HOOK_ID = 7_318_211
+"""Any number that nobody else uses for hooks."""
+DIGEST_BITS = 48
+"""Digests are exchanged in fp64, which holds so many bits exactly."""
+
+KINDS = {
+    "ALLREDUCE": "all_reduce",
+    "BROADCAST": "broadcast",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "REDUCE": "reduce",
+    "ALLGATHER": "all_gather",
+    "ALLTOALL": "all_to_all",
+    "SCATTER": "scatter",
+    "GATHER": "gather",
+    "BARRIER": "barrier",
+    "SEND": "send",
+    "RECV": "recv",
+}
+"""By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
+WAITED_FOR: tuple[type[dist.Work], ...] = (dist.Work, PacedWork)
+"""Classes that have a `wait` of their own."""
+SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
+"""Kinds whose outputs have the same size on every rank. Their inputs may be missing, or only a part of the whole."""
+
+
+class CollectiveRecorder:
+    """Writes the collectives of this process into `flight`. Use it through `recorded_collectives`."""
+
+    def __init__(
+        self, flight: FlightRecorder, on_device: DeviceCollectives, on_abort: Callable[[], None], names: RankNames
+    ) -> None:
+        self._flight, self._on_device, self._on_abort, self._names = flight, on_device, on_abort, names
+        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...], str]] = []  # with its ranks and its name
+        self._aborting: list[Backend] = []  # those that tell before they end the process
+        self._digests: dict[str, int] = defaultdict(int)  # by name of a group
+        self._seqs: dict[str, int] = defaultdict(int)
+        self._issuing: dict[str, int] = {}  # number of the collective that a group is issuing now
+        self._open: WeakKeyDictionary[dist.Work, int] = WeakKeyDictionary()  # numbers of those that are not completed
+        self._latest: dist.Work | None = None
+        self._timeouts: dict[tuple[str, torch.device], float | None] = {}
+        self.gradients: GradientWatch | None = None
+
+    def follow(self, group: dist.ProcessGroup) -> None:
+        """Record the collectives of `group` too."""
+        name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
+        alike = sum(members == others for _, others, _ in self._groups)
+        label = group_label(members) + (f" ({alike + 1})" if alike else "")
+        self._groups.append((group, members, name))
+        group.register_pre_hook(HOOK_ID, self._before(name, label, mark_name(members, alike)))
+        group.register_post_hook(HOOK_ID, self._after(name))
+        for backend in map(group._get_backend, group._device_types):
+            if backend.supports_abort_hooks:
+                backend.register_abort_hook(HOOK_ID, self._on_abort)
+                self._aborting.append(backend)
+
+    def stop(self) -> None:
+        """Remove all hooks and references to groups, which would delay the end of these groups."""
+        for group, _, _ in self._groups:
+            group.unregister_pre_hook(HOOK_ID)
+            group.unregister_post_hook(HOOK_ID)
+        for backend in self._aborting:
+            backend.unregister_abort_hook(HOOK_ID)
+        self._groups.clear()
+        self._aborting.clear()
+        self._on_device.clear()
+        self._latest = self.gradients = None
+
+    def digest(self, group: dist.ProcessGroup) -> int:
+        """Of all collectives so far in groups with the same ranks as `group`."""
+        return sum(self._digests[name] for name in self._alike(group)) % 2**DIGEST_BITS
+
+    def _alike(self, group: dist.ProcessGroup) -> list[str]:
+        """Names of the groups with the same ranks."""
+        members = tuple(dist.get_process_group_ranks(group))
+        return [name for _, others, name in self._groups if others == members]
+
+    def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup, so_far: str) -> SequenceError | None:
+        """See `agree_on_sequence`."""
+        everyone: list[Any] = [None] * dist.get_world_size(among)
+        dist.all_gather_object(everyone, self._flight.state().entries, group=among)
+        self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike
+        members = dist.get_process_group_ranks(among)
+        mismatch = find_difference(dict(zip(members, everyone, strict=True)), self._names)
+        if mismatch is None:
+            return None
+        error = SequenceError(f"step {current_step()}: {mismatch.text}; {ADVICE}; {so_far}")
+        error.rank, entry = next(iter(mismatch.entries.items()))
+        error.collective = str(entry)
+        return error
+
+    def _before(self, name: str, label: str, mark: str) -> Callable[[Any], None]:
+        # The hook runs for every collective, so what does not change between calls is looked up once.
+        flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
+        known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
+        told = "" if len(self._groups) == 1 else label  # the first group is that of all ranks
+
+        def hook(call: Any) -> None:
+            with RecordFunction(mark):
+                pass
+            inputs = call.input_tensors
+            tensors = inputs or call.output_tensors
+            key = (call.name, tensors[0].dtype if tensors else None)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = described(*key)
+            kind, dtype, base = found
+            if not kind:
+                return
+            elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
+            parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
+            if ranges.are_shown():
+                place_in = (name, tensors[0].device.type if tensors else "", kind in ("send", "recv"))
+                size_bytes = elements * tensors[0].element_size() if tensors else 0
+                ranges.push(ranges.call_name(current_step(), place_in, kind, size_bytes, told))
+            seqs[name] = seq = seqs[name] + 1
+            issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
+            if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
+                queue = name if kind not in ("send", "recv") else None
+                self._on_device.issue(number, queue, tensors[0].device, timeout_s)
+            if kind not in UNEVEN:
+                value = base + 1_000_003 * elements + 10_007 * (call.root + 1) + 101 * parameter
+                digests[name] = (digests[name] * 6_364_136_223_846_793_005 + value) % 2**DIGEST_BITS
+
+        return hook
+
+    def _after(self, name: str) -> Callable[[Any], None]:
+        def hook(call: Any) -> None:
+            number = self._issuing.pop(name, None)
+            if number is None:
+                return
+            ranges.pop()
+            if call.work is None:
+                self._on_device.ordered(number)
+                return
+            self._on_device.issued(number, call.work)
+            self._latest = call.work  # while Python holds it, the caller of the collective gets this same object
+            self._open[call.work] = number
+
+        return hook
+
+    def _parameter_of(self, tensor: torch.Tensor) -> int:
+        return self.gradients.number_at(tensor) if self.gradients is not None else 0
+
+    def _timeout_on_device(self, name: str, tensor: torch.Tensor) -> float | None:
+        """Seconds that a collective of `tensor` may take; None if it is done once `Work.wait` has returned."""
+        if tensor.is_cpu:
+            return None
+        key = (name, tensor.device)
+        if key not in self._timeouts:
+            backend = c10d._resolve_process_group(c10d.GroupName(name))._get_backend(tensor.device)
+            seconds = backend.options._timeout.total_seconds()
+            self._timeouts[key] = seconds if only_orders_streams(backend, tensor.device) else None
+        return self._timeouts[key]
+
+    def wait(self, plain: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Work.wait`, recorded. If it raises, the record still shows the collective that the rank waited for."""
+        number = self._open.pop(work, None)
+        if number is None:
+            return plain(work, *args, **kwargs)
+        self._flight.set_waiting(number)
+        answer = plain(work, *args, **kwargs)
+        self._flight.set_waiting(-1)
+        if work is self._latest:
+            self._latest = None  # it keeps its outputs alive
+        if not self._on_device.ordered(number):
+            self._flight.complete(number)
+        return answer
+
+
+def group_label(ranks: Sequence[int]) -> str:
+    """A text of at most 19 characters for a process group: the same on all its ranks, and different for other ranks."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        label = f"ranks {ranks[0]}-{ranks[-1]}"
+    else:
+        label = f"ranks {','.join(map(str, ranks))}"
+    return label if len(label) <= 19 else f"{len(ranks)} ranks {zlib.crc32(repr(tuple(ranks)).encode()):08x}"
+
+
+def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
+    """Kind, dtype, and a number for both. The kind is empty for a call that sends nothing."""
+    kind = next((kind for start, kind in KINDS.items() if name.name.startswith(start)), "")
+    dtype_name = str(dtype).removeprefix("torch.") if dtype is not None else ""
+    return kind, dtype_name, zlib.crc32(f"{kind} {dtype_name}".encode())
+
+
+_recorder: CollectiveRecorder | None = None
+
+
+@contextmanager
+def recorded_collectives(
+    flight: FlightRecorder,
+    on_device: DeviceCollectives | None = None,
+    on_abort: Callable[[], None] = lambda: None,
+    names: RankNames = NUMBERS,
+) -> Iterator[None]:
+    """Within this context, the collectives of all process groups, new ones too, are recorded in `flight`.
+
+    The default process group must exist.
+
+    Args:
+        on_device: Follows those that a device runs. Its owner calls `look`.
+        on_abort: A backend calls it before it ends the process because a collective failed or timed out.
+        names: How errors name ranks.
+    """
+    global _recorder
+    recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
+    plain_waits, plain_new = {kind: kind.wait for kind in WAITED_FOR}, c10d._new_group_with_tag
+
+    def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder.wait(plain, work, *args, **kwargs)
+
+        return wait
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        group = plain_new(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):  # ranks that are no members get a placeholder
+            recorder.follow(group)
+        return group
+
+    assert dist.group.WORLD is not None, "join the process group first"
+    recorder.follow(dist.group.WORLD)
+    for kind, plain in plain_waits.items():
+        kind.wait = recording(plain)  # type: ignore[method-assign]
+    c10d._new_group_with_tag = new_group
+    try:
+        yield
+    finally:
+        for kind, plain in plain_waits.items():
+            kind.wait = plain  # type: ignore[method-assign]
+        c10d._new_group_with_tag = plain_new
+        recorder.stop()
+        _recorder = None
+
+
+def digest(group: dist.ProcessGroup) -> int:
+    """What this rank compares with the others of `group`; 0 if nothing is recorded."""
+    return _recorder.digest(group) if _recorder is not None else 0
+
+
+def follow_gradients(watch: GradientWatch) -> None:
+    """Tell gradients apart by the numbers that `watch` gives to their parameters."""
+    if _recorder is not None:
+        _recorder.gradients = watch
+
+
+def agree_on_sequence(
+    group: dist.ProcessGroup, among: dist.ProcessGroup | None = None, so_far: str = "no parameter is updated yet"
+) -> SequenceError | None:
+    """Compare what each rank has recorded, after digests of `group` differed. Collective.
+
+    Args:
+        among: All who have seen that. Default: `group`.
+        so_far: What it means for training.
+
+    Returns:
+        On every rank, an error that says where the collectives differ; None if no recorded ones do.
+    """
+    assert _recorder is not None, "digests differ, so collectives are recorded"
+    return _recorder.compare(group, among or group, so_far)

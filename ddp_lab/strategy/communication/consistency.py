@@ -1,0 +1,101 @@
+"""Checks that stop a strategy before it trains the wrong thing."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ddp_lab.runtime.errors import UnsupportedError
+
+
+def require_supported_parameters(module: nn.Module) -> None:
+    """Refuse what no strategy here can train.
+
+    Raises:
+        UnsupportedError: no parameter is trainable; one has no shape, or sparse or complex gradients; or forward
+            changes one.
+    """
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise UnsupportedError("the module has no trainable parameter")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UnsupportedError(f"parameter {name} has no shape yet; run the module once before")
+        if parameter.is_complex():
+            raise UnsupportedError(f"parameter {name} is complex; train its real and imaginary part as two parameters")
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(f"embedding {name} has sparse gradients; build it with sparse=False")
+        if getattr(layer, "max_norm", None) is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(
+                f"embedding {name} has max_norm: its forward changes the weight, on each rank in another way; build it "
+                "without, and normalize what it answers"
+            )
+
+
+def require_castable(module: nn.Module) -> None:
+    """Refuse modules that take no parameters of another dtype than their buffers.
+
+    Raises:
+        UnsupportedError: names one that keeps running statistics, such as BatchNorm.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None:
+            raise UnsupportedError(
+                f"--param-dtype: {type(layer).__name__} {name} keeps its statistics in {layer.running_mean.dtype}, and "
+                "takes no parameters in another dtype; use --precision bf16"
+            )
+
+
+def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse modules that differ between ranks. Gloo mixes such tensors without a word.
+
+    Raises:
+        UnsupportedError: on every rank, names those whose parameters or buffers differ from rank 0's.
+    """
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
+    lines += [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    all_digests = mine.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(all_digests, mine, group=group)
+    differing = (all_digests != all_digests[0]).nonzero().flatten().tolist()
+    if differing:
+        raise UnsupportedError(
+            f"parameters or buffers differ in name, shape, dtype or requires_grad between rank 0 and "
+            f"rank {', '.join(map(str, differing))}; build the same module on every rank"
+        )
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def require_matching_state(
+    wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> None:
+    """Refuse a state (rank 0's; the others' is not read) that does not fit a module. `wanted`: its `shapes_of`.
+
+    Raises:
+        ValueError: on every rank, names the entries that are missing, unknown or of another shape.
+    """
+    problem = [_state_problem(wanted, state) if dist.get_rank(group) == 0 else ""]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0]:
+        raise ValueError(f"load_full_state_dict: {problem[0]}")
+
+
+def _state_problem(wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    problems = [f"missing {name}" for name in wanted if name not in given]
+    problems += [f"unknown {name}" for name in given if name not in wanted]
+    problems += [
+        f"{name} has shape {given[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if given.get(name, shape) != shape
+    ]
+    return "; ".join(problems)

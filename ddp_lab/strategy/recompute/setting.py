@@ -1,0 +1,54 @@
+"""What `--activation-checkpointing` takes. Imports nothing heavy."""
+
+import argparse
+import re
+from dataclasses import dataclass
+
+from ddp_lab.runtime.errors import UserError
+
+NONE, SELECTIVE = "none", "selective"
+FORMS = "none, block, every:N, selective, torch:block or torch:every:N"
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Which blocks compute again in backward, what, and by whose code.
+
+    Attributes:
+        every: Each so many blocks, the first of them; 1: all.
+        selective: Keep the results of matrix products and of attention, and compute the rest again.
+        by_torch: With `torch.utils.checkpoint`, instead of `ddp_lab.strategy.recompute.checkpoint`.
+    """
+
+    every: int = 1
+    selective: bool = False
+    by_torch: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Recomputation | None":
+        """What `text` names; None for `none`.
+
+        Raises:
+            UserError: it names nothing.
+        """
+        if text == NONE:
+            return None
+        if text == SELECTIVE:
+            return cls(selective=True, by_torch=True)
+        parts = re.fullmatch(r"(torch:)?(?:block|every:([1-9]\d*))", text)
+        if parts is None:
+            raise UserError(f"--activation-checkpointing {text}: must be one of {FORMS}")
+        return cls(every=int(parts[2] or 1), by_torch=parts[1] is not None)
+
+
+def text(given: str) -> str:
+    """What the flag takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it names nothing.
+    """
+    try:
+        Recomputation.parse(given)
+    except UserError:
+        raise argparse.ArgumentTypeError(f"'{given}' is none of {FORMS}") from None
+    return given

@@ -1,0 +1,84 @@
+"""Strategies by name. A strategy's module is imported only when it is asked for."""
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ddp_lab.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from ddp_lab.strategy.interface import Strategy
+    from ddp_lab.strategy.model_parallel import Parallelize
+
+
+class Registry:
+    """Names in display order, each with where its class is and a sentence on what it does.
+
+    Args:
+        entries: `{name: ("package.module:Class", sentence)}`.
+        extras: `{name: extra}` for those that need an optional extra of this project. An extra has the name of the
+            package that it installs.
+        parallelize: `package.module:function` that cuts a model over a mesh (`load_parallelize`), by choice; under ""
+            for those that are not named.
+        on_legacy_nccl: A sweep also runs these over torch's older NCCL class, where it is not the default: references
+            that do not overlap over the newer one (docs/cuda.md), and what they are compared with.
+
+    Attributes:
+        names: The strategies whose packages are installed. A sweep runs these.
+        sentences: For every strategy by name, what `--help` says of it.
+        missing: For strategies whose package is not installed, by name: the command that installs it.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[str, str]],
+        extras: Mapping[str, str] | None = None,
+        on_legacy_nccl: tuple[str, ...] = (),
+        parallelize: Mapping[str, str] | None = None,
+    ) -> None:
+        self.on_legacy_nccl = on_legacy_nccl
+        self._parallelize = parallelize or {}
+        needed = (extras or {}).items()
+        self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
+        self._locations = {name: location for name, (location, _) in entries.items()}
+        self.sentences = {
+            name: sentence + (f" (not installed: {self.missing[name]})" if name in self.missing else "")
+            for name, (_, sentence) in entries.items()
+        }
+        self.names = tuple(name for name in entries if name not in self.missing)
+
+    def location(self, name: str) -> str:
+        """Where the class of a strategy is: `package.module:Class`."""
+        return self._locations[name]
+
+    def load(self, name: str) -> "type[Strategy]":
+        """The class of a strategy.
+
+        Raises:
+            KeyError: no strategy has this name.
+            UserError: what it needs is not installed; says how to install it.
+        """
+        if name in self.missing:
+            raise UserError(f"strategy '{name}' is not installed; run: {self.missing[name]}")
+        return found_at(self._locations[name])
+
+    def load_parallelize(self, name: str) -> "Parallelize":
+        """What cuts a model over the ranks of a mesh for this strategy.
+
+        Raises:
+            UserError: nothing does here.
+        """
+        location = self._parallelize.get(name, self._parallelize.get(""))
+        return refuse_tensor_parallelism(name) if location is None else found_at(location)
+
+
+def refuse_tensor_parallelism(name: str) -> NoReturn:
+    """What `Registry.load_parallelize` does where nothing cuts layers."""
+    raise UserError(f"--mesh with tp: {name} cuts no layers here; take main_parallel.py")
+
+
+def found_at(location: str) -> Any:
+    """What is at `package.module:name`."""
+    module, _, attribute = location.partition(":")
+    return getattr(importlib.import_module(module), attribute)

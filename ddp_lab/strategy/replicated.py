@@ -1,0 +1,139 @@
+"""What all replicated strategies have in common: every rank holds the whole model and the whole optimizer."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.communication.compression import Compression
+from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
+from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.ranges import share
+
+
+class ReplicatedStrategy(Strategy):
+    """All ranks start with rank 0's parameters and buffers; every rank then makes the same optimizer step.
+
+    Buffers (BatchNorm statistics) are each rank's own within a step. Before the next step they are rank 0's again, as
+    in PyTorch DDP by default.
+    """
+
+    def prepare(self) -> None:
+        self.make_compression()
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        make_groups = self.options.parameter_groups
+        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+
+    def make_compression(self) -> None:
+        """With `options.compress`, or in bf16, gradients are compressed (`communication.compression`) and
+        averaged."""
+        self.compression: Compression | None = None
+        kind = "bf16" if self.options.reduce_dtype == "bf16" else self.options.compress
+        if kind:
+            self.compression = Compression(kind, self.process_group)
+            self.always_averages = True
+
+    def all_reduce(self, gradient: Tensor, parts: Sequence[Tensor] = (), async_op: bool = False) -> Any:
+        """`torch.distributed.all_reduce` of a gradient in place, compressed if that is wanted (`make_compression`).
+
+        Args:
+            parts: If `gradient` holds those of several parameters: views into it, one for each parameter.
+
+        Returns:
+            A handle to wait for, if `async_op`.
+        """
+        if self.compression is None:
+            op = dist.ReduceOp.AVG if self.averages_over_ranks else dist.ReduceOp.SUM
+            return dist.all_reduce(gradient, op, self.process_group, async_op)
+        handle = self.compression.all_reduce(gradient, parts or [gradient])
+        return handle if async_op else handle.wait()
+
+    def before_micro_batch(self) -> None:
+        if self.compression is not None:
+            self.compression.begin_round()
+
+    def before_step(self) -> None:
+        broadcast_from_rank0(self.buffers(), self.process_group)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if self.options.overlap_optimizer:
+            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
+        if self.model_parallel is None:
+            return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
+        return super().clip_grad_norm_(max_norm)
+
+    def expected_clipping_traffic(self) -> list[Collective]:
+        """Nothing where this rank holds all gradients."""
+        return super().expected_clipping_traffic() if self.model_parallel else []
+
+    def data_parallel_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
+
+    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        found = [(p, p.grad) for p in self.trainable.values() if p.grad is not None]
+        lengths = [gradient.numel() for _, gradient in found]
+        for index, start, end in share(lengths, self.data_parallel_rank, self.data_parallel_size):
+            parameter, gradient = found[index]
+            whole = end - start == lengths[index]
+            yield parameter, gradient if whole else gradient.reshape(-1)[start:end]
+
+    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+        if self.data_parallel_rank != 0:
+            return {}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        require_matching_state(shapes_of(self.module), state, self.process_group)
+        if self.data_parallel_rank == 0:
+            self.module.load_state_dict(state)
+        broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def buffer_traffic(self) -> list[Collective]:
+        """The broadcasts of `before_step`."""
+        return buffer_broadcasts(self.module, self.data_parallel_size)
+
+    def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
+        """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
+        gradients = list(gradients)
+        if self.compression is not None:
+            return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
+        whole = Collective("all_reduce", calls, bytes_of(gradients), self.data_parallel_size, "gradients")
+        return [whole, *self.buffer_traffic()]
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Tensors with elements, grouped by dtype, in their order."""
+    groups = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            groups[tensor.dtype].append(tensor)
+    return dict(groups)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the elements of `tensors`, padding and sharing left aside."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def buffer_broadcasts(module: nn.Module, group_size: int) -> list[Collective]:
+    """What `broadcast_from_rank0` sends of a module's buffers."""
+    sizes = [bytes_of(tensors) for tensors in by_dtype(module.buffers()).values()]
+    return [Collective("broadcast", len(sizes), sum(sizes), group_size, "buffers")] if sizes else []
+
+
+@torch.no_grad()
+def broadcast_from_rank0(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `tensors` with rank 0's, in one broadcast a dtype."""
+    for same_dtype in by_dtype(tensors).values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, received in zip(same_dtype, flat.split([t.numel() for t in same_dtype]), strict=True):
+            tensor.copy_(received.view_as(tensor))

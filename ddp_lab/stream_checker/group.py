@@ -1,0 +1,186 @@
+# mypy: disable-error-code="override, assignment"
+"""A process group as NCCL's is: a collective runs on a stream of the group, and to wait for it only orders streams.
+
+Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, and a gathered tensor repeats
+this rank's part. Torch 2.15's `nccl` is the model (docs/cuda.md): synchronous collectives run on the current stream,
+`get_future` makes the current stream wait, and a collective keeps its inputs alive until it is waited for; its outputs
+live as long as its handle.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lab.stream_checker.device import Device, place
+from ddp_lab.stream_checker.order import Stream
+
+CONFIG = "cpu:nccl"
+"""Tensors of the pretended device lie on the CPU, and NCCL is said to carry them."""
+
+
+class Flight(dist._Work):
+    """A collective under way.
+
+    Args:
+        arrive: Puts the results where they belong; None if they are there.
+    """
+
+    def __init__(
+        self,
+        group: "CheckedGroup",
+        stream: Stream,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        arrive: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._group, self._inputs, self._outputs, self._arrive = group, inputs, list(outputs), arrive
+        group.inputs.append(inputs)
+        self._end = stream.record_event()
+        self._is_waited_for = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        device = self._group.device
+        device.current.wait_event(self._end)
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            device.collective_waits += device.is_recording
+            self._group.inputs = [one for one in self._group.inputs if one is not self._inputs]
+            with device.on_host():
+                if self._arrive is not None:
+                    self._arrive()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._is_waited_for  # not before: the device is as late as it may be
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(self._outputs)
+        return done
+
+
+class CheckedGroup(dist.ProcessGroup):
+    """See the module's docstring.
+
+    Args:
+        is_late: Results arrive when they are waited for, and until then outputs are NaN. Otherwise they arrive at once.
+
+    Attributes:
+        inputs: Of the collectives that nobody has waited for.
+    """
+
+    def __init__(self, device: Device, rank: int, size: int, is_late: bool, name: str) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._name = rank, size, name
+        self.device, self.is_late = device, is_late
+        self.stream = Stream(f"stream of group {name}")
+        self.inputs: list[Sequence[Tensor]] = []
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return CONFIG
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str, pg_options: Any, group_name: str, group_desc: Any
+    ) -> "CheckedGroup":
+        return CheckedGroup(self.device, list(ranks).index(self._rank), len(ranks), self.is_late, group_name)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(
+            options=SimpleNamespace(_timeout=timedelta(minutes=1)), supports_splitting=False, name=CONFIG
+        )
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _issue(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], opts: Any, results: Any) -> Flight:
+        """
+        Args:
+            results: Makes the new values of `outputs`.
+        """
+        device = self.device
+        with device.on_host():
+            values = [value.clone() for value in results()]
+        if not device.is_recording:
+            return self._arrived(outputs, values)
+        stream = device.current
+        device.collectives += 1
+        if getattr(opts, "asyncOp", True):
+            self.stream.wait_stream(device.current)
+            stream = self.stream
+        elif any(self.inputs):  # those of hosts are empty
+            device.stalls += 1
+        said = f"{kind} issued at {place()}"
+        device.memory.access(stream, inputs, outputs, lambda: said)
+
+        def arrive() -> None:
+            for output, value in zip(outputs, values, strict=True):
+                if output.untyped_storage().nbytes():
+                    output.copy_(value.view_as(output))
+
+        if self.is_late and stream is self.stream:
+            with device.on_host():
+                for output in outputs:
+                    output.fill_(float("nan") if output.is_floating_point() else -1)
+        else:
+            with device.on_host():
+                arrive()
+        return Flight(self, stream, inputs, outputs, arrive if self.is_late else None)
+
+    def _arrived(self, outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Flight:
+        with self.device.on_host():
+            for output, value in zip(outputs, values, strict=True):
+                output.copy_(value.view_as(output))
+        return Flight(self, self.device.current, (), outputs)
+
+    def _sum(self, tensor: Tensor, opts: Any) -> Tensor:
+        """Over ranks that all hold the same."""
+        is_sum = opts is None or opts.reduceOp == dist.ReduceOp.SUM
+        return tensor * self._size if is_sum else tensor
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Flight:
+        return self._issue("all_reduce", tensors, tensors, opts, lambda: [self._sum(one, opts) for one in tensors])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Flight:
+        return self._issue("broadcast", tensors, tensors, opts, lambda: tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Flight:
+        flat = [tensor for received in outputs for tensor in received]
+        return self._issue("all_gather", inputs, flat, opts, lambda: [inputs[0]] * len(flat))
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Flight:
+        return self._issue("all_gather", [own], [output], opts, lambda: [own.reshape(-1).repeat(self._size)])
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Flight:
+        def results() -> list[Tensor]:
+            return [self._sum(whole.reshape(self._size, -1)[self._rank], opts)]
+
+        return self._issue("reduce_scatter", [whole], [output], opts, results)
+
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Flight:
+        def results() -> list[Tensor]:
+            return [whole.reshape(self._size, -1)[self._rank].repeat(self._size)]
+
+        return self._issue("all_to_all", [whole], [output], opts, results)
+
+    def barrier(self, opts: Any = None) -> Flight:
+        return self._issue("barrier", [], [], opts, list)

@@ -1,0 +1,369 @@
+"""What is on disk, without strategies: ranges, files cut off or altered at any place, kills between any two operations,
+and planted files."""
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ddp_lab.runtime.checkpoint.files import DTYPES, TensorFiles, write_tensors
+from ddp_lab.runtime.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    TensorInfo,
+    _checksum,
+    checkpoints_in,
+    file_name,
+    folder_name,
+    read_manifest,
+    remove_older,
+    verify_files,
+    write_manifest,
+)
+from ddp_lab.runtime.checkpoint.origin import complete, newest_complete, require_same_model
+from ddp_lab.runtime.checkpoint.saver import Saver
+from ddp_lab.runtime.checkpoint.state import restore_groups
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.ranges import cover, share
+from tests.checkpoints import here
+from tests.ranks import RankPool
+
+INFO = {"bytes": 1, "crc32": 0}
+LENGTHS = st.lists(st.integers(0, 40), max_size=8)
+CUTS = st.lists(st.integers(0, 60), max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_ranks_share_each_element_once(lengths: list[int], size: int) -> None:
+    parts = [share(lengths, rank, size) for rank in range(size)]
+    elements = [(part.which, element) for own in parts for part in own for element in range(part.start, part.end)]
+    assert elements == [(which, element) for which, length in enumerate(lengths) for element in range(length)]
+    counts = [sum(part.end - part.start for part in own) for own in parts]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(CUTS, CUTS, st.randoms())
+def test_any_cut_into_ranges_is_put_together_by_any_other(written: list[int], read: list[int], order: Any) -> None:
+    bounds = [0, *sorted(written), 60]
+    ranges = list(itertools.pairwise(bounds))
+    order.shuffle(ranges)
+    wanted = [0, *sorted(read), 60]
+    for start, end in itertools.pairwise(wanted):
+        parts = cover(ranges, start, end)
+        assert [ranges[which][0] + e for which, first, last in parts for e in range(first, last)] == [
+            *range(start, end)
+        ]
+
+
+@given(st.integers(0, 19), st.integers(1, 20))
+def test_a_gap_is_found(start: int, length: int) -> None:
+    ranges = [(0, start), (start + length, 40)]
+    assert cover(ranges, 0, start) == ([(0, 0, start)] if start else [])
+    with pytest.raises(ValueError, match=f"element {start} of 40"):
+        cover(ranges, 0, 40)
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    tensors = {f"x/{n}": torch.arange(n).to(dtype) for n, dtype in enumerate(DTYPES)} | {"matrix": torch.eye(3)[:, :2]}
+    info = write_tensors(tmp_path / "file", tensors, {"said": "so"})
+    content = (tmp_path / "file").read_bytes()
+    assert (info.bytes, info.crc32) == (len(content), zlib.crc32(content))
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+# A checkpoint without a strategy -------------------------------------------------------------------------------------
+
+
+def manifest(step: int, **changes: Any) -> Manifest:
+    plain = Manifest(
+        format=FORMAT,
+        step=step,
+        choice="zero3",
+        world_size=2,
+        data_parallel_size=2,
+        run_id="a run",
+        job=None,
+        config={"lr": 0.1},
+        versions={},
+        optimizer="AdamW",
+        parameter_groups=[{"lr": 0.1}],
+        learned=None,
+        parameters={"weight": TensorInfo([6], "float32", True)},
+        buffers={},
+        cuts={},
+        train_loss=[0.5] * step,
+        step_samples=[8] * step,
+        step_time_s=[None] * step,
+        files={},
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
+    path = folder / folder_name(step)
+    path.mkdir(parents=True)
+    files = {}
+    for rank in range(2):
+        tensors = {f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}
+        files[file_name(rank)] = write_tensors(path / file_name(rank), tensors, {})
+    write_manifest(path, manifest(step, **{"files": files, **changes}))
+    return path
+
+
+def problem_in(path: Path) -> str:
+    """The error that reading a checkpoint raises; empty if none. Anything but a UserError fails the test."""
+    try:
+        found = read_manifest(path)
+        verify_files(path, found, 0, 1)
+        TensorFiles([path / name for name in found.files]).read("parameter/weight", 0, 6)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def test_any_byte_missing_or_altered(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 3)
+    assert problem_in(path) == ""
+    for name in (MANIFEST, file_name(0), file_name(1)):
+        whole = (path / name).read_bytes()
+        for place in range(len(whole) - (name == MANIFEST)):  # without its last line end the manifest is whole
+            (path / name).write_bytes(whole[:place])
+            assert name in problem_in(path), f"{name} cut off after {place} bytes"
+            altered = bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]])
+            (path / name).write_bytes(altered)
+            is_space = whole[place : place + 1].isspace() or altered[place : place + 1].isspace()
+            assert problem_in(path) or (name == MANIFEST and is_space), f"byte {place} of {name}"
+        (path / name).unlink()
+        assert name in problem_in(path)
+        (path / name).write_bytes(whole)
+
+
+def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[int, int]]:
+    """On a rank, after each damage: the step of the newest complete checkpoint, and how many were skipped."""
+    found = []
+    for name, content in damage:
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        origin = newest_complete(folder, here())
+        found.append((origin.manifest.step, len(origin.skipped)))
+        (folder / name).write_bytes(whole)
+    return found
+
+
+def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    """Neither damaged ones, nor unfinished ones, nor links."""
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / ".step_00000006.saving").mkdir()
+    (tmp_path / "step_00000009").symlink_to(tmp_path / "step_00000004")
+    (tmp_path / "step_x").mkdir()
+    name = "step_00000004/manifest.json"
+    whole = (tmp_path / name).read_bytes()
+    damage = [(name, whole), (name, whole[:-9]), (name, b""), ("step_00000004/rank_1.safetensors", b"")]
+    assert ranks.run(1, newest_after, tmp_path, damage) == [[(4, 0), (2, 1), (2, 1), (2, 1)]]
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL, which no code can catch."""
+
+
+@contextlib.contextmanager
+def killed_at(operation: int) -> Iterator[Callable[[], int]]:
+    """Within this context nothing changes on disk from the given operation on."""
+    count = 0
+    remove_tree = shutil.rmtree
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count >= operation:
+                if original is remove_tree and count == operation:  # it takes a while, so a part of it is done
+                    for path in sorted(Path(args[0]).iterdir())[1:]:
+                        path.write_bytes(b"")
+                raise Killed
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")):
+            stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
+        stack.enter_context(mock.patch.object(shutil, "rmtree", counted(shutil.rmtree)))
+        yield lambda: count
+
+
+def save_until_killed(folder: Path) -> list[Any]:
+    """On a rank: save step 4 beside step 2, killed at each operation in turn; what is found afterwards."""
+    found = []
+    for operation in range(1, 100):
+        saver = Saver(folder, here(), in_background=False, keep=1)
+        saver.save({"parameter/weight/0": torch.full((6,), 2.0)}, {}, manifest(2, world_size=1))
+        with killed_at(operation) as count:
+            try:
+                saver.save({"parameter/weight/0": torch.full((6,), 4.0)}, {}, manifest(4, world_size=1))
+                is_done = True
+            except Killed:
+                is_done = False
+            done = count()
+        saver.close()
+        assert all(complete(path, here()) for _, path in checkpoints_in(folder)), "no part has a final name"
+        origin = newest_complete(folder, here())
+        assert not origin.skipped
+        value = TensorFiles([origin.path / name for name in origin.manifest.files]).read("parameter/weight", 0, 6)
+        found.append((origin.manifest.step, value.tolist() == [float(origin.manifest.step)] * 6))
+        shutil.rmtree(folder / folder_name(4), ignore_errors=True)
+        if is_done:
+            return [found, done]
+    raise AssertionError("it never ends")
+
+
+def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path) -> None:
+    """There is always a complete checkpoint: the old one until the new one is complete."""
+    ((found, operations),) = ranks.run(1, save_until_killed, tmp_path)
+    assert len(found) == operations + 1 > 10
+    assert all(right for _, right in found)
+    steps = [step for step, _ in found]
+    assert steps == sorted(steps) and set(steps) == {2, 4}
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 5):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "step_00000000").symlink_to(tmp_path)
+    remove_older(tmp_path, step=3, keep=2)  # 5 is damaged, or of a run that has resumed before it
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [5, 3, 2]
+
+
+# Planted files -------------------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_no_pickle_is_loaded(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    trap = pickle.dumps(Trap(sprung))
+    path = make_checkpoint(tmp_path, 2)
+    for name in ("data.pkl", ".metadata", "__0_0.distcp", "rank_0.pt", "rank_2.safetensors"):
+        (path / name).write_bytes(trap)
+    assert problem_in(path) == ""
+    (path / file_name(1)).write_bytes(trap)
+    assert "rank_1.safetensors has" in problem_in(path)
+    rewrite(path, files={file_name(1): {"bytes": len(trap), "crc32": zlib.crc32(trap)}})
+    assert "rank_1.safetensors is no safetensors file" in problem_in(path)
+    (path / MANIFEST).write_bytes(trap)
+    assert "manifest.json cannot be understood" in problem_in(path)
+    assert not sprung.exists()
+    pickle.loads(trap)
+    assert sprung.exists(), "the trap does not work"
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Alter fields of a manifest, and make its checksum right again. None: remove the field."""
+    content = json.loads((path / MANIFEST).read_bytes()) | changes
+    removed = ["crc32", *(name for name, value in changes.items() if value is None)]
+    content = {name: value for name, value in content.items() if name not in removed}
+    (path / MANIFEST).write_text(json.dumps(content | {"crc32": _checksum(content)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"files": {"../secret": INFO}}, "names a file '../secret'"),
+        ({"files": {"/etc/passwd": INFO}}, "names a file '/etc"),
+        ({"files": {"rank_9.safetensors": INFO}}, "rank_9.safetensors is missing"),
+        ({"files": {}}, "parameter/weight: not stored"),
+        ({"step": "2"}, "cannot be understood"),
+        ({"step": 7}, "lists are not as long"),
+        ({"format": 1}, "of format 1, but this program reads format 3"),
+        ({"more": 1}, "cannot be understood"),
+        ({"parameters": None}, "cannot be understood"),
+    ],
+)
+def test_altered_manifests(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    rewrite(path, **changes)
+    assert expected in problem_in(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": [1]}', b"NaN"]
+)
+def test_manifests_that_are_something_else(tmp_path: Path, content: bytes) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    (path / MANIFEST).write_bytes(content)
+    assert str(path) in problem_in(path)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 2)
+    for name in (file_name(0), MANIFEST):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+        assert f"{name} is a symbolic link" in problem_in(path)
+        (path / name).unlink()
+        (tmp_path / name).rename(path / name)
+    assert problem_in(path) == ""
+
+
+def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "matrix", {"parameter/weight/0": torch.eye(2)}, {})
+    with pytest.raises(UserError, match="has 2 dimensions instead of one"):
+        TensorFiles([tmp_path / "matrix"])
+    write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
+    with pytest.raises(UserError, match="parameter/weight: element 2 of 3 is in no range"):
+        TensorFiles([tmp_path / "short"]).read("parameter/weight", 0, 3)
+
+
+def test_settings_of_another_optimizer() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [], "lr": 0.5, "momentum": 0}])
+    restore_groups(optimizer, [{"lr": 1, "momentum": 0.25}])
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (1.0, 0.25)
+    for groups in ([], [{"lr": 1.0}] * 2, [{"lr": 1.0, "decoupled": 1}]):
+        with pytest.raises(UserError, match="other parameter groups, or other settings"):
+            restore_groups(optimizer, groups)
+
+
+def test_another_model_or_optimizer() -> None:
+    stored = manifest(1, parameters={name: TensorInfo([2], "float32", True) for name in "abcde"})
+    same = dict(stored.parameters)
+    require_same_model(stored, same, {}, "AdamW")
+    for wanted, expected in (
+        (same | {"a": TensorInfo([3], "float32", True)}, r"a is \(2,\) float32 that trains there and \(3,\) float32"),
+        (same | {"a": TensorInfo([2], "bfloat16", True)}, "bfloat16 that trains here"),
+        (same | {"a": TensorInfo([2], "float32", False)}, "and \\(2,\\) float32 here"),
+        (same | {"f": TensorInfo([2], "float32", True)}, "it lacks f"),
+        ({}, "it has a, which the model lacks; it has b, .*; and 2 more"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            require_same_model(stored, wanted, {}, "AdamW")
+    with pytest.raises(UserError, match="of optimizer AdamW, and this run's is SGD"):
+        require_same_model(stored, same, {}, "SGD")

@@ -1,0 +1,104 @@
+"""Whole runs on a mesh that resume, on the same mesh and on others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import tensor_parallel
+from ddp_lab.runtime.checkpoint.files import TensorFiles
+from ddp_lab.runtime.checkpoint.manifest import file_name, folder_name, read_manifest
+from ddp_lab.runtime.checkpoint.parts import read_whole
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data import prose
+from ddp_lab.runtime.distributed import Ranks, meshed
+from ddp_lab.runtime.run import train_and_record
+from ddp_lab.strategy.model_parallel import Cut
+from tests.ranks import RankPool
+from tests.runtime.checkpoint.test_runs import records
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 300}
+"""Of a language model with dropout."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("language")
+    (folder / "config.json").write_text(json.dumps(GPT2))
+    (folder / "text.txt").write_text("\n\n".join(prose.documents()[1]))
+    lengths = {"sequence_length": 16, "train_samples": 16, "eval_samples": 4, "global_batch_size": 4}
+    lengths["grad_accum_steps"] = 1
+    files = {"model": str(folder), "dataset": str(folder / "text.txt")}
+    return {"choice": "zero1", "task": "causal-lm", "no_profile": True, "checkpoint_every": 2, **lengths, **files}
+
+
+def run_on_mesh(settings: dict[str, Any]) -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    config = RunConfig(**settings)
+    with meshed(ranks, config.mesh) as on_mesh:
+        train_and_record(config, on_mesh, tensor_parallel.load, None, tensor_parallel.REGISTRY.load_parallelize)
+
+
+def checkpoint_of(folder: Path, choice: str, step: int) -> Path:
+    return folder / "checkpoints" / choice / folder_name(step)
+
+
+def record_of(folder: Path, choice: str) -> dict[str, Any]:
+    return records(folder, choice)[-1]
+
+
+def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """On the same mesh bit for bit, random numbers included. On another one the model is the same."""
+    on_mesh = {**settings, "mesh": "dp=2,tp=2"}
+    ranks.run(4, run_on_mesh, {**on_mesh, "output_dir": str(tmp_path / "straight")})
+    stopped = {**on_mesh, "output_dir": str(tmp_path / "stopped")}
+    ranks.run(4, run_on_mesh, {**stopped, "max_steps": 2})
+    ranks.run(4, run_on_mesh, {**stopped, "resume": "latest"})
+    straight_end, end = (checkpoint_of(tmp_path / name, "zero1@dp2-tp2", 4) for name in ("straight", "stopped"))
+    for rank in range(4):
+        found, wanted = (load_file(path / file_name(rank)) for path in (end, straight_end))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    generators = [load_file(end / file_name(rank))["random/torch"] for rank in range(4)]
+    assert torch.equal(generators[0], generators[1]) and not torch.equal(generators[0], generators[2])
+    assert not record_of(tmp_path / "stopped", "zero1@dp2-tp2")["notes"]
+
+    evaluation = record_of(tmp_path / "straight", "zero1@dp2-tp2")["eval"]["loss"]
+    other = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "other"), "resume": str(end)}
+    ranks.run(4, run_on_mesh, {**other, "checkpoint_every": None})
+    record = record_of(tmp_path / "other", "zero3")
+    assert record["eval"]["loss"] == pytest.approx(evaluation, rel=1e-5)
+    assert record["resumed_from"]["changed"] == {"choice": ["zero1", "zero3"], "mesh": ["dp=2,tp=2", None]}
+    assert record["notes"][0].startswith("resumed after step 4 with 4 ranks instead of 4 ranks (2 data-parallel): ")
+
+
+def whole_parameters(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Cut]]:
+    manifest = read_manifest(path)
+    files = TensorFiles([path / name for name in manifest.files])
+    return {
+        name: read_whole(files, f"parameter/{name}", info.shape, manifest.cuts.get(name))
+        for name, info in manifest.parameters.items()
+    }, manifest.cuts
+
+
+def test_new_random_numbers_are_the_same_for_the_same_samples(
+    ranks: RankPool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """And the manifest says how parameters are cut, with which they are read without ranks."""
+    plain = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "plain"), "max_steps": 1}
+    ranks.run(2, run_on_mesh, plain)
+    first = checkpoint_of(tmp_path / "plain", "zero3", 1)
+    on_mesh = {**settings, "mesh": "dp=2,tp=2", "choice": "zero3", "output_dir": str(tmp_path / "mesh")}
+    ranks.run(4, run_on_mesh, {**on_mesh, "resume": str(first), "max_steps": 2})
+    second = checkpoint_of(tmp_path / "mesh", "zero3@dp2-tp2", 2)
+    generators = [load_file(second / file_name(rank))["random/torch"] for rank in range(4)]
+    assert torch.equal(generators[0], generators[1]) and torch.equal(generators[2], generators[3])
+    assert not torch.equal(generators[0], generators[2])
+    (before, no_cuts), (after, cuts) = whole_parameters(first), whole_parameters(second)
+    assert not no_cuts and cuts["transformer.wte.weight"] == Cut(0, 300, (((0, 150),), ((150, 300),)))
+    assert "transformer.ln_f.weight" not in cuts and "lm_head.weight" not in cuts
+    for name, value in before.items():  # a step of Adam changes each element by about the learning rate at most
+        assert 0 < (after[name] - value).abs().max() < 2e-3, name

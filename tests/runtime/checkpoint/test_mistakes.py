@@ -1,0 +1,172 @@
+"""What can go wrong with checkpoints. Each mistake is answered with one line, the same on every rank."""
+
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.checkpoint.saver import Saver
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from tests.checkpoints import error_of, here, losses, train_to
+from tests.ranks import RankPool
+from tests.runtime.checkpoint.test_files import manifest
+
+CHOICE = ("sharding", "zero2")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run(2, losses, CHOICE, 4, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """Checkpoints that a test may damage."""
+    shutil.copytree(saved, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def said(ranks: RankPool, folder: Path | None, last: int = 6, **changes: Any) -> str:
+    """The line that a run up to step `last` ends with, the same on all ranks; empty if it ends well."""
+    (message,) = set(ranks.run(2, error_of, CHOICE, last, folder, changes))
+    assert "\n" not in message
+    return message
+
+
+def test_nothing_to_resume_from(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = said(ranks, tmp_path / "empty", resume="latest")
+    assert f"no complete checkpoint in {tmp_path / 'empty'}; leave --resume out" in empty
+    assert "no complete checkpoint" in said(ranks, tmp_path / "never", resume="latest")
+    assert "missing is no checkpoint: no such folder" in said(ranks, None, resume=str(tmp_path / "missing"))
+    assert "it has no manifest.json" in said(ranks, None, resume=str(tmp_path / "empty"))
+    assert "is no checkpoint: no such folder" in said(ranks, None, resume=str(folder / "step_00000004/manifest.json"))
+    (folder / "step_00000004" / "manifest.json").unlink()
+    incomplete = said(ranks, None, resume=str(folder / "step_00000004"))
+    assert "step_00000004 is no complete checkpoint: it has no manifest.json" in incomplete
+
+
+def test_damaged(ranks: RankPool, folder: Path) -> None:
+    """A named one is refused. If the latest is damaged, the one before is used, and the damaged one is replaced."""
+    path = folder / "step_00000004" / "rank_1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    damaged = said(ranks, None, resume=str(folder / "step_00000004"))
+    assert "step_00000004 is damaged: rank_1.safetensors is damaged: its checksum differs" in damaged
+    assert ranks.run(2, losses, CHOICE, 6, folder, "latest")[0][:4] == ranks.run(2, losses, CHOICE, 4, None)[0]
+    assert said(ranks, None, resume=str(folder / "step_00000004")) == ""
+    for step in (2, 4, 6):
+        (folder / f"step_{step:08d}" / "manifest.json").write_bytes(b"{")
+    assert "no complete checkpoint" in said(ranks, folder, resume="latest")
+
+
+def test_another_training(ranks: RankPool, saved: Path) -> None:
+    changes = {"workload": "sample", "global_batch_size": 6, "lr": 0.5, "seed": 3, "depth": 3}
+    expected = "--workload was mlp and is sample; --global-batch-size was 8 and is 6; --lr was 0.01 and is 0.5; "
+    expected += "--seed was 0 and is 3; --depth was 40 and is 3"
+    assert expected in said(ranks, None, resume=str(saved), **changes)
+
+
+def test_the_end_of_the_run(ranks: RankPool, saved: Path) -> None:
+    behind = said(ranks, None, last=3, resume=str(saved))
+    assert "the checkpoint was made after step 4, but this run ends after step 3; raise --max-steps" in behind
+    assert said(ranks, None, last=4, resume=str(saved)) == "", "the evaluation may be all that is left"
+
+
+def test_checkpoints_are_not_mixed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    fresh = said(ranks, folder)
+    assert f"{folder} holds checkpoints of an earlier run, the newest of step 4; resume from it with --resume" in fresh
+    older = said(ranks, folder, resume=str(folder / "step_00000002"))
+    assert "holds a checkpoint of step 4 that this run does not resume from; remove it, or" in older
+    assert said(ranks, tmp_path / "new", resume=str(folder / "step_00000002")) == ""
+    assert said(ranks, folder, resume=str(folder)) == ""
+
+
+def test_nowhere_to_save(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write checkpoints into" in said(ranks, tmp_path / "file" / "below")
+    ranks.run(1, lock_twice, tmp_path / "locked")
+
+
+def lock_twice(folder: Path) -> None:
+    first = Saver(folder, here(), in_background=False, keep=None)
+    with pytest.raises(UserError, match="another run is saving checkpoints in"):
+        Saver(folder, here(), in_background=False, keep=None)
+    first.close()
+    Saver(folder, here(), in_background=False, keep=None).close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_folder_that_goes(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
+    ranks.run(2, lose_folder, tmp_path / "lost", in_background)
+
+
+def lose_folder(folder: Path, in_background: bool) -> None:
+    saver = Saver(folder, here(), in_background, keep=None)
+    tensors = {f"parameter/weight/{3 * here().rank}": torch.ones(3)}
+    saver.save(tensors, {}, manifest(2))
+    saver.settle()
+    dist.barrier()
+    if here().rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    with pytest.raises(UserError, match=r"step 4: cannot save .*: No such file .*; the folder has gone"):
+        saver.save(tensors, {}, manifest(4))
+        saver.settle()
+    saver.close()
+
+
+def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
+    """Save after steps 2 and 4. From then on rank 1 can write nothing, until a second try."""
+    train_to(CHOICE, 4, folder, checkpoint_async=in_background)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if here().rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        message = error_of(CHOICE, 8, folder, {"resume": "latest", "checkpoint_async": in_background})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    return message, error_of(CHOICE, 8, folder, {"resume": "latest"})
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_full_disk(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
+    """The save fails with an error, earlier checkpoints stay, and the run resumes once there is room again."""
+    for message, later in ranks.run(2, full_disk, tmp_path, in_background):
+        wanted = f"rank 1: step 6: cannot save a checkpoint in {tmp_path}: File too large; earlier ones are kept"
+        assert message == wanted and later == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *(f"step_{s:08d}" for s in (2, 4, 6, 8))]
+
+
+def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    assert said(ranks, tmp_path, last=7, keep_last=2, checkpoint_async=True) == ""
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000006", "step_00000007"]
+    names = [file.name for file in (tmp_path / "step_00000007").iterdir()]
+    assert sorted(names) == ["manifest.json", "rank_0.safetensors", "rank_1.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"keep_last": 2}, "--keep-last 2: must be with --checkpoint-every"),
+        ({"checkpoint_async": True}, "--checkpoint-async: must be with --checkpoint-every"),
+        ({"checkpoint_every": 0}, "--checkpoint-every 0: must be a whole number of at least 1"),
+        ({"checkpoint_every": 1, "keep_last": 0}, "--keep-last 0: must be a whole number of at least 1"),
+        ({"checkpoint_dir": "x"}, "--checkpoint-dir x: must be with --checkpoint-every or --resume"),
+    ],
+)
+def test_flags_that_make_no_sense(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        RunConfig(**settings)

@@ -1,0 +1,96 @@
+"""How parts of parameters are stored and found again, without ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.model_parallel import Cut
+
+SHAPE = (12, 5)
+HALVES = Cut(0, 12, (((0, 7),), ((7, 12),)))
+FUSED = Cut(0, 12, (((0, 2), (6, 9)), ((2, 6), (9, 12))))
+"""As queries and keys that are one tensor."""
+SHARED = Cut(0, 12, (((0, 6),), ((0, 6),), ((6, 12),), ((6, 12),)))
+COLUMNS = Cut(1, 5, (((0, 2),), ((2, 3),), ((3, 5),)))
+
+
+def own_parts(cut: Cut | None, rank: int) -> OwnParts:
+    module = torch.nn.Module()
+    whole = torch.zeros(SHAPE)
+    module.weight = torch.nn.Parameter(cut.part(whole, rank) if cut else whole)
+    parallel = SimpleNamespace(rank=rank, cuts={"weight": cut}) if cut else None
+    strategy: Any = SimpleNamespace(module=module, model_parallel=parallel)
+    return OwnParts(strategy)
+
+
+class Files:
+    """What `cut` stores of a tensor, each part in one range. Notes what is read."""
+
+    def __init__(self, whole: Tensor, cut: Cut | None) -> None:
+        self.read_keys: list[str] = []
+        self._stored = {}
+        for rank in range(len(cut.ranges)) if cut else (0,):
+            own = own_parts(cut, rank)
+            if own.is_saved_here("weight"):
+                part = cut.part(whole, rank) if cut else whole
+                self._stored[f"parameter/{own.key('weight')}"] = part.reshape(-1)
+
+    def read(self, key: str, start: int, end: int) -> Tensor:
+        self.read_keys.append(f"{key} {start}-{end}")
+        return self._stored[key][start:end]
+
+
+CUTS = [None, HALVES, FUSED, SHARED, COLUMNS]
+
+
+@given(st.sampled_from(CUTS), st.sampled_from(CUTS), st.data())
+def test_any_part_is_put_together_from_any_others(stored: Cut | None, wanted: Cut | None, data: Any) -> None:
+    whole = torch.arange(60.0).view(SHAPE)
+    rank = data.draw(st.integers(0, len(wanted.ranges) - 1 if wanted else 0))
+    part = (wanted.part(whole, rank) if wanted else whole).reshape(-1)
+    start = data.draw(st.integers(0, len(part)))
+    end = data.draw(st.integers(start, len(part)))
+    files: Any = Files(whole, stored)
+    reader = StoredParts(files, {"weight": stored} if stored else {}, own_parts(wanted, rank))
+    found = reader.read("parameter", "weight", start, end)
+    assert torch.equal(found, part[start:end])
+    if stored == wanted:
+        (read,) = files.read_keys
+        assert read.endswith(f" {start}-{end}"), "nothing more is read"
+
+
+def test_of_equal_parts_one_is_stored_and_read() -> None:
+    files: Any = Files(torch.arange(60.0).view(SHAPE), SHARED)
+    StoredParts(files, {"weight": SHARED}, own_parts(SHARED, 3)).read("parameter", "weight", 4, 9)
+    assert files.read_keys == ["parameter/weight@2 4-9"] and files._stored.keys() == {
+        "parameter/weight@0",
+        "parameter/weight@2",
+    }
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(2, 12, HALVES.ranges),
+        Cut(-1, 5, COLUMNS.ranges),
+        Cut(1, 12, HALVES.ranges),
+        Cut(0, 13, (((0, 13),),)),
+        Cut(0, 12, (((0, 7),), ((8, 12),))),
+        Cut(0, 12, (((0, 7),), ((7, 13),))),
+        Cut(0, 12, (((-1, 7),), ((7, 12),))),
+        Cut(0, 12, (((7, 3),), ((0, 12),))),
+        Cut(0, 12, (((0, 12),), ())),
+        Cut(0, 12, ()),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(cut: Cut) -> None:
+    files: Any = Files(torch.zeros(SHAPE), None)
+    with pytest.raises(UserError, match=r"is damaged, or of another model: weight \(12, 5\) is cut wrongly there"):
+        StoredParts(files, {"weight": cut}, own_parts(HALVES, 0))

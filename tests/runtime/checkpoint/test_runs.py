@@ -1,0 +1,147 @@
+"""Whole runs that resume: the record, the end of a run, profiles, and ranks that are killed under `torchrun`."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ddp_lab.runtime.checkpoint.manifest import MANIFEST
+from ddp_lab.strategy.model_parallel import Cut
+from tests.faults.scenarios import SCRIPT
+from tests.ranks import RankPool
+from tests.runtime.checkpoint.test_choices import choices
+from tests.runtime.checkpoint.test_files import manifest
+from tests.runtime.test_run import run_here
+from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN
+
+TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "choice": "flat_ddp"}
+
+
+def records(folder: Path, choice: str) -> list[dict[str, Any]]:
+    """Of all completed runs of a choice, in the order in which they ended."""
+    paths = sorted((folder / "profile" / choice).glob("*.run.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [record for path in paths if (record := json.loads(path.read_text()))["ended"]["how"] == "completed"]
+
+
+def test_the_record_holds_all_steps(ranks: RankPool, tmp_path: Path) -> None:
+    """A run that stopped after step 3 of 6, where the first epoch ends, and once more after the last step."""
+    steps = {**TINY, "train_samples": 20, "epochs": 2, "profile_wait": 0, "profile_warmup": 1, "profile_active": 1}
+    straight = {**steps, "output_dir": str(tmp_path / "straight"), "no_profile": True}
+    assert ranks.run(2, run_here, straight) == [None, None]
+    (expected,) = records(tmp_path / "straight", "flat_ddp")
+    assert expected["resumed_from"] is None and len(expected["train_loss"]) == 6
+    saving = {**steps, "output_dir": str(tmp_path / "stopped"), "checkpoint_every": 2}
+    assert ranks.run(2, run_here, {**saving, "max_steps": 3, "no_profile": True}) == [None, None]
+    for _ in range(2):
+        assert ranks.run(2, run_here, {**saving, "resume": "latest"}) == [None, None]
+    _, resumed, ended = records(tmp_path / "stopped", "flat_ddp")
+    folder = tmp_path / "stopped" / "checkpoints" / "flat_ddp"
+    for record, step in ((resumed, 3), (ended, 6)):
+        for field in ("train_loss", "step_samples", "eval"):
+            assert record[field] == expected[field], field
+        assert record["step_time_s"][:step] == [None] * step and len(record["step_time_s"]) == 6
+        assert record["resumed_from"]["path"] == str(folder / f"step_{step:08d}")
+        assert record["resumed_from"]["step"] == step
+    assert resumed["resumed_from"]["changed"] == {"max_steps": [3, None]} and ended["resumed_from"]["changed"] == {}
+    assert resumed["config"]["no_profile"] is False and ended["config"]["no_profile"] is True
+    assert sorted(path.name for path in folder.glob("step*")) == [f"step_{s:08d}" for s in (2, 3, 4, 6)]
+
+
+@pytest.mark.parametrize("compress", ["int8", "powersgd"])
+def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path, compress: str) -> None:
+    """And the resumed run says so."""
+    settings = {**TINY, "compress": compress, "no_profile": True, "output_dir": str(tmp_path), "checkpoint_every": 1}
+    assert ranks.run(2, run_here, {**settings, "max_steps": 1}) == [None, None]
+    assert ranks.run(2, run_here, {**settings, "max_steps": 2, "resume": "latest"}) == [None, None]
+    first, resumed = records(tmp_path, "flat_ddp")
+    wanted = f"resumed after step 1 without the error feedback of --compress {compress}, which is not saved"
+    assert first["notes"] == [] and resumed["notes"][0].startswith(wanted)
+
+
+def test_deepspeed_says_that_it_cannot() -> None:
+    from ddp_lab.runtime.errors import UnsupportedError
+    from reference.deepspeed_zero import DeepSpeedZero1
+
+    with pytest.raises(UnsupportedError, match="DeepSpeed choices can neither save nor resume checkpoints"):
+        DeepSpeedZero1.parameter_pieces(object.__new__(DeepSpeedZero1))
+
+
+def test_every_field_of_the_manifest_is_documented() -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    documented = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    content = msgspec.to_builtins(manifest(1, files={"rank_0.safetensors": {"bytes": 1, "crc32": 1}}))
+    fields = {*content, "crc32"}
+    fields |= {f"parameters.*.{name}" for name in content["parameters"]["weight"]}
+    fields |= {f"cuts.*.{field.name}" for field in dataclasses.fields(Cut)}
+    fields |= {f"files.*.{name}" for name in content["files"]["rank_0.safetensors"]}
+    assert set(documented) == fields and MANIFEST in text
+    from ddp_lab.runtime.checkpoint.origin import MAY_DIFFER, MUST_EQUAL
+    from ddp_lab.runtime.config import flag_name
+
+    for name in (*MUST_EQUAL, *MAY_DIFFER):
+        assert f"`{flag_name(name).replace('--choice', '--ddp-choice')}`" in text, name
+
+
+# Killed ranks --------------------------------------------------------------------------------------------------------
+
+
+def killed(choice: str, folder: Path, rank: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A run of 8 steps in which a rank is killed in step 5, and torchrun restarts the ranks."""
+    arguments = ["--ddp-choice", choice, "--workload", "mlp", "--depth", "3", "--width", "16", "--no-profile", *flags]
+    arguments += ["--train-samples", "64", "--eval-samples", "4", "--output-dir", str(folder)]
+    return subprocess.run(
+        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=1", SCRIPT, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"FAULT": f"kill:rank={rank}:step=5:at=forward"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def assert_nothing_is_lost(choice: str, folder: Path, rank: int) -> None:
+    """The run resumes after step 4, and ends as if nothing had happened."""
+    answer = killed(choice, folder, rank, "--checkpoint-every", "2")
+    assert answer.returncode == 0, answer.stderr
+    assert f"{choice}: resumes after step 4 from" in answer.stdout
+    (record,) = records(folder, choice)
+    assert len(record["train_loss"]) == 8 and record["resumed_from"]["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    assert_nothing_is_lost("zero2", tmp_path, 1)
+    straight = {**TINY, "choice": "bucket_ddp_async", "train_samples": 64, "eval_samples": 4, "no_profile": True}
+    ranks.run(2, run_here, {**straight, "output_dir": str(tmp_path)})
+    (expected,) = records(tmp_path, "bucket_ddp_async")
+    assert records(tmp_path, "zero2")[0]["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("choice", choices(), ids="-".join)
+def test_a_killed_rank_of_any_choice(tmp_path: Path, choice: tuple[str, str]) -> None:
+    assert_nothing_is_lost(choice[1], tmp_path, 0 if choice[1].startswith("pytorch") else 1)
+
+
+@pytest.mark.exhaustive
+def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
+    answer = killed("flat_ddp", tmp_path, 1, "--checkpoint-every", "7")
+    assert answer.returncode == 0 and "resumes" not in answer.stdout
+    (record,) = records(tmp_path, "flat_ddp")
+    assert len(record["train_loss"]) == 8 and record["resumed_from"] is None
+
+
+@pytest.mark.exhaustive
+def test_a_restart_does_not_resume_from_another_job(tmp_path: Path) -> None:
+    """A run that was refused must not resume from another job's checkpoint when torchrun restarts it."""
+    flags = ("--checkpoint-every", "2")
+    assert killed("flat_ddp", tmp_path, 1, *flags).returncode == 0
+    answer = killed("flat_ddp", tmp_path, 1, *flags)
+    assert answer.returncode == 1 and "resumes" not in answer.stdout
+    assert answer.stderr.count("holds checkpoints of an earlier run, the newest of step 8") == 2

@@ -1,0 +1,313 @@
+"""Paced collectives between real ranks."""
+
+import datetime
+import gc
+import json
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.link.ledger import SLOTS
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.world import paced_groups
+from tests.parity import for_each_choice, is_refused, train_on_rank
+from tests.ranks import RankFailed, RankPool
+
+ELEMENTS = 60_000
+SLOW = Link(80 * 10**6, 1e-4)
+"""24 ms for an all-reduce of so many elements between two ranks."""
+SPLITS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3]]]
+
+
+def both_ways(choice: tuple[str, str]) -> list[dict[str, Any]]:
+    plain = train_on_rank(choice, "plain", SPLITS, optimizer="adam")
+    with paced_groups(Link(10**9, 1e-5)):
+        paced = train_on_rank(choice, "plain", SPLITS, optimizer="adam")
+        gc.collect()
+    return [plain, paced]
+
+
+@for_each_choice
+def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: tuple[str, str]) -> None:
+    if is_refused(ranks, choice, "plain"):
+        pytest.skip("the choice refuses the model")
+    for plain, paced in ranks.run(2, both_ways, choice):
+        assert plain["loss"] == paced["loss"]
+        for part in ("gradients", "state"):
+            assert plain[part].keys() == paced[part].keys()
+            assert all(torch.equal(plain[part][name], paced[part][name]) for name in plain[part])
+
+
+def issue(kind: str, group: Any = None) -> tuple[Any, Tensor, Tensor]:
+    """Handle, result, and what the result must be."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.full((ELEMENTS,), float(rank + 1))
+    total = size * (size + 1) / 2
+    options: dict[str, Any] = {"async_op": True, "group": group}
+    if kind == "all_reduce":
+        return dist.all_reduce(own, **options), own, torch.full((ELEMENTS,), total)
+    if kind == "reduce_scatter":
+        shard = torch.empty(ELEMENTS // size)
+        return dist.reduce_scatter_tensor(shard, own, **options), shard, torch.full_like(shard, total)
+    if kind == "broadcast":
+        return dist.broadcast(own, src=1, **options), own, torch.full((ELEMENTS,), 2.0)
+    if kind == "scatter":
+        shard, given = torch.empty(ELEMENTS // size), list((torch.ones(size, ELEMENTS // size)).unbind())
+        return dist.scatter(shard, given if rank == 0 else None, src=0, **options), shard, torch.ones_like(shard)
+    if kind == "gather":
+        parts = [torch.empty(ELEMENTS) for _ in range(size)] if rank == 0 else None
+        work = dist.gather(own, parts, dst=0, **options)
+        return work, parts[1] if parts else own, torch.full((ELEMENTS,), 2.0 if parts else rank + 1.0)
+    full = torch.empty(ELEMENTS * size)
+    if kind == "all_to_all":
+        given = own.repeat(size)
+        wanted = torch.arange(1.0, size + 1).repeat_interleave(ELEMENTS)
+        return dist.all_to_all_single(full, given, **options), full, wanted
+    assert kind == "all_gather"
+    return (
+        dist.all_gather_into_tensor(full, own, **options),
+        full,
+        torch.arange(1.0, size + 1).repeat_interleave(ELEMENTS),
+    )
+
+
+def timed(kind: str) -> tuple[float, float, bool, bool, float]:
+    with paced_groups(SLOW):
+        host_barrier()
+        begin, cpu = time.monotonic(), time.process_time()
+        work, result, wanted = issue(kind)
+        issued = time.monotonic() - begin
+        was_done = work.is_completed()
+        work.wait()
+        end = time.monotonic() - begin
+        return issued, end, was_done, torch.equal(result, wanted), time.process_time() - cpu
+
+
+BITS = 8 * 4 * ELEMENTS
+LEAST_S = {  # of the rank that waits longest, with two ranks
+    "all_reduce": BITS / SLOW.bits_per_s + 2e-4,
+    "reduce_scatter": BITS / SLOW.bits_per_s + 2e-4,
+    "broadcast": BITS / SLOW.bits_per_s + 1e-4,
+    "all_gather": 1.5 * BITS / SLOW.bits_per_s + 1e-4,
+    "scatter": BITS / 2 / SLOW.bits_per_s + 1e-4,
+    "gather": BITS / SLOW.bits_per_s + 1e-4,
+    "all_to_all": BITS / SLOW.bits_per_s + 1e-4,
+}
+
+
+@pytest.mark.parametrize("kind", LEAST_S)
+def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str) -> None:
+    found = ranks.run(2, timed, kind)
+    assert max(end for _, end, *_ in found) >= LEAST_S[kind]
+    for issued, end, was_done, is_right, cpu in found:
+        assert is_right and not was_done
+        assert issued < end / 2 and cpu < end / 2  # the caller goes on at once, and nobody spins
+
+
+def sum_later() -> list[float]:
+    """A future, and one collective behind another."""
+    with paced_groups(SLOW):
+        host_barrier()
+        begin = time.monotonic()
+        first, second = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
+        futures = [dist.all_reduce(each, async_op=True).get_future() for each in (first, second)]
+        ends = []
+        for future in futures:
+            (value,) = future.wait()
+            assert value.eq(dist.get_world_size()).all()
+            ends.append(time.monotonic() - begin)
+        return ends
+
+
+def test_futures_wait_too_and_sends_queue(ranks: RankPool) -> None:
+    each = BITS / SLOW.bits_per_s
+    for first, second in ranks.run(2, sum_later):
+        assert first >= each and second >= 2 * each
+
+
+def many_in_flight() -> tuple[float, float]:
+    """Seconds until the last of more all-reduces than a ledger has slots for, and what the link takes for all."""
+    link, each = Link(8 * 10**6), torch.ones(250)
+    with paced_groups(link):
+        host_barrier()
+        begin = time.monotonic()
+        works = [dist.all_reduce(each.clone(), async_op=True) for _ in range(SLOTS + SLOTS // 2)]
+        for work in works:
+            work.wait()
+        return time.monotonic() - begin, len(works) * 8 * each.nbytes / link.bits_per_s
+
+
+def test_a_rank_far_ahead_still_pays_for_all(ranks: RankPool) -> None:
+    for took, least in ranks.run(2, many_in_flight):
+        assert took >= least
+
+
+def originals() -> tuple[float, float]:
+    """Seconds of a step of PyTorch's DDP and FSDP2, and of their traffic."""
+    with paced_groups(SLOW):
+        ddp = DistributedDataParallel(torch.nn.Linear(250, 240, bias=False))
+        sharded = fully_shard(
+            torch.nn.Linear(250, 240, bias=False), mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        )
+        times = []
+        for module in (ddp, sharded):
+            host_barrier()
+            begin = time.monotonic()
+            module(torch.ones(2, 250)).sum().backward()
+            times.append(time.monotonic() - begin)
+        del ddp, sharded
+        gc.collect()
+    return times[0], times[1]
+
+
+def test_ddp_and_fsdp2_run_on_it(ranks: RankPool) -> None:
+    each = BITS / SLOW.bits_per_s
+    for ddp, fsdp in ranks.run(2, originals):
+        assert ddp >= each
+        assert fsdp >= 0.75 * each + each  # gathers the weights, and reduces the gradient; gathered again if resharded
+
+
+def traced(path: str) -> list[dict[str, Any]]:
+    with paced_groups(SLOW):
+        host_barrier()
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(record_shapes=True, experimental_config=everywhere) as profiler:
+            for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+                issue(kind)[0].wait()
+    profiler.export_chrome_trace(f"{path}.{dist.get_rank()}")
+    return json.loads(Path(f"{path}.{dist.get_rank()}").read_text())["traceEvents"]
+
+
+def test_traces_show_the_paced_times(ranks: RankPool, tmp_path: Path) -> None:
+    from ddp_lab.analysis.traces.collectives import gloo_collectives
+    from ddp_lab.analysis.traces.reading import read_trace
+
+    ranks.run(2, traced, str(tmp_path / "trace"))
+    took = []
+    for rank in range(2):
+        events = read_trace(tmp_path / f"trace.{rank}").events
+        found = gloo_collectives(events, 2)
+        assert found["kind"].tolist() == ["all_reduce", "reduce_scatter", "all_gather"]
+        assert (found["start"] < found["end"]).all()
+        took.append((found["end"] - found["issued"]) / 1e6)
+    assert (pd.concat(took, axis="columns").max(axis="columns") >= [LEAST_S[kind] for kind in found["kind"]]).all()
+
+
+def sub_groups() -> tuple[list[float], bool]:
+    with paced_groups(SLOW):
+        of_two = dist.new_group([0, 1] if dist.get_rank() < 2 else [2], use_local_synchronization=True)
+        group = of_two if dist.get_rank() < 2 else None
+        others = dist.new_group([2])
+        times = []
+        host_barrier()
+        if group is not None:
+            begin = time.monotonic()
+            dist.all_reduce(torch.ones(ELEMENTS), group=group)
+            times.append(time.monotonic() - begin)
+        is_member = isinstance(others, dist.ProcessGroup)
+        gathered: list[Any] = [None] * 3
+        dist.all_gather_object(gathered, dist.get_rank())
+        assert gathered == [0, 1, 2]
+        for made in filter(lambda each: isinstance(each, dist.ProcessGroup), (of_two, others)):
+            dist.destroy_process_group(made)  # or later traces would list groups of different ranks
+    dist.barrier()  # as before
+    return times, is_member
+
+
+def test_groups_that_are_made_later_are_paced(ranks: RankPool) -> None:
+    first, second, third = ranks.run(3, sub_groups)
+    for times, is_member in (first, second):
+        assert times[0] >= BITS / SLOW.bits_per_s and not is_member
+    assert third == ([], True)
+
+
+def alone() -> list[bool]:
+    with paced_groups(SLOW):
+        shown: list[Any] = ["here"]
+        dist.broadcast_object_list(shown, src=0)
+        own, full = torch.ones(3), torch.empty(3)
+        dist.scatter(full, [own], src=0)
+        dist.all_reduce(own)
+        host_barrier()
+    return [shown == ["here"], own.eq(1).all().item(), full.eq(1).all().item()]
+
+
+def test_one_rank_has_nobody_to_wait_for(ranks: RankPool) -> None:
+    assert ranks.run(1, alone) == [[True] * 3]
+
+
+def missing_rank() -> list[str]:
+    """What a collective says that rank 1 never issues: to who waits, to who has its future, and to DDP."""
+    said = []
+    with paced_groups(SLOW):
+        groups = [dist.new_group(timeout=datetime.timedelta(seconds=1)) for _ in range(3)]
+        module = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=groups[2])
+        host_barrier()
+        if dist.get_rank() == 0:
+            works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in groups[:2]]
+            attempts = [works[0].wait, works[1].get_future().wait, module(torch.ones(1, 3)).sum().backward]
+            for attempt in attempts:
+                with pytest.raises(RuntimeError) as caught:
+                    attempt()
+                said.append(str(caught.value))
+            assert works[0].is_completed() and not works[0].is_success()
+        host_barrier()
+        del module
+        gc.collect()
+    return said
+
+
+def test_what_fails_is_not_taken_for_done(ranks: RankPool) -> None:
+    said, nothing = ranks.run(2, missing_rank)
+    assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
+
+
+def held_after_a_collective() -> int:
+    """Tensors of a collective that is over which are still alive."""
+    with paced_groups(SLOW):
+        whole, shard = torch.ones(ELEMENTS), torch.empty(ELEMENTS // 2)
+        seen = [weakref.ref(each) for each in (whole, shard)]
+        dist.reduce_scatter_tensor(shard, whole)
+        del whole, shard
+        time.sleep(0.05)  # the thread lets go of them after it has told the waiting one
+        gc.collect()
+        return sum(each() is not None for each in seen)
+
+
+def test_nobody_holds_what_is_delivered(ranks: RankPool) -> None:
+    assert ranks.run(2, held_after_a_collective) == [0, 0]
+
+
+def names_of_the_shared_file() -> int:
+    with paced_groups(SLOW):
+        host_barrier()
+        group: Any = dist.group.WORLD
+        return os.fstat(group._ledger._file.fileno()).st_nlink
+
+
+def test_the_shared_file_has_no_name(ranks: RankPool) -> None:
+    """So it is gone with the processes, however they end."""
+    assert ranks.run(2, names_of_the_shared_file) == [0, 0]
+
+
+def send() -> None:
+    with paced_groups(SLOW):
+        dist.send(torch.ones(1), dst=1 - dist.get_rank())
+
+
+def test_what_is_not_paced_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="--link cannot pace send yet"):
+        ranks.run(2, send)

@@ -1,0 +1,214 @@
+"""Memory: what the formula expects, what the recorder records of a step, and that it leaves nothing behind."""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.runtime.data.synthetic import MLP
+from ddp_lab.runtime.profiling.allocations import allocated_bytes, counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, expected_state_bytes
+from ddp_lab.runtime.profiling.memory_timeline import (
+    MemoryRecorder,
+    build_timeline,
+    model_states,
+    peaks_of,
+    phase_at,
+    record_step_memory,
+    thinned,
+)
+from ddp_lab.strategy.step import StepData
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, all_choices, load, options_of
+from tests.ranks import RankPool
+
+# The formula ---------------------------------------------------------------------------------------------------------
+
+ZERO = {
+    "replicated": (frozenset(), lambda n: 16),
+    "ZeRO-1": (frozenset({"optimizer_state"}), lambda n: 8 + 8 / n),
+    "ZeRO-2": (frozenset({"optimizer_state", "gradients"}), lambda n: 4 + 12 / n),
+    "ZeRO-3": (frozenset({"optimizer_state", "gradients", "parameters"}), lambda n: 16 / n),
+}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_expected_states_are_the_papers(stage: str, world_size: int) -> None:
+    """Rajbhandari et al., table 1, for fp32 parameters: bytes a parameter."""
+    shards, bytes_per_parameter = ZERO[stage]
+    psi = 12_000
+    expected = expected_state_bytes(ModelSize(psi, psi, 4 * psi, 4 * psi), world_size, shards)
+    assert sum(expected.values()) == psi * bytes_per_parameter(world_size)
+
+
+def test_expected_states_of_frozen_and_tied_parameters() -> None:
+    module = build("tied")
+    module.middle.requires_grad_(False)
+    size = ModelSize.of(module)
+    elements = 2 * 36 + 3 * 6  # first and last share a weight of 36, and have a bias each
+    assert size == ModelSize(elements, elements - 42, 4 * elements, 4 * (elements - 42))
+    expected = expected_state_bytes(size, 4, {"optimizer_state"})
+    assert expected == {"parameters": 360, "gradients": 192, "optimizer_state": 96}
+
+
+# The timeline, worked out by hand ------------------------------------------------------------------------------------
+
+
+def held(parameters: int, gradients: int) -> dict[str, int]:
+    return {"parameters": parameters, "gradients": gradients, "optimizer_state": 10, "buffers": 0}
+
+
+def test_a_timeline_worked_out_by_hand() -> None:
+    """Four samples of 1 ms each; between the second and the third 50 bytes come and go, which no sample sees."""
+    ms = 1_000_000
+    moments = [("start", held(4, 0)), ("layer", held(8, 0)), ("gradient of layer", held(8, 5)), ("end", held(4, 5))]
+    marks = {0: (10 * ms, 11 * ms), 1: (13 * ms, 14 * ms), 2: (18 * ms, 19 * ms), 3: (20 * ms, 21 * ms)}
+    phases = [(12 * ms, 15 * ms, "forward"), (15 * ms, int(19.5 * ms), "backward")]
+    curve = [(0, 14), (12 * ms, 20), (16 * ms, 70), (17 * ms, 25), (int(18.5 * ms), 24), (int(19.5 * ms), 19)]
+    timeline = build_timeline(moments, marks, phases, curve)
+    assert timeline["ms"] == [0, 2, 6, 7], "without what sampling took"
+    assert timeline["where"] == ["start", "layer", "gradient of layer", "end"]
+    assert timeline["allocated_bytes"] == [14, 20, 24, 19]
+    assert timeline["highest_bytes"] == [14, 20, 70, 24]
+    assert timeline["phases"] == [
+        {"name": "forward", "start_ms": 1, "end_ms": 3},
+        {"name": "backward", "start_ms": 3, "end_ms": 6.5},
+    ]
+    assert model_states(timeline) == [14, 18, 23, 19]
+    assert peaks_of(timeline) == {
+        "peak_parameters_bytes": 8,
+        "peak_gradients_bytes": 5,
+        "peak_optimizer_state_bytes": 10,
+        "peak_buffers_bytes": 0,
+        "peak_model_states_bytes": 23,
+        "peak_bytes": 70,
+        "peak_ms": 6,
+        "peak_phase": "backward",
+    }
+
+
+def test_the_phase_of_a_moment() -> None:
+    spans = [(0, 2, "forward"), (2, 4, "backward"), (5, 6, "forward"), (6, 8, "backward"), (8, 9, "optimizer")]
+    phases = [{"name": name, "start_ms": start, "end_ms": end} for start, end, name in spans]
+    named = {1: "forward 1 of 2", 3: "backward 1 of 2", 4.5: "between phases", 7: "backward 2 of 2", 8.5: "optimizer"}
+    assert [phase_at(phases, ms) for ms in named] == list(named.values())
+
+
+def test_thinning_keeps_every_peak() -> None:
+    generator = torch.Generator().manual_seed(0)
+    columns = {f"{name}_bytes": torch.randint(1000, (997,), generator=generator).tolist() for name in COMPONENTS}
+    allocated = torch.randint(5000, (997,), generator=generator).tolist()
+    timeline = {"ms": list(range(997)), "where": [str(i) for i in range(997)], **columns, "phases": []}
+    timeline |= {"allocated_bytes": allocated, "highest_bytes": [value + 7 for value in allocated]}
+    thin = thinned(timeline, most=50)
+    assert len(thin["ms"]) <= 50 + len(COMPONENTS) + 5 and thin["ms"][0] == 0 and thin["ms"][-1] == 996
+    assert peaks_of(thin) == peaks_of(timeline)
+    assert {len(values) for name, values in thin.items() if name != "phases"} == {len(thin["ms"])}
+
+
+# Real steps ----------------------------------------------------------------------------------------------------------
+
+
+def churn(rounds: int) -> None:
+    """Give tensors to a communication thread, and drop them at once."""
+    for _ in range(rounds):
+        dist.all_to_all_single(torch.empty(60_000), torch.ones(60_000), async_op=True).wait()
+
+
+def churn_and_count() -> tuple[int, int]:
+    """Bytes left when all has been freed, and the peak, of tensors that live 240 kB at a time, two at once."""
+    churn(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
+        churn(40)
+        time.sleep(0.2)  # until the threads have freed the last ones
+        torch.empty(1)
+    return allocated_bytes(profiler, "cpu", at_start=0)[-1][1], peak_of_allocations(profiler)
+
+
+def test_what_communication_threads_free_is_not_counted_for_ever(ranks: RankPool) -> None:
+    one = 2 * 240_000
+    for left, peak in ranks.run(2, churn_and_count):
+        assert left <= one <= peak <= 4 * one, "of 40, at most those under way at once"
+
+
+def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict[str, Any]:
+    """A recorded step; its record, what is held afterwards, and how many hooks were left behind."""
+    module = build(model)
+    strategy = load(choice)(module, OPTIMIZERS["adam"], options_of(choice))
+    batches = [make_batch(model, 3, index) for index in range(micro_batches)]
+    strategy.forward_backward(batches)
+    strategy.step()
+    before = count_hooks(strategy)
+    recorded = record_step_memory(strategy, StepData(6 * micro_batches, batches), None)
+    strategy.finish_parameter_synchronization()
+    return {"recorded": recorded, "rest": strategy.memory_breakdown(), "hooks": count_hooks(strategy) - before}
+
+
+def count_hooks(strategy: Any) -> int:
+    modules = sum(len(module._forward_hooks) for module in strategy.module.modules())
+    return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.gradient_leaves())
+
+
+@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+def test_a_recorded_step(ranks: RankPool, choice: tuple[str, str]) -> None:
+    for answer in ranks.run(2, step_memory, choice, "llama", 2):
+        recorded, rest = answer["recorded"], answer["rest"]
+        timeline = recorded["timeline"]
+        assert answer["hooks"] == 0
+        assert {component: timeline[f"{component}_bytes"][-1] for component in COMPONENTS} == rest
+        for component in COMPONENTS:
+            assert recorded[f"peak_{component}_bytes"] >= rest[component]
+        assert recorded["peak_model_states_bytes"] == max(model_states(timeline))
+        assert recorded["peak_bytes"] == max(timeline["highest_bytes"]) >= recorded["peak_model_states_bytes"]
+        assert timeline["ms"] == sorted(timeline["ms"])
+        names = [phase["name"] for phase in timeline["phases"]]
+        assert names == ["forward", "backward", "forward", "backward", "gradient_sync", "optimizer"]
+        assert any(where.startswith("gradient of ") for where in timeline["where"])
+        assert any("layers.1" in where for where in timeline["where"])
+
+
+def diverge_while_recorded() -> Any:
+    module = build("plain")
+    strategy = load(("ddp", "flat_ddp"))(module, OPTIMIZERS["adam"], StrategyOptions())
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("inf"))
+    return record_step_memory(strategy, StepData(6, [make_batch("plain", 3, 0)]), None)
+
+
+def test_a_step_that_diverges_is_not_recorded(ranks: RankPool) -> None:
+    assert ranks.run(2, diverge_while_recorded) == [None, None]
+
+
+def activations_of_a_chain(layers: int, width: int, samples: int) -> dict[str, Any]:
+    """Recorded step of a chain of linear layers and ReLUs, of which backward needs every layer's output."""
+    strategy = load(("ddp", "simple_ddp"))(MLP(layers, width), OPTIMIZERS["sgd"], StrategyOptions())
+    recorder = MemoryRecorder(strategy)
+    batch = dict.fromkeys(("inputs", "targets"), torch.ones(samples, width))
+    strategy.forward_backward([batch])
+    with recorder:
+        strategy.forward_backward([batch])
+        recorder.step()
+    return recorder.result()
+
+
+def test_the_peak_is_where_activations_are_most(ranks: RankPool) -> None:
+    """Six layers of 1000 x 64 floats each: linear and ReLU keep one output of 256 kB for backward, per layer.
+
+    The peak is at the end of forward or the start of backward, and holds parameters and all activations.
+    """
+    layers, width, samples = 6, 64, 1000
+    activation, parameters = 4 * width * samples, 4 * layers * width * width
+    for recorded in ranks.run(2, activations_of_a_chain, layers, width, samples):
+        assert recorded["peak_phase"] in ("forward", "backward")
+        assert recorded["peak_bytes"] >= parameters + layers * activation
+        assert recorded["peak_bytes"] <= parameters + (layers + 5) * activation
+        timeline = recorded["timeline"]
+        after = [index for index, where in enumerate(timeline["where"]) if where.startswith("layers.")]
+        grown = [timeline["allocated_bytes"][then] - timeline["allocated_bytes"][now] for now, then in pairwise(after)]
+        assert grown == [activation] * (layers - 1), "a layer's activation each"

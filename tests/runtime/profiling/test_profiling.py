@@ -1,0 +1,107 @@
+"""A window ends only when no collective is in flight: its end would write into memory that the profiler has freed."""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import train
+from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_window_fits
+from ddp_lab.strategy.step import StepData
+from tests.models import build, make_batch
+from tests.parity import OPTIMIZERS, all_choices, load, options_of
+from tests.ranks import RankPool
+
+LATE_S = 0.2
+WINDOW_ENDS = (3, 6)
+HOOK_ID = 4_242
+
+
+def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
+    """How many collectives are in flight when each window ends, if the last rank is late with the next step's."""
+    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], options_of(choice))
+    announce, is_late = strategy.announce, dist.get_rank() == dist.get_world_size() - 1
+
+    def announce_late(*args: Any) -> None:
+        time.sleep(LATE_S if is_late and strategy.optimizer_steps + 1 in WINDOW_ENDS else 0)
+        announce(*args)
+
+    works: list[dist.Work] = []
+
+    def keep(call: Any) -> None:
+        if call.name.name != "REDUCE_SCATTER_BASE":  # Gloo's handle of it never says that it is completed
+            works.append(call.work)
+
+    unfinished: list[int] = []
+    stop_trace = profile.stop_trace
+
+    def observed_stop(profiler: profile) -> None:
+        unfinished.append(sum(not work.is_completed() for work in works))
+        stop_trace(profiler)
+
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    config = RunConfig(profile_wait=1, profile_warmup=1, profile_active=1, profile_repeat=2)
+    group = dist.group.WORLD
+    assert group is not None
+    group.register_post_hook(HOOK_ID, keep)
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(strategy, "announce", announce_late),
+            patch.object(profile, "stop_trace", observed_stop),
+            WindowProfiler(config, Path(folder), "run", ranks, strategy.finish_communication) as profiler,
+        ):
+            train(strategy, [StepData(4, [make_batch("llama", 2, 0)])] * 7, profiler, None, lambda result: None)
+    finally:
+        group.unregister_post_hook(HOOK_ID)
+    strategy.finish_communication()
+    assert works
+    return unfinished
+
+
+@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: tuple[str, str]) -> None:
+    assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]
+
+
+def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
+    def fail_to_settle() -> None:
+        raise AssertionError("what is in flight may never end")
+
+    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
+    with (
+        patch.object(profile, "start"),
+        patch.object(profile, "stop") as stop,
+        pytest.raises(KeyboardInterrupt),
+        WindowProfiler(RunConfig(), tmp_path, "run", ranks, fail_to_settle),
+    ):
+        raise KeyboardInterrupt
+    assert not stop.called
+
+
+@pytest.mark.parametrize(("wait", "settling", "expected"), [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
+def test_steps_in_which_a_strategy_settles_are_not_profiled(
+    tmp_path: Path, wait: int, settling: int, expected: list[int]
+) -> None:
+    """Windows of one step each, after `wait` steps and one of warm-up; none before the strategy has settled."""
+    config = RunConfig(
+        choice="x", profile_wait=wait, profile_warmup=1, profile_active=1, profile_repeat=2, max_steps=expected[-1]
+    )
+    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
+    with WindowProfiler(config, tmp_path, "run", ranks, lambda: None, settling) as profiler:
+        for _ in range(expected[-1]):
+            profiler.step()
+    found = sorted(int(path.name.split(".step")[1].split(".")[0]) for path in tmp_path.iterdir())
+    assert found == expected and config.profile_steps(settling) == expected[-1]
+    require_window_fits(config, expected[-1], settling)
+    with pytest.raises(UserError, match=f"end after {expected[-1]} optimizer steps .*the run has {expected[-1] - 1}"):
+        require_window_fits(config, expected[-1] - 1, settling)

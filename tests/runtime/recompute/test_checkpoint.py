@@ -1,0 +1,185 @@
+"""Activation checkpointing in one process: gradients, random numbers, memory, and what is refused."""
+
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.profiling.allocations import counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.tensors import taken_apart, tensors_in
+from ddp_lab.strategy.recompute.apply import checkpoint_activations
+from tests.models import LORA, build, make_batch
+
+SETTINGS = ("block", "every:2", "selective", "torch:block")
+
+
+def checkpointed(model: str, setting: str) -> nn.Module:
+    module = build(model).train()
+    checkpoint_activations(module, setting)
+    return module
+
+
+def gradients(module: nn.Module, model: str) -> tuple[dict[str, Tensor], Counter[str], Tensor]:
+    """Of one step, how often each parameter got one, and the next random number."""
+    got = Counter[str]()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: got.update([name]))
+    torch.manual_seed(1)
+    module(**make_batch(model, 4, 1)).loss.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, got, torch.rand(3)
+
+
+@pytest.mark.parametrize("model", ["awkward", "adapted", "out of order", "llama", LORA])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_parameter_gets_the_same_gradient_once(setting: str, model: str) -> None:
+    plain, module = build(model).train(), checkpointed(model, setting)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    wanted, _, random = gradients(plain, model)
+    found, got, random_after = gradients(module, model)
+    assert found.keys() == wanted.keys() and torch.equal(random_after, random)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    assert got == Counter(dict.fromkeys(wanted, 1))
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), f"{name} has counted a sample twice"
+
+
+@pytest.mark.parametrize(("setting", "times"), [("block", 2), ("every:2", 1.5), ("every:4", 1.25), ("torch:block", 2)])
+def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> None:
+    module, ran = checkpointed("awkward", setting), 0
+
+    def count(*_: Any) -> None:
+        nonlocal ran
+        ran += 1
+
+    for block in module.blocks:
+        block.first.register_forward_pre_hook(count)
+    module(**make_batch("awkward", 4, 1)).loss.backward()
+    assert ran == 4 * times
+    with torch.no_grad():
+        module(**make_batch("awkward", 4, 1))
+    assert ran == 4 * times + 4
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    module = checkpointed("deep", "block")
+    copy = deepcopy(module)
+    with torch.no_grad():
+        copy.blocks[0][0].weight.zero_()
+    wanted, found = (one(**make_batch("deep", 4, 1)).loss for one in (module, copy))
+    assert wanted != found
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Eight blocks of seven operators, whose activations are much larger than their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Tanh()]
+        self.blocks = nn.ModuleList(nn.Sequential(*deepcopy(parts)) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def peak(setting: str, rows: int = 20_000) -> float:
+    """Of a step's allocations, in tensors of `rows` x 8."""
+    module = Wide()
+    checkpoint_activations(module, setting)
+    x = torch.randn(rows, 8)
+    with counting_on_all_threads():
+        module(x).sum().backward()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            module(x).sum().backward()
+    return peak_of_allocations(profiler) / x.nbytes
+
+
+def test_the_peak_of_activations_falls() -> None:
+    """Without: at least 6 a block. With: each block's input, and the activations and gradients of a single block."""
+    held = {setting: peak(setting) for setting in ("none", *SETTINGS)}
+    assert held["none"] > 6 * 8
+    assert held["block"] < 8 + 7 + 5 and held["torch:block"] < 8 + 7 + 5
+    assert held["every:2"] < 0.7 * held["none"] and held["block"] < held["selective"] < 0.7 * held["none"]
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Its block reads a weight of another module, or changes its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(ReaderBlock([self.other], how) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ReaderBlock(nn.Module):
+    def __init__(self, others: list[nn.Module], how: str) -> None:
+        super().__init__()
+        self.own, self.others, self.how = nn.Linear(4, 4), others, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            x *= 2
+            return self.own(x)
+        return self.own(x) * self.others[0].weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("in place", "ReaderBlock changes an input in place"), ("weight", r"reads a tensor of shape \(4, 4\)")],
+)
+def test_what_would_be_wrong_without_a_word_is_refused(how: str, message: str) -> None:
+    module = Reader(how)
+    checkpoint_activations(module, "block")
+    with pytest.raises(OneRankError, match=f"--activation-checkpointing: .*{message}.* use --activation-checkpointing"):
+        module(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_model_without_blocks_is_refused(setting: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--activation-checkpointing {setting}: Frozen has no blocks"):
+        checkpointed("frozen", setting)
+
+
+def test_a_model_with_a_cache_is_refused() -> None:
+    module = build("llama")
+    module.config.use_cache = True
+    with pytest.raises(UnsupportedError, match="would add its keys and values to the cache twice"):
+        checkpoint_activations(module, "block")
+
+
+# Trees ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_is_put_together_of_other_tensors() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    one, two = torch.ones(1), torch.ones(2)
+    tree = ((SimpleNamespace(a=one, b=[two, "text"]), None), {"c": BaseModelOutput(last_hidden_state=one), "d": two})
+    tensors, put = taken_apart(tree)
+    assert [len(tensor) for tensor in tensors] == [1, 2, 1, 2]
+    (space, nothing), named = put([tensor * 3 for tensor in tensors])
+    assert nothing is None and space.b[1] == "text" and isinstance(named["c"], BaseModelOutput)
+    found = tensors_in([space, named])
+    assert [tensor.tolist() for tensor in found] == [[3], [3, 3], [3], [3, 3]]
+    assert tree[0][0].a is one, "the tree itself stays as it is"

@@ -1,0 +1,168 @@
+"""What a run tells of each step while it goes: JSON lines, TensorBoard, Weights & Biases; and of throughput by rank."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import NonFiniteError
+from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.records.metrics import json_lines, step_metrics
+from tests.ranks import RankPool
+from tests.runtime.test_flags import parsed
+from tests.runtime.test_run import TINY, record_of, run_here
+
+DOCS = Path(__file__).parents[3] / "docs"
+TOKENS = {"workload": "sample", "train_samples": 44, "eval_samples": 4, "no_profile": True}
+
+
+def lines_of(folder: Path, choice: str) -> list[list[dict[str, Any]]]:
+    """Of each file, oldest first."""
+    found = (folder / "profile" / choice).glob("*.metrics.jsonl")
+    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    texts = [path.read_text() for path in paths]
+    assert all(text.endswith("\n") for text in texts)
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def test_each_step_is_a_line_and_the_record_says_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {**TOKENS, "choice": "simple_ddp", "output_dir": str(tmp_path), "schedule": "linear", "warmup_steps": 2}
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record, (lines,) = record_of(tmp_path, "simple_ddp"), lines_of(tmp_path, "simple_ddp")
+    assert [line["step"] for line in lines] == list(range(6))  # 44 samples in batches of 8
+    text = (DOCS / "run-record.md").read_text()
+    assert all(f"\n| {key} | " in text for key in lines[0])
+    for key, field in {
+        "loss": "train_loss",
+        "lr": "step_lr",
+        "grad_norm": "step_grad_norm",
+        "step_time_s": "step_time_s",
+        "samples": "step_samples",
+        "tokens": "step_tokens",
+    }.items():
+        assert [line[key] for line in lines] == record[field], key
+    assert all(line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_time_s"]) for line in lines)
+    assert [line["time_s"] for line in lines] == sorted(line["time_s"] for line in lines)
+    assert record["step_lr"] == pytest.approx([record["config"]["lr"] * part for part in (0.5, 1, 1, 0.75, 0.5, 0.25)])
+    seconds, tokens = sum(record["step_time_s"][1:]), sum(record["step_tokens"][1:])
+    assert record["tokens_per_second"] == pytest.approx(tokens / seconds)
+    by_rank = record["throughput"]
+    assert [row["rank"] for row in by_rank] == [0, 1]
+    for name in ("samples_per_second", "tokens_per_second"):  # each by its own clock
+        assert sum(row[name] for row in by_rank) == pytest.approx(record[name], rel=0.2)
+    assert by_rank[0]["tokens_per_second"] != by_rank[1]["tokens_per_second"], "reviews differ in length"
+    rate = record["model_flops_per_sample"] * record["samples_per_second"]
+    assert record["model_flops_per_second"] == pytest.approx(rate)
+
+
+def test_tokens_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """The same samples on one rank and on three, the last step with fewer."""
+    tokens = []
+    for size, choice in ((1, "flat_ddp"), (3, "flat_ddp")):
+        folder = str(tmp_path / str(size))
+        settings = {**TOKENS, "choice": choice, "output_dir": folder, "global_batch_size": 6, "train_samples": 16}
+        assert set(ranks.run(size, run_here, settings)) == {None}
+        tokens.append(record_of(Path(folder), choice)["step_tokens"])
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 3
+
+
+def test_a_workload_without_tokens_has_none(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True}
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record, (lines,) = record_of(tmp_path, "flat_ddp"), lines_of(tmp_path, "flat_ddp")
+    assert record["step_tokens"] is record["tokens_per_second"] is None
+    assert {line["tokens"] for line in lines} == {line["tokens_per_second"] for line in lines} == {None}
+
+
+def test_a_resumed_run_writes_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True, "checkpoint_every": 2}
+    assert ranks.run(2, run_here, {**settings, "max_steps": 2}) == [None, None]
+    assert ranks.run(2, run_here, {**settings, "resume": "latest"}) == [None, None]
+    first, second = lines_of(tmp_path, "flat_ddp")
+    assert [line["step"] for line in first] == [0, 1] and [line["step"] for line in second] == [2, 3, 4]
+
+
+def log_three_steps(folder: str, target: str, diverges: bool) -> None:
+    """What a run does with its sinks, on two ranks."""
+    config = RunConfig(choice="flat_ddp", output_dir=folder, log_to=target)
+    Path(folder, "profile", "flat_ddp").mkdir(parents=True, exist_ok=True)
+    result = TrainingResult()
+    with step_metrics(config, "a-run", dist.get_rank() == 0) as after_step:
+        for step in range(3):
+            of_step = {"loss": 2.0 - step, "grad_norm": 0.5, "lr": 0.1, "step_time_s": 0.25}
+            result.add(samples=8, tokens=64, own=(4, 32), loss_scale=None, skipped=False, **of_step)
+            after_step(result)
+        if diverges:
+            raise NonFiniteError("step 3: the loss is not finite")
+
+
+def log_and_fail(folder: str, target: str) -> None:
+    with pytest.raises(NonFiniteError):
+        log_three_steps(folder, target, True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    ranks.run(2, log_and_fail if fails else log_three_steps, str(tmp_path), "tensorboard", *([] if fails else [False]))
+    events = accumulator.EventAccumulator(str(tmp_path / "profile" / "flat_ddp" / "a-run.tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (1, 1.0), (2, 0.0)]
+    assert {event.value for event in events.Scalars("tokens_per_second")} == {256.0}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_wandb_works_offline(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    pytest.importorskip("wandb")
+    ranks.run(2, log_offline, str(tmp_path), fails)
+    (run,) = (tmp_path / "profile" / "flat_ddp" / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30
+    while not all(name in run.read_bytes() for name in (b"tokens_per_second", b"grad_norm", b"flat_ddp a-run")):
+        assert time.monotonic() < deadline, run.read_bytes()
+        time.sleep(0.05)  # wandb's own process writes the file, also after `finish`
+
+
+def log_offline(folder: str, fails: bool) -> None:
+    with mock.patch.dict("os.environ", WANDB_MODE="offline"):
+        log_and_fail(folder, "wandb") if fails else log_three_steps(folder, "wandb", False)
+
+
+@pytest.mark.parametrize("target", ["tensorboard", "wandb"])
+def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    for value, expected, spec in (
+        (target, f"{target} is not installed; run: uv sync --extra {target}", None),
+        ("tb", "'tb' is none", None),
+        ("wandb,wandb", "'wandb,wandb' names wandb twice", mock.Mock()),
+    ):
+        with mock.patch("ddp_lab.runtime.config.find_spec", return_value=spec), pytest.raises(SystemExit):
+            parsed("--ddp-choice", "flat_ddp", "--log-to", value)
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and expected in said
+
+
+def test_a_folder_of_a_package_s_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(SystemExit):
+        parsed("--ddp-choice", "flat_ddp", "--log-to", "wandb")
+    assert "wandb is not installed" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_lines_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(choice="flat_ddp", output_dir=str(tmp_path))
+    (tmp_path / "profile" / "flat_ddp").mkdir(parents=True)
+    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    with mock.patch.object(Path, "open", lambda path, mode, buffering: full), json_lines(config, "a-run") as write:
+        write({"step": 0})
+        write({"step": 1})
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "a-run.metrics.jsonl: No space left on device" in said

@@ -1,0 +1,78 @@
+"""Workload `digits`: it learns in little time, and its batch normalization has the same statistics everywhere."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp
+import sharding
+from ddp_lab.planner.runs import first_micro_batches, module_maker
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.digits import DigitsCNN, build
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.loop import evaluate
+from tests.parity import load, options_of
+from tests.ranks import RankPool
+from tests.runtime.test_run import record_of, run_here
+
+
+@pytest.mark.parametrize("ranks_of_run", [1, 2])
+def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_run: int) -> None:
+    settings = {"choice": "simple_ddp", "workload": "digits", "global_batch_size": 64, "epochs": 4}
+    settings |= {"output_dir": str(tmp_path), "no_profile": True}
+    assert set(ranks.run(ranks_of_run, run_here, settings)) == {None}
+    record = record_of(tmp_path, "simple_ddp")
+    assert record["train_samples"] == 1437 and record["eval"]["samples"] == 360
+    assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
+    for row in record["memory"]:
+        assert row["buffers_bytes"] == 2 * 4 * (32 + 64) + 2 * 8, "means, variances, and two counters"
+
+
+def losses_of_trained_and_saved(choice: tuple[str, str]) -> tuple[float, float | None]:
+    """The held-out loss that the strategy finds, and that of the model which rank 0 saves."""
+    torch.manual_seed(0)
+    workload = build(RunConfig(eval_samples=8))
+    strategy = load(choice)(workload.model, lambda p: torch.optim.SGD(p, lr=0.01), options_of(choice))
+    first = 4 * dist.get_rank()
+    strategy.forward_backward([workload.collate(workload.train[first : first + 4])])
+    strategy.step()
+    found, state = evaluate(strategy, workload, 4, strategy.device)["loss"], strategy.full_state_dict()
+    if not state:
+        return found, None
+    model = DigitsCNN().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return found, model(**workload.collate(workload.evaluation)).loss.item()
+
+
+@pytest.mark.parametrize("choice", [("ddp", "simple_ddp"), ("ddp", "pytorch_ddp"), ("sharding", "zero2")])
+def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice: tuple[str, str]) -> None:
+    (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
+    assert found == other == pytest.approx(saved, rel=1e-6)
+
+
+def test_the_commands_of_the_tutorial_make_sense() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    commands = re.findall(r"^    torchrun --standalone --nproc_per_node=[12] (main_\w+\.py) (.+)$", text, re.MULTILINE)
+    assert len(commands) == 5 and len(text.splitlines()) <= 120
+    for script, flags in commands:
+        registry = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}[script]
+        config = parse_config("", registry, arguments=flags.split())
+        assert config.workload in ("digits", "mlp")
+
+
+def test_held_out_images_are_the_same_whatever_the_seed() -> None:
+    def shades(**settings: Any) -> list[float]:
+        return [sample["images"].sum().item() for sample in build(RunConfig(**settings)).evaluation]
+
+    assert shades(seed=3) == shades() and shades(eval_samples=7) == shades()[:7]
+
+
+def test_the_simulator_builds_it_too() -> None:
+    config = RunConfig(workload="digits", global_batch_size=64)
+    (batch, _) = first_micro_batches(config, world_size=2)
+    assert module_maker(config)()(**batch).logits.shape == (16, 10)

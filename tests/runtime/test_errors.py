@@ -1,0 +1,53 @@
+"""What `torchrun` learns of a failure, and which rank prints it."""
+
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from ddp_lab.runtime.errors import ERROR_FILE, speaks_for_node, tell_torchrun
+
+LINE = "error: flat_ddp: rank 1 was killed in step 3"
+
+
+def become(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int) -> Path:
+    """Be a rank under `torchrun`; the path of its error file."""
+    path = folder / "attempt_0" / str(rank) / "error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    monkeypatch.setenv("RANK", str(rank))
+    return path
+
+
+def test_the_root_cause_is_the_line_of_the_rank_that_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Although `torchrun` notices first that rank 1 was killed."""
+    began_s = time.time()
+    killed = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file=str(tmp_path / "none"))
+    path = become(monkeypatch, tmp_path, rank=0)
+    tell_torchrun(LINE, began_s)
+    tell_torchrun("error: what came of it")
+    failed = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file=str(path))
+    summary = str(ChildFailedError("main_ddp.py", {1: killed, 0: failed}))
+    assert summary.splitlines()[-2] == f"  traceback : {LINE}" and "what came of it" not in summary
+
+
+def test_without_torchrun_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ERROR_FILE, "")  # as with --log-dir /dev/null
+    tell_torchrun(LINE)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "removed" / "error.json"))
+    tell_torchrun(LINE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not always rank 0: `torchrun` stops it if another rank fails before it."""
+    spoken = []
+    for rank in (1, 0, 2):
+        become(monkeypatch, tmp_path, rank)
+        spoken.append(speaks_for_node())
+    assert spoken == [True, False, False]
+    monkeypatch.delenv(ERROR_FILE)
+    assert not speaks_for_node()
+    monkeypatch.setenv("RANK", "0")
+    assert speaks_for_node()

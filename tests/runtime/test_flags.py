@@ -1,0 +1,154 @@
+"""Flags on the command line, in `--help` and the docs, and in a TOML file; mistakes are one line."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ddp
+import sharding
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import build_parser, parse_config, to_toml, with_config_file
+
+DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
+GROUPS = ["model and data", "mesh", "batch", "precision", "memory", "communication", "profiling", "checkpoints", "run"]
+
+
+def parsed(*arguments: str) -> RunConfig:
+    return parse_config("", ddp.REGISTRY, arguments=arguments)
+
+
+def test_help_and_docs_have_every_flag_in_its_group() -> None:
+    """The docs say what --help says, word for word."""
+    parser = build_parser("", ddp.REGISTRY.sentences)
+    groups = [group for group in parser._action_groups if group._group_actions]
+    assert [group.title for group in groups] == GROUPS
+    expected = []
+    for group in groups:
+        expected += ["", f"| {group.title} | |", "|---|---|"]
+        for action in group._group_actions:
+            value = "" if action.nargs == 0 else f" [{action.metavar}]" if action.nargs == "?" else f" {action.metavar}"
+            expected.append(f"| `{action.option_strings[-1 if action.dest == 'help' else 0]}{value}` | {action.help} |")
+    assert "\n".join(expected) in DOCS.read_text(), "docs/command-line.md needs:\n" + "\n".join(expected)
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    assert {action.dest for action in parser._actions} == fields | {"config", "help", "version"}
+    assert "--precision {fp32,bf16,fp16}" in parser.format_help()
+
+
+MISTAKES = [
+    (["--ddp-choice", "bucket_dpp"], "unknown strategy 'bucket_dpp'; did you mean bucket_ddp_async"),
+    (["--ddp-choice", "zero3"], "strategy 'zero3' is one of main_shard.py; run that instead"),
+    (["--ddp-choice", "flat_ddp", "--workload", "sampel"], "unknown workload 'sampel'; did you mean sample"),
+    (["--ddp-choice", "flat_ddp", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
+    (["--ddp-choice", "flat_ddp", "--max-steps", "many"], "invalid int value: 'many'"),
+    (["--ddp-choice", "flat_ddp", "--lr", "-1"], "--lr -1.0: must be a number above 0"),
+    (["--ddp-choice", "flat_ddp", "--bucket-cap-mb", "big"], "'big' is neither a size in MiB nor auto"),
+    (["--ddp-choice", "flat_ddp", "--config"], "--config: expected one argument"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "blocks"], "'blocks' is none of none, block, every:N"),
+    (["--ddp-choice", "flat_ddp", "--activation-checkpointing", "every:0"], "'every:0' is none of none, block"),
+    (["--ddp-choice", "flat_ddp", "--offload", "gradients"], "'gradients' is none of optimizer, parameters"),
+    ([], "--ddp-choice"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        parsed(*arguments)
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
+
+
+def test_the_other_flag_of_main_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shard-choice", "baseline"]
+    assert parse_config("", sharding.REGISTRY, ["--shard-choice"], arguments).choice == "baseline"
+    with pytest.raises(SystemExit):
+        parse_config("", sharding.REGISTRY, ["--shard-choice"], ["--shard-choice", "baselin"])
+    assert "unknown strategy 'baselin'; did you mean baseline" in capsys.readouterr().err
+
+
+# Files of flags ------------------------------------------------------------------------------------------------------
+
+FILE = """
+ddp-choice = "zero3"
+max-steps = 7
+lr = 1
+bucket-cap-mb = "auto"
+no-profile = true
+overlap-optimizer = true
+model = "--odd name"
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "run.toml").write_text(text)
+    return str(folder / "run.toml")
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, FILE.replace("zero3", "flat_ddp"))
+    config = parsed("--config", path)
+    assert config == RunConfig(
+        choice="flat_ddp", max_steps=7, lr=1.0, no_profile=True, overlap_optimizer=True, model="--odd name"
+    )
+    flags = [
+        "--max-steps",
+        "9",
+        "--profile",
+        "--no-overlap-optimizer",
+        f"--config={path}",
+        "--ddp-choice",
+        "simple_ddp",
+    ]
+    changed = parsed(*flags)
+    assert changed == dataclasses.replace(
+        config, choice="simple_ddp", max_steps=9, no_profile=False, overlap_optimizer=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_steps = 3", "unknown key 'max_steps'; did you mean max-steps"),
+        ("max-steps = 'many'", "max-steps: Expected `int | null`, got `str`"),
+        ("max-steps = true", "max-steps: Expected `int | null`, got `bool`"),
+        ("no-profile = 1", "no-profile: Expected `bool`, got `int`"),
+        ("lr = [1]", "lr: Expected `float | null`, got `array`"),
+        ("lr = ", "not a TOML file: "),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_mistakes_in_a_file_name_it(tmp_path: Path, text: str | None, expected: str) -> None:
+    path = str(tmp_path / "missing.toml") if text is None else written(tmp_path, text)
+    with pytest.raises(UserError, match=r"^--config .*\.toml: ") as caught:
+        with_config_file(["--config", path])
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+positive = st.floats(1e-12, 1e6)
+CONFIGS = st.builds(
+    RunConfig,
+    choice=st.sampled_from(ddp.CHOICES),
+    workload=st.sampled_from(["auto", "mlp"]),
+    dataset=st.none() | st.text(min_size=1),
+    train_samples=st.none() | st.integers(1, 10**6),
+    lr=st.none() | positive,
+    seed=st.integers(0, 2**32 - 1),
+    bucket_cap_mb=st.just("auto") | positive,
+    compress=st.sampled_from([None, "int8", "powersgd"]),
+    find_unused_parameters=st.booleans(),
+    no_profile=st.booleans(),
+    resume=st.sampled_from([None, "latest", "some/folder"]),
+)
+
+
+@given(CONFIGS)
+def test_the_file_that_a_run_leaves_gives_the_same_settings(
+    tmp_path_factory: pytest.TempPathFactory, config: RunConfig
+) -> None:
+    path = written(tmp_path_factory.getbasetemp(), to_toml(config, "a comment"))
+    assert parsed("--config", path) == config

@@ -1,0 +1,119 @@
+"""Runs in fp16: what is recorded of the loss scale, that checkpoints keep it, and that the host reads it late."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_lab
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.step import StepData
+from tests.models import build, make_batch
+from tests.parity import in_own_loops, load, one_step, options_of
+from tests.ranks import RankPool
+from tests.runtime.checkpoint.test_runs import records
+from tests.runtime.records.test_metrics import lines_of
+from tests.runtime.test_run import run_here
+from tests.strategies.test_late_reads import reads_late
+from tests.strategies.test_traps import Choice
+
+TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 48, "eval_samples": 4, "no_profile": True}
+TINY |= {"global_batch_size": 4}
+TOO_LARGE = 2.0**22
+
+
+def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool, tmp_path: Path) -> None:
+    """It begins with a scale that overflows. Steps count, skipped or not; what is recorded says which were."""
+    fp16 = {**TINY, "precision": "fp16", "loss_scale": TOO_LARGE, "choice": "flat_ddp"}
+    straight = {**fp16, "output_dir": str(tmp_path / "straight")}
+    assert ranks.run(2, run_here, straight) == [None, None]
+    (record,) = records(tmp_path / "straight", "flat_ddp")
+    skipped, scales = record["skipped_steps"], record["step_loss_scale"]
+    assert 0 in skipped and 0 < len(skipped) < len(scales) == 12
+    assert scales == [TOO_LARGE / 2 ** sum(earlier < step for earlier in skipped) for step in range(12)]
+    assert [norm is None for norm in record["step_grad_norm"]] == [step in skipped for step in range(12)]
+    (lines,) = lines_of(tmp_path / "straight", "flat_ddp")
+    assert [line["loss_scale"] for line in lines] == scales
+    assert [step for step, line in enumerate(lines) if line["skipped"]] == skipped
+
+    saving = {**fp16, "output_dir": str(tmp_path / "stopped"), "checkpoint_every": 1, "max_steps": 1}
+    assert ranks.run(2, run_here, saving) == [None, None]
+    folder = str(tmp_path / "stopped" / "checkpoints" / "flat_ddp")
+    for choice in ("flat_ddp", "bucket_ddp_async"):
+        resuming = {**fp16, "output_dir": str(tmp_path / choice), "choice": choice, "resume": folder}
+        assert ranks.run(2, run_here, resuming) == [None, None]
+        (resumed,) = records(tmp_path / choice, choice)
+        assert resumed["step_loss_scale"] == [None, *scales[1:]] and resumed["skipped_steps"] == skipped[1:]
+        assert resumed["train_loss"] == pytest.approx(record["train_loss"], rel=2**-9)
+    said = ranks.run(2, run_here, {**resuming, "loss_scale": 8.0})
+    assert "--loss-scale was 4194304.0 and is 8.0" in said[0]
+
+
+def test_a_loss_scale_is_for_fp16_alone() -> None:
+    with pytest.raises(UserError, match=r"--loss-scale 8\.0: must be with --precision fp16"):
+        RunConfig(precision="bf16", loss_scale=8.0)
+
+
+def make(choice: str, seed: int, scale: float, precision: str = "fp16") -> Strategy:
+    options = ddp_lab.StrategyOptions(precision=precision, loss_scale=scale, bucket_cap_mb=25.0)
+    return ddp_lab.load(choice)(build("plain", seed), lambda p: torch.optim.AdamW(p, lr=1e-2), options)
+
+
+def state_of(strategy: Strategy) -> list[float]:
+    assert strategy.scaler is not None
+    return [value.item() for value in strategy.scaler.state().values()]
+
+
+def saved_by(choice: str, folder: Path) -> list[float]:
+    strategy = make(choice, 0, TOO_LARGE)
+    for step in range(20):
+        one_step(strategy, [make_batch("plain", 2, step)])
+    ddp_lab.save_checkpoint(strategy, folder)
+    return state_of(strategy)
+
+
+def loaded_by(choice: str, folder: Path) -> list[float]:
+    ddp_lab.load_checkpoint(make("zero2", 2, 1.0, "bf16"), folder)  # another precision has no use for it
+    strategy = make(choice, 1, 4.0)
+    ddp_lab.load_checkpoint(strategy, folder)
+    return state_of(strategy)
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("zero3", "bucket_ddp_async"), ("pytorch_ddp", "pytorch_zero3")])
+def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
+    scale, tracker = ranks.run(2, saved_by, saves, tmp_path / "saved")[0]
+    assert 4 < scale < TOO_LARGE and tracker > 0
+    assert ranks.run(3, loaded_by, loads, tmp_path / "saved") == [[scale, tracker]] * 3
+
+
+def train_late_and_in_time(choice: Choice) -> None:
+    """The same scales, skipped steps and parameters; the host reads nothing of the step in which it is."""
+    ends: list[Any] = []
+    for is_late in (True, False):
+        options = options_of(choice, precision="fp16", loss_scale=2.0**10, growth_interval=2)
+        strategy = load(choice)(build("plain"), lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), options)
+        batches = [make_batch("plain", 2, 10 * step + dist.get_rank()) for step in range(6)]
+        if dist.get_rank() == 1:
+            batches[2]["y"][0] = 1e6
+        steps = [StepData(4, [batch]) for batch in batches]
+        if is_late:
+            with reads_late(strategy) as ages:
+                result = train(strategy, steps, Unwatched(), 1.0, lambda result: None)
+            assert ages.count(0) <= 6, "only of the last step, when training ends"
+        else:
+            result = train(strategy, steps, Unwatched(), 1.0, lambda result: None)
+        ends.append((result.loss, result.loss_scale, result.skipped, strategy.full_state_dict()))
+    (*late, state), (*in_time, usual_state) = ends
+    assert late == in_time
+    assert late[1:] == [[2.0**n for n in (10, 10, 11, 10, 10, 11)], [step == 2 for step in range(6)]]
+    assert all(torch.equal(state[name], tensor) for name, tensor in usual_state.items())
+
+
+@in_own_loops
+def test_the_scale_is_read_late(ranks: RankPool, choice: Choice) -> None:
+    ranks.run(2, train_late_and_in_time, choice)

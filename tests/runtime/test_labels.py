@@ -1,0 +1,95 @@
+"""Classification of texts with any labels, in columns of any name: what is found, and what is refused in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data.labels import Labels
+from ddp_lab.runtime.errors import UserError
+
+
+def load(path: Path, text: str = "text", label: str = "label", train: int = 100, held_out: int = 100) -> Any:
+    return hub.load_labelled_text(str(path), hub.Columns(text, label), train, held_out, seed=0)
+
+
+def rows(*labels: Any, text: str = "fine") -> Dataset:
+    return Dataset.from_list([{"text": f"{text} {label}", "label": label} for label in labels])
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ((7, -2, 40, 7), ("-2", "7", "40")),
+        (("spam", "ham", "spam"), ("ham", "spam")),
+        ((True, False, True), ("False", "True")),
+        ((2.0, 1.0, 2.0), ("1", "2")),
+    ],
+)
+def test_labels_are_found_in_the_training_data(tmp_path: Path, labels: Any, names: tuple[str, ...]) -> None:
+    rows(*labels).to_json(tmp_path / "train.jsonl")
+    rows(labels[0]).to_json(tmp_path / "test.jsonl")
+    found = load(tmp_path, train=1)  # the label of a row that is not used counts too
+    assert found.labels.names == names and len(found.train) == 1
+    tokenized = hub.tokenize(found.evaluation, hub.Columns(), found.labels, lambda texts, **_: {"input_ids": texts}, 9)
+    assert tokenized[0]["label"] == names.index(str(labels[0]).removesuffix(".0"))
+
+
+def test_names_of_a_class_label_keep_their_numbers(tmp_path: Path) -> None:
+    features = Features({"body": Value("string"), "kind": ClassLabel(names=["zebra", "ant", "never seen"])})
+    data = Dataset.from_dict({"body": ["stripes", "legs", "more legs"], "kind": [0, 1, 1]}, features=features)
+    data.save_to_disk(tmp_path / "saved")
+    found = load(tmp_path / "saved", "body", "kind")
+    assert found.labels.names == ("zebra", "ant", "never seen") and found.labels.numbers == {0: 0, 1: 1, 2: 2}
+    assert len(found.train) == 2 and len(found.evaluation) == 1
+
+
+def test_the_head_of_a_trained_model_keeps_its_order(tmp_path: Path) -> None:
+    """Sorted, the names have another order than in the head, which would then answer with the wrong one."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=9, id2label={0: "spam", 1: "ham"}, label2id={"spam": 0, "ham": 1}, **shape)
+    saved = BertForSequenceClassification(config)
+    saved.save_pretrained(tmp_path)
+    labels = Labels.of(rows("ham", "spam"), "label", "").in_order_of(hub.label_numbers(str(tmp_path)))
+    assert labels.numbers == {"spam": 0, "ham": 1}
+
+    class Tokenizer:
+        pad_token_id = 0
+
+    model = hub.load_classifier(str(tmp_path), Tokenizer(), labels.names)
+    assert (model.classifier.weight == saved.classifier.weight).all()
+    other = hub.load_classifier(str(tmp_path), Tokenizer(), ("a", "b", "c"))
+    other.save_pretrained(tmp_path / "other")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "other")
+    assert again.config.id2label == {0: "a", 1: "b", 2: "c"} and again.classifier.out_features == 3
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    def refusal(train: list[dict[str, Any]], test: list[dict[str, Any]] | None = None, **columns: str) -> str:
+        folder = tmp_path / "data"
+        splits = {"train": Dataset.from_list(train), "test": Dataset.from_list(test or train)}
+        DatasetDict(splits).save_to_disk(folder)
+        with pytest.raises(UserError) as caught:
+            load(folder, **columns)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).removeprefix(f"--dataset {folder}: ")
+
+    good = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
+    assert refusal(good, text="body") == (
+        "no column body (it has text, label); name yours by --text-column and --label-column"
+    )
+    assert refusal(good, [*good, {"text": "so so", "label": "maybe"}]) == (
+        "row 3 of split test has label 'maybe' in column label; training data have 'no', 'yes'"
+    )
+    assert refusal([*good, {"text": None, "label": "no"}]) == (
+        "row 3 of split train has None in column text; every row needs a text"
+    )
+    assert refusal([*good, {"text": " ", "label": "no"}]) == "row 3 of split train has an empty text in column text"
+    assert "row 3 of split train has label None" in refusal([*good, {"text": "what", "label": None}])
+    assert refusal(good[:1]) == "split train: column label has 'yes'; classification needs two labels or more"
+    fractions = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}]
+    assert refusal(fractions) == "split train: column label has 0.5; a label is a name or a whole number"
+    assert "a label is a name or a whole number" in refusal([{"text": "a", "label": [1, 2]}])

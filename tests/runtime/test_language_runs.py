@@ -1,0 +1,197 @@
+"""Runs that train a language model: built-in text, the user's own, generated text, and what bad input is answered
+with."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import sharding
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data import prose
+from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
+from ddp_lab.runtime.errors import UserError
+from tests.ranks import RankPool
+from tests.runtime.test_run import record_of, run_here
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 400}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration, a saved model with its tokenizer, and the same documents in all formats."""
+    from datasets import Dataset
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ddp_lab.runtime.data.causal_lm import END_OF_TEXT
+    from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("language")
+    texts = prose.documents()[1]
+    (folder / "config").mkdir()
+    (folder / "config" / "config.json").write_text(json.dumps(GPT2))
+    tokenizer = load_trained_tokenizer(train_tokenizer(texts, 400, END_OF_TEXT), END_OF_TEXT)
+    GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    data = Dataset.from_list([{"text": text, "number": number} for number, text in enumerate(texts)])
+    data.to_parquet(folder / "text.parquet")
+    data.to_csv(folder / "text.csv")
+    data.to_json(folder / "text.jsonl")
+    (folder / "text.json").write_text(json.dumps([{"body": text} for text in texts]))
+    data.save_to_disk(folder / "saved")
+    (folder / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    (folder / "text.txt").write_text("\n\n".join(texts))
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("Only a few words.")
+    rows = [{"text": text} for text in texts] + [{"text": 7}]
+    (folder / "number.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows[:-1]))
+    with (folder / "number.jsonl").open("a") as file:
+        file.write(json.dumps({"text": None}) + "\n")
+    prompts = [{"prompt": text[:90], "completion": text[90 : 90 + 5 * n]} for n, text in enumerate(texts * 3)]
+    prompts[4]["prompt"] *= 9
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return folder
+
+
+def settings_of(local: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    settings = {
+        "choice": "flat_ddp",
+        "task": "causal-lm",
+        "model": "model",
+        "dataset": "text.jsonl",
+        "sequence_length": 32,
+        "train_samples": 16,
+        "eval_samples": 5,
+        "no_profile": True,
+        "output_dir": str(output),
+    } | changes
+    return settings | {name: str(local / settings[name]) for name in ("model", "dataset")}
+
+
+DATA = ["text.parquet", "text.csv", "text.jsonl", "text.json", "saved", "texts", "text.txt"]
+
+
+@pytest.mark.parametrize("dataset", DATA)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_in_every_format(ranks: RankPool, local: Path, dataset: str, streaming: bool) -> None:
+    column = "body" if dataset == "text.json" else "text"
+    settings = settings_of(local, Path("unused"), dataset=dataset, streaming=streaming, text_column=column)
+    shapes = ranks.run(2, workload_here, settings)
+    assert shapes[0] == shapes[1] and shapes[0]["samples"] == (16, 5)
+    assert set(shapes[0]["lengths"]) == {32}
+
+
+def workload_here(settings: dict[str, Any]) -> dict[str, Any]:
+    workload = build_workload(resolve_workload(RunConfig(**settings), has_gpu=False))
+    return {
+        "samples": (len(workload.train), len(workload.evaluation)),
+        "lengths": [len(sample["input_ids"]) for sample in workload.train],
+        "ids": [sample["input_ids"].tolist() for sample in workload.train],
+    }
+
+
+def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local: Path, tmp_path: Path) -> None:
+    """With a config alone: random weights, and a tokenizer made from the text."""
+    settings = settings_of(local, tmp_path, model="config", dataset="text.txt", sequence_length=None, generate=6)
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record = record_of(tmp_path, "flat_ddp")
+    assert record["config"]["workload"] == "hub" and record["train_samples"] == 16 and record["eval_samples"] == 5
+    assert record["eval"]["perplexity"] == pytest.approx(math.exp(record["eval"]["loss"]))
+    assert 4 * 63 < record["eval"]["tokens"] <= 5 * 63  # of one document; GPT-2's configuration has 64 positions
+    assert record["generated"].keys() == {"prompt", "text", "tokens"} and record["generated"]["tokens"] <= 6
+
+
+def test_prompts_and_completions(ranks: RankPool, local: Path, tmp_path: Path) -> None:
+    settings = settings_of(local, tmp_path, dataset="prompts.jsonl", sequence_length=64, train_samples=None)
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record = record_of(tmp_path, "flat_ddp")
+    (note,) = record["notes"]
+    assert "samples left out: nothing of their completion is within 64 tokens" in note
+    left_out = int(note.split()[0])
+    assert (
+        left_out >= 1 and record["train_samples"] + record["eval_samples"] == 3 * len(prose.documents()[1]) - left_out
+    )
+
+
+def generated_here(settings: dict[str, Any]) -> str | None:
+    import torch
+
+    from ddp_lab.runtime.distributed import Ranks
+    from ddp_lab.runtime.run import train_and_record
+
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    train_and_record(RunConfig(**settings), ranks, sharding.load)
+    return None
+
+
+@pytest.mark.parametrize("choice", ["zero3", "pytorch_zero3"])
+def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path, tmp_path: Path, choice: str) -> None:
+    """GPT-2's embeddings are tied."""
+    texts = []
+    for name in ("baseline", choice):
+        settings = settings_of(local, tmp_path, choice=name, generate=12, prompt="The value of", max_steps=2)
+        if name == "baseline":
+            settings["bucket_cap_mb"] = 25.0
+        ranks.run(2, generated_here, settings)
+        texts.append(record_of(tmp_path, name)["generated"])
+    assert texts[0] == texts[1] and texts[0]["tokens"] == 12 and texts[0]["prompt"] == "The value of"
+
+
+def test_the_built_in_text(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"choice": "flat_ddp", "workload": "sample-lm", "max_steps": 4, "eval_samples": 2, "no_profile": True}
+    settings |= {"output_dir": str(tmp_path), "sequence_length": 64}
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record = record_of(tmp_path, "flat_ddp")
+    assert record["config"]["task"] == "causal-lm" and record["train_samples"] > 1000
+    assert record["train_loss"][-1] < record["train_loss"][0]
+
+
+def test_a_stream_is_read_no_further_than_needed(ranks: RankPool, local: Path) -> None:
+    """The last row is no text."""
+    settings = settings_of(
+        local, Path("unused"), dataset="number.jsonl", streaming=True, train_samples=4, eval_samples=1
+    )
+    assert ranks.run(2, workload_here, settings)[0]["samples"] == (4, 1)
+
+
+BAD = {
+    "a text is missing": ({"dataset": "number.jsonl"}, "column text: None is not text"),
+    "no text column": ({"dataset": "text.json"}, "no column text (it has body); give --text-column"),
+    "empty data": ({"dataset": "empty.txt"}, "the file is empty"),
+    "too little text": ({"dataset": "short.txt"}, "needs one for each of 2 ranks"),
+    "more than the model takes": ({"sequence_length": 65}, "takes at most 64 tokens"),
+    "a workload that classifies": ({"workload": "sample"}, "--task causal-lm goes with --workload hub or sample-lm"),
+    "no data": ({"dataset": "nowhere.txt"}, "no such file or folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> None:
+    changes, expected = BAD[case]
+    messages = ranks.run(2, run_here, settings_of(local, tmp_path, **changes))
+    assert messages[0] == messages[1] and messages[0] and expected in messages[0], messages
+    assert "\n" not in messages[0]
+
+
+def test_flags_for_language_models_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
+    mlp = {
+        "choice": "flat_ddp",
+        "workload": "mlp",
+        "depth": 2,
+        "width": 8,
+        "output_dir": str(tmp_path),
+        "no_profile": True,
+    }
+    for flags, expected in (
+        ({"generate": 3}, "--generate: workload mlp is no causal language model"),
+        ({"sequence_length": 8}, "--sequence-length goes with --task causal-lm"),
+        ({"workload": "hub", "task": "causal-lm", "model": "x"}, "--workload hub takes both --model and --dataset"),
+    ):
+        assert all(expected in message for message in ranks.run(2, run_here, {**mlp, **flags}))
+    with pytest.raises(UserError, match="--prompt"):
+        RunConfig(prompt="x")

@@ -1,0 +1,103 @@
+"""The arithmetic of meshes."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import Mesh
+from tensor_parallel.plan import Column, Row, read_plan
+
+degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4)})
+
+
+@given(degrees)
+def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
+    mesh = Mesh({name: given_degrees[name] for name in ("dp", "tp")})
+    places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.size)]
+    assert len(set(places)) == mesh.size == mesh.data_size * mesh.model_size
+    assert places == sorted(places), "the innermost dimension runs fastest"
+    assert [mesh.data_rank(rank) for rank in range(mesh.size)] == [place[0] for place in places]
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("dp2", "'dp2' is none of dp, replicate, shard, tp"),
+        ("dp=0", "dp must be a whole number of ranks, at least 1"),
+        ("dp=2,dp=2", "dp is there twice"),
+        ("tp=2,dp=2", "dp must stand before tp"),
+        ("dp=2,shard=2", "either dp, or replicate and shard"),
+    ],
+)
+def test_mistakes(text: str, wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        Mesh.parse(text)
+
+
+def test_a_mesh_must_fit_the_ranks() -> None:
+    mesh = Mesh.parse("dp=2,tp=4")
+    mesh.require_ranks(8, 4)
+    with pytest.raises(UserError, match="2 x 4 = 8 ranks, and the job has 6; change a degree, or start 8 ranks"):
+        mesh.require_ranks(6, 6)
+    with pytest.raises(UserError, match="the 4 ranks of tp, the innermost dimension, do not stay within nodes of 2"):
+        mesh.require_ranks(8, 2)
+
+
+def test_picture() -> None:
+    assert Mesh.parse("dp=2,tp=2").picture(2).splitlines() == [
+        "mesh dp=2,tp=2, ranks:",
+        "      tp 0 to 1",
+        "dp 0  0  1   node 0",
+        "dp 1  2  3   node 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, wanted",
+    [
+        ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),
+        ({"mesh": "tp=2", "async_tensor_parallel": 2}, "--async-tensor-parallel 2: must be with --sequence-parallel"),
+        (
+            {
+                "mesh": "tp=2",
+                "sequence_parallel": True,
+                "async_tensor_parallel": 2,
+                "activation_checkpointing": "selective",
+            },
+            "--async-tensor-parallel with --activation-checkpointing selective: must be one or the other",
+        ),
+        ({"plan": "plan.toml", "mesh": "dp=2"}, "--plan plan.toml: must be with --mesh and tp above 1"),
+        ({"mesh": "tp=2", "compile": True}, "--compile: must be without tp"),
+        ({"mesh": "tp=2", "lora_rank": 2}, "--lora-rank 2: must be without tp"),
+        ({"mesh": "tp=2", "overlap_optimizer": True}, "--overlap-optimizer with --mesh tp=2: must be without tp"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict, wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        RunConfig(choice="tp", **settings)
+
+
+def test_labels_name_the_mesh() -> None:
+    assert RunConfig(choice="zero2", mesh="dp=2,tp=2", sequence_parallel=True).label == "zero2@dp2-tp2-sp"
+
+
+def test_plans_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('"layers.*.wq" = { style = "column", heads = 8 }\n"layers.*.wo" = "row"\n')
+    assert read_plan(path) == {"layers.*.wq": Column(heads=8), "layers.*.wo": Row()}
+    for content, wanted in (
+        ('"a" = "diagonal"', "style must be one of column, row"),
+        ('"a" = { style = "row", parts = 3 }', "row has no parts"),
+        ('"a" = { style = "column", heads = "8" }', "Expected `int"),
+        ("a", "not a TOML file"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=wanted):
+            read_plan(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_plan(tmp_path / "none.toml")

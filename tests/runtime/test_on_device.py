@@ -1,0 +1,251 @@
+"""Collectives that a device runs: what is known of them, and when a hang is declared."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_lab.runtime.watch import on_device
+from ddp_lab.runtime.watch.cause import RankReport, first_cause
+from ddp_lab.runtime.watch.exit_reason import ExitReason
+from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
+from ddp_lab.runtime.watch.on_device import DeviceCollectives
+from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.watcher import Watcher
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Marks are reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.marks: list[list[bool]] = []
+
+    def mark(self, device: torch.device) -> Callable[[], bool]:
+        reached = [False]
+        self.marks.append(reached)
+        return lambda: reached[0]
+
+
+class Work:
+    """A collective whose state the test sets."""
+
+    is_done = has_failed = False
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def is_success(self) -> bool:
+        return not self.has_failed
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.flight = FlightRecorder.create(rank=0)
+        self.followed = DeviceCollectives(self.flight)
+        self.issued = 0
+
+    def issue(self, queue: str | None = "group", timeout_s: float = 600.0, work: Any = None) -> int:
+        self.issued += 1
+        number = self.flight.add(self.issued, "all_reduce", 10, "float32", "ranks 0,1", -1, 0)
+        self.followed.issue(number, queue, CPU, timeout_s)
+        self.followed.issued(number, work or Work())
+        return number
+
+    @property
+    def states(self) -> list[str]:
+        self.followed.look()
+        return [entry.state for entry in self.flight.state().entries]
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    monkeypatch.setattr(on_device, "mark_stream", stream.mark)
+    return stream
+
+
+@pytest.fixture
+def bench(stream: Stream) -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.flight.close()
+
+
+def test_a_collective_is_completed_when_the_device_is_past_it(bench: Bench, stream: Stream) -> None:
+    number = bench.issue()
+    assert bench.states == ["queued"]
+    stream.marks[0][0] = True
+    assert bench.states == ["started"]
+    assert bench.followed.ordered(number) and bench.states == ["started"], "`wait` returned, and nothing is done"
+    stream.marks[1][0] = True
+    assert bench.states == ["completed"] and bench.followed.oldest is None
+    assert not bench.followed.ordered(number)
+
+
+def test_one_that_nobody_has_waited_for_is_asked_itself(bench: Bench) -> None:
+    failed, work = Work(), Work()
+    failed.is_done = failed.has_failed = True
+    bench.issue("one", work=failed)
+    bench.issue("other", work=work)
+    assert bench.states == ["queued", "queued"]
+    work.is_done = True
+    assert bench.states == ["queued", "completed"]
+
+
+def test_a_later_one_of_the_same_queue_shows_that_earlier_ones_are_completed(bench: Bench) -> None:
+    last = Work()
+    last.is_done = True
+    for queue in ("one", None, "other"):
+        bench.issue(queue)
+    bench.issue("one", work=last)
+    assert bench.states == ["completed", "queued", "queued", "completed"]
+
+
+def test_an_error_of_the_device_says_nothing(bench: Bench, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(on_device, "mark_stream", lambda device: fail)
+    bench.followed.ordered(bench.issue())
+    assert bench.states == ["queued"]
+
+
+def test_memory_of_tensors_is_not_held_after_wait(bench: Bench) -> None:
+    work = Work()
+    number, held = bench.issue(work=work), weakref.ref(work)
+    del work
+    gc.collect()
+    assert held() is not None, "nobody else can tell when it is completed"
+    bench.followed.ordered(number)
+    gc.collect()
+    assert held() is None
+
+
+def test_the_oldest_stays_known_however_far_the_host_runs_ahead(bench: Bench) -> None:
+    first = bench.issue()
+    for _ in range(RING_ENTRIES + 10):
+        bench.issue()
+    assert bench.followed.oldest is not None and bench.followed.oldest.number == first
+    assert len(bench.followed._open) == RING_ENTRIES
+    assert bench.followed.ordered(bench.issue()), "the device runs it, though nobody follows it"
+
+
+def test_what_is_completed_makes_room_without_the_watcher(bench: Bench, stream: Stream) -> None:
+    """A host that runs ahead issues more between two looks of the watcher than are followed."""
+    for _ in range(RING_ENTRIES):
+        bench.followed.ordered(bench.issue())
+    for mark in stream.marks:
+        mark[0] = True
+    last = bench.issue()
+    assert list(bench.followed._open) == [last]
+
+
+def test_a_backend_that_does_not_tell_of_success(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's older class for NCCL."""
+
+    def is_success(work: Work) -> bool:
+        raise RuntimeError("WorkNCCL::isSuccess() is deprecated")
+
+    monkeypatch.setattr(Work, "is_success", is_success)
+    work = Work()
+    bench.issue(work=work)
+    assert bench.states == ["queued"]
+    work.is_done = True
+    assert bench.states == ["completed"]
+
+
+@pytest.mark.parametrize(("timeout_s", "declared_s"), [(10.0, 8.0), (600.0, 590.0)])
+def test_a_hang_is_declared_before_the_timeout(bench: Bench, timeout_s: float, declared_s: float) -> None:
+    bench.issue(timeout_s=timeout_s)
+    oldest = bench.followed.oldest
+    assert oldest is not None
+    oldest.issued_s = time.monotonic() - declared_s + 1
+    bench.followed.look()
+    waits_for = bench.flight.state().waits_for
+    assert not oldest.is_overdue and waits_for is not None and waits_for.seq == 1, "though no thread is blocked"
+    oldest.issued_s -= 2
+    assert oldest.is_overdue
+
+
+@pytest.mark.parametrize(("waited_s", "kind"), [(599.0, "timeout"), (1.0, "collective")])
+def test_a_backend_that_aborts_gives_the_reason(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, waited_s: float, kind: str
+) -> None:
+    ended: list[ExitReason] = []
+    monkeypatch.setattr(Watcher, "end", lambda watcher, reason: ended.append(reason))
+    watcher = Watcher(0, 2, lambda *_: None, lambda *_: None)
+    watcher.on_device.issue(watcher.flight.add(1, "all_reduce", 1, "float32", "ranks 0,1", -1, 0), "", CPU, 600.0)
+    oldest = watcher.on_device.oldest
+    assert oldest is not None
+    oldest.issued_s -= waited_s
+    watcher.aborted()
+    assert [reason.kind for reason in ended] == [kind]
+
+
+# The cause, when no host is blocked ----------------------------------------------------------------------------------
+
+
+def rank(number: int, *states: str, kind: str = "timeout", root: int = -1, is_stopped: bool = False) -> RankReport:
+    """A rank whose collectives 1, 2, ... are in these states."""
+    entries = tuple(
+        Entry(seq, "all_reduce", 10, "float32", "ranks 0-2", root, 0, state, float(seq))
+        for seq, state in enumerate(states, 1)
+    )
+    waits_for = next((entry for entry in entries if entry.state != "completed"), None)
+    state = RankState(number, 7, "forward", entries, waits_for, 9.0)
+    return RankReport(state, ExitReason(kind, "", 1.0), is_stopped=is_stopped)
+
+
+HANGS: dict[str, tuple[list[RankReport], int, str]] = {
+    "a host that did not issue it": (
+        [
+            rank(0, "completed", "started", "queued"),
+            rank(1, "completed", kind="noticed"),
+            rank(2, "completed", "started"),
+        ],
+        1,
+        "rank 1 hangs in step 7 during forward, after all_reduce #1",
+    ),
+    "a device that did not come to it, though its rank timed out too": (
+        [
+            rank(0, "completed", "started", "queued"),
+            rank(1, "started", "queued"),
+            rank(2, "completed", "queued", "queued"),
+        ],
+        1,
+        "rank 1 hangs on its device in step 7 during forward, in all_reduce #1",
+    ),
+    "a device that hangs before it while others are in it": (
+        [rank(0, "started"), rank(1, "started"), rank(2, "queued", kind="noticed")],
+        2,
+        "rank 2 hangs on its device",
+    ),
+    "a root may end before the others": (
+        [rank(0, "completed", kind="noticed", root=0), rank(1, "started", root=0), rank(2, "started", root=0)],
+        1,
+        "every rank waits for another; rank 1 for",
+    ),
+    "all are in it": (
+        [rank(0, "started", kind="noticed"), rank(1, "started"), rank(2, "started", kind="noticed")],
+        1,
+        "every rank waits for another; rank 1 for",
+    ),
+    "one that is stopped is known for sure": (
+        [rank(0, "queued"), rank(1, kind="noticed"), rank(2, "queued", kind="noticed", is_stopped=True)],
+        2,
+        "rank 2 is stopped (SIGSTOP)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_the_rank_that_hangs(case: str) -> None:
+    reports, culprit, message = HANGS[case]
+    ending = first_cause(dict(enumerate(reports)))
+    assert (ending.how, ending.rank) == ("hung", culprit) and str(ending.message).startswith(message)

@@ -1,0 +1,291 @@
+"""A workload from a file of the user: it trains, and each mistake in it is one line that says where it is."""
+
+import dataclasses
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.planner.runs import first_micro_batches, module_maker
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data import own
+from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.run import train_and_record
+from ddp_lab.runtime.watch.exit_reason import text_of
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT / 'examples' / 'workload.py'}:build"
+START = """
+import torch
+from torch import nn
+from types import SimpleNamespace
+from ddp_lab.runtime.data.workload import Workload
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def samples(count):
+    return [{"x": torch.full((3,), 0.1 * i), "labels": torch.tensor(i % 2)} for i in range(count)]
+
+def mean(output, batch):
+    return nn.functional.cross_entropy(output, batch["labels"])
+
+"""
+GOOD = "Workload(Model(), samples(12), samples(5), loss=mean, classifies=True)"
+
+
+def message_here(name: str, **settings: Any) -> str | None:
+    try:
+        own.build(RunConfig(workload=name, device="cpu", **settings))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def written(folder: Path, code: str) -> str:
+    (folder / "mine.py").write_text(START + code)
+    return f"{folder / 'mine.py'}:build"
+
+
+def run_here(settings: dict[str, Any]) -> None:
+    import sharding
+
+    os.chdir(ROOT)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    train_and_record(RunConfig(**settings), ranks, sharding.load)
+
+
+def trained(ranks: RankPool, folder: Path, choice: str, **settings: Any) -> dict[str, Any]:
+    ranks.run(2, run_here, {"choice": choice, "output_dir": str(folder), "no_profile": True, **settings})
+    (path,) = (folder / "profile" / choice).glob("*.run.json")
+    return json.loads(path.read_text())
+
+
+def test_the_example_trains_under_every_kind_of_choice(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"workload": "examples/workload.py:build", "global_batch_size": 40, "epochs": 3}
+    records = [
+        trained(ranks, tmp_path, choice, **settings)
+        for choice in ("baseline", "zero3", "pytorch_zero1", "pytorch_zero3")
+    ]
+    for record in records:
+        assert record["config"]["workload"] == "examples/workload.py:build"
+        assert record["train_samples"] == 360 and record["eval"]["samples"] == 82
+        assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
+        assert record["eval"]["loss"] < 0.85 * record["train_loss"][0]
+        assert record["model_flops_per_sample"] == 2 * (2 * 10 * 64 + 3 * 64 * 1), "the inputs need no gradient"
+
+
+def test_docs_have_every_field() -> None:
+    """But those that only the project's own language models set."""
+    text = (ROOT / "docs" / "own-workload.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    fields = [field.name for field in dataclasses.fields(Workload)]
+    assert set(documented) == set(fields) - {"language", "notes"}
+
+
+def test_samples_are_cut_and_labels_are_counted(ranks: RankPool, tmp_path: Path) -> None:
+    name = written(tmp_path, f"def build(config):\n    assert config.lr == 0.5\n    return {GOOD}")
+    record = trained(ranks, tmp_path, "zero1", workload=name, lr=0.5, train_samples=9, eval_samples=3)
+    assert record["train_samples"] == 9 and record["eval"]["samples"] == 3 and 0 <= record["eval"]["accuracy"] <= 1
+
+
+def test_parameters_keep_their_names_beside_a_loss() -> None:
+    model = nn.Linear(2, 1)
+    own.put_beside(model, lambda output, batch: output.sum() + batch["other"])
+    answer = model(input=torch.ones(1, 2), other=torch.tensor(3.0))
+    assert answer.loss == answer.logits.sum() + 3 and list(model.state_dict()) == ["weight", "bias"]
+
+
+def building(old: str = "", new: str = "", before: str = "") -> str:
+    return f"{before}\ndef build():\n    return {GOOD.replace(old, new)}"
+
+
+MISTAKES = {
+    "no such file": ("", "nowhere.py:build", "no file"),
+    "no function named": ("", "mine.py", "name a file and a function in it, such as workload.py:build"),
+    "no such function": ("", "mine.py:bild", "no function bild in it; it has samples, mean"),
+    "not Python": ("def build(:", "", "SyntaxError: invalid syntax (line 21 of mine.py)"),
+    "a library is missing": ("import nowhere", "", "No module named 'nowhere' (line 21 of mine.py)"),
+    "it raises": ("def build():\n    return [][1]", "", "IndexError: list index out of range (line 22 of mine.py)"),
+    "it returns something else": (
+        building(GOOD, "3"),
+        "",
+        "returns an int; it must return a ddp_lab.runtime.data.workload.",
+    ),
+    "no module": (building("Model()", "3"), "", "model is an int, not a torch.nn.Module"),
+    "no length": (building("samples(12)", "iter(samples(12))"), "", "train is a list_iterator, which has no length"),
+    "no samples": (building("samples(5)", "[]"), "", "evaluation is empty"),
+    "tuples": (building("samples(12)", "[(1, 2)]"), "", "collate makes a list; it must make a dict of tensors, by the"),
+    "no loss": (building("loss=mean, ", ""), "", "a batch of x, labels: TypeError: Model.forward() got an unexpected"),
+    "no loss, and what to do": (
+        building("loss=mean, ", ""),
+        "",
+        "'labels'; without a loss in Workload, the model gets",
+    ),
+    "it returns nothing": (
+        "def build():\n    Model()",
+        "",
+        "returns None; it must return a ddp_lab.runtime.data.workload.",
+    ),
+    "samples of several lengths": (
+        building("samples(5)", "[{'x': torch.ones(3 + i)} for i in range(2)]"),
+        "",
+        "at entry 1; give Workload a collate of your own",
+    ),
+    "a collate that is no function": (building("loss", "collate=3, loss"), "", "collate is an int; it must be a func"),
+    "a loss that is no function": (building("=mean", "='mean'"), "", "loss is a str; it must be a function"),
+    "a learning rate that is a word": (
+        building("loss", "learning_rate='fast', loss"),
+        "",
+        "learning_rate is 'fast'; it must be a number above 0",
+    ),
+    "a count below 0": (
+        building("loss", "count=lambda batch: -3, loss"),
+        "",
+        "count is -3 for a batch; it must be a number of at least 0",
+    ),
+    "an answer without loss": (
+        building(GOOD, "Workload(nn.Identity(), [{'input': torch.ones(2)}] * 2, [{'input': torch.ones(2)}])"),
+        "",
+        "the model answers with a tensor of shape (1, 2) without .loss; give Workload a loss",
+    ),
+    "a loss for each sample": (
+        building("mean", "lambda output, batch: output.mean(-1)"),
+        "",
+        "its loss is a tensor of shape (1,); it must be a scalar tensor, the mean over the batch",
+    ),
+    "a loss that is a number": (
+        building("mean", "lambda output, batch: mean(output, batch).item()"),
+        "",
+        "its loss is a float; it must be a scalar tensor",
+    ),
+    "a loss that is cut off": (
+        building("mean", "lambda output, batch: mean(output, batch).detach()"),
+        "",
+        "does not depend on a trainable parameter, or is detached",
+    ),
+    "a loss that is a sum": (
+        building("mean", "lambda output, batch: mean(output, batch) * len(output)"),
+        "",
+        "its loss is a sum over samples: ",
+    ),
+    "a loss that raises": (
+        building("mean", "wrong", before="def wrong(output, batch):\n    return batch['label']"),
+        "",
+        "model, on a batch of x, labels: KeyError: 'label' (line 22 of mine.py)",
+    ),
+    "no labels to count": (
+        building(
+            "samples(12), samples(5), loss=mean",
+            "[{'x': torch.ones(3)}], [{'x': torch.ones(3)}], loss=no_labels",
+            before="no_labels = lambda output, batch: output.mean()",
+        ),
+        "",
+        "to classify, the answer needs .logits, and the batch labels",
+    ),
+    "several labels for a sample": (
+        building(
+            "samples(12), samples(5), loss=mean",
+            "tokens, tokens, loss=of_tokens",
+            before="tokens = [{'x': torch.ones(4, 3), 'labels': torch.ones(4).long()}]\n"
+            "of_tokens = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), "
+            "batch['labels'].flatten())",
+        ),
+        "",
+        "each sample has one label; for 1 samples labels have shape (1, 4) and logits.argmax(-1) (1, 4)",
+    ),
+    "other data on a rank": (
+        building("samples(12)", "samples(12 - int(os.environ['RANK']))", before="import os"),
+        "",
+        "rank 0 has 12 training and 5 held-out samples, rank 1 has 11 and 5; give every rank all of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_on_every_rank(ranks: RankPool, tmp_path: Path, mistake: str) -> None:
+    code, file, expected = MISTAKES[mistake]
+    written(tmp_path, code)
+    name = str(tmp_path / (file or "mine.py:build"))
+    for message in ranks.run(2, message_here, name):
+        assert message and "\n" not in message and message.startswith(f"--workload {name}: ") and expected in message
+
+
+def test_losses_that_are_means_pass(ranks: RankPool, tmp_path: Path) -> None:
+    """Of few samples, of few tokens that count, with dropout, of other samples in the batch, or zero."""
+    losses = ("mean", "lambda output, batch: (output * 0).sum()", "contrast")
+    for number, loss in enumerate(losses):
+        code = f"""
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.9))
+    def forward(self, x):
+        return self.layer(x)
+def contrast(output, batch):
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+def build():
+    return {GOOD.replace("mean", loss).replace("samples(5)", f"samples({1 + number})")}
+"""
+        assert ranks.run(2, message_here, written(tmp_path, code)) == [None, None]
+
+
+def test_models_that_differ_between_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    name = written(
+        tmp_path,
+        f"import os\ndef build():\n    work = {GOOD}\n"
+        "    work.model.extra = nn.Linear(1 + int(os.environ['RANK']), 1)\n    return work",
+    )
+    for said in ranks.run(2, refusal, {"choice": "zero3", "workload": name, "output_dir": str(tmp_path)}):
+        assert "between rank 0 and rank 1; build the same module on every rank" in said
+
+
+def test_a_failure_in_a_later_step_names_the_line(ranks: RankPool, tmp_path: Path) -> None:
+    name = written(
+        tmp_path,
+        "class Late(list):\n    def __getitem__(self, index):\n        return super().__getitem__(index) if index < 4 "
+        f"else missing\ndef build():\n    return {GOOD.replace('samples(12)', 'Late(samples(12))')}",
+    )
+    settings = {"choice": "zero1", "workload": name, "output_dir": str(tmp_path), "no_profile": True}
+    assert ranks.run(1, failure, settings) == ["NameError: name 'missing' is not defined (line 23 of mine.py)"]
+
+
+def failure(settings: dict[str, Any]) -> str:
+    with pytest.raises(NameError) as caught:
+        run_here(settings)
+    return text_of(caught.value)
+
+
+def refusal(settings: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        run_here(settings)
+    return str(caught.value)
+
+
+def test_flags_that_nobody_reads(ranks: RankPool, tmp_path: Path) -> None:
+    name = written(tmp_path, f"def build():\n    return {GOOD}")
+    said = ranks.run(1, partial(message_here, model="gpt2"), name)[0]
+    assert said == f"--workload {name}: takes no argument, and so cannot know --model and --dataset"
+
+
+@pytest.mark.parametrize("build", [module_maker, partial(first_micro_batches, world_size=2)])
+def test_a_plan_does_not_know_it(build: Any) -> None:
+    with pytest.raises(UserError, match=f"workload {EXAMPLE} cannot be simulated; only these can: sample"):
+        build(RunConfig(workload=EXAMPLE))
+    with pytest.raises(UserError, match="--lora-rank: adapters cannot be simulated"):
+        build(RunConfig(workload="sample", lora_rank=2))

@@ -1,0 +1,548 @@
+"""Whole runs on real ranks: files, record, evaluation, local models and data, and what bad input is answered with."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp
+import sharding
+from ddp_lab.analysis.summary import analyse_window
+from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.reviews import make_reviews
+from ddp_lab.runtime.data.workloads import build_workload
+from ddp_lab.runtime.distributed import (
+    Ranks,
+    backend_class,
+    choose_device_and_backend,
+    from_rank0,
+    gpus_of_ranks,
+    group_config,
+    library_of,
+    on_every_rank,
+    require_own_gpus,
+)
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.speed import Link, Nodes
+from ddp_lab.runtime.run import run, seed_everything, train_and_record
+from ddp_lab.strategy.communication.agreement import NonFiniteError
+from tests.ranks import RankPool
+
+TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "profile_wait": 1}
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run_here(settings: dict[str, Any]) -> str | None:
+    """Train on this rank, a part of a whole run; the error that a user would see, if any."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    try:
+        train_and_record(RunConfig(**settings), ranks, ddp.load)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def run_sharded(settings: dict[str, Any]) -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    train_and_record(RunConfig(**settings), ranks, sharding.load)
+
+
+def batches_of_evaluation(config: RunConfig) -> list[dict[str, torch.Tensor]]:
+    workload = build_workload(config)
+    return [workload.collate([sample]) for sample in workload.evaluation]
+
+
+def record_of(folder: Path, choice: str) -> dict[str, Any]:
+    (path,) = (folder / "profile" / choice).glob("*.run.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("choice", ddp.CHOICES)
+def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+    settings = {**TINY, "choice": choice, "output_dir": str(tmp_path), "profile_repeat": 1}
+    if choice == "bucket_ddp_async":
+        settings["bucket_cap_mb"] = 25.0  # or it would be profiled once its buckets are fitted
+    assert ranks.run(2, run_here, settings) == [None, None]
+    record = record_of(tmp_path, choice)
+    assert record["world_size"] == 2 and record["choice"] == choice and record["backend"] == "gloo"
+    assert record["backend_class"] == "ProcessGroupGloo"
+    assert len(record["step_time_s"]) == len(record["train_loss"]) == 5  # 40 samples in batches of 8
+    assert [seconds is None for seconds in record["step_time_s"]] == [False, True, True, True, True]
+    assert record["eval"]["samples"] == 13 and record["eval"]["accuracy"] is None
+    assert [row["rank"] for row in record["memory"]] == [0, 1]
+    for row in record["memory"]:
+        held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer_state", "buffers"))
+        assert held <= row["peak_model_states_bytes"] <= row["peak_bytes"] < 2 * held
+        left = row["timeline"]["allocated_bytes"][-1] - held  # what a communication thread holds for a moment
+        assert abs(left) < 512, "something is counted wrong, or was never freed"
+    (window,) = find_windows(tmp_path / "profile" / choice)
+    analysis = analyse_window(window)
+    assert analysis.record == record
+    assert analysis.summary["steps"].tolist() == [2, 2]
+    announced = sum(collective["payload_bytes"] for collective in record["expected_traffic"])
+    assert analysis.summary["collective_bytes_per_step"].tolist() == [announced, announced]
+
+
+def test_every_field_of_the_record_is_documented(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)})
+    record = record_of(tmp_path, "flat_ddp")
+    fields = set(record)
+    fields |= {f"compile.{name}" for name in ("blocks", "graphs", "recompilations", "graph_breaks", "seconds")}
+    for parent in ("eval", "ended"):
+        fields |= {f"{parent}.{name}" for name in record[parent]}
+    memory = record["memory"][0]
+    fields |= {f"memory[].{name}" for name in memory}
+    fields |= {f"memory[].timeline.{name}" for name in memory["timeline"]}
+    fields |= {f"memory[].timeline.phases[].{name}" for name in memory["timeline"]["phases"][0]}
+    fields |= {f"throughput[].{name}" for name in record["throughput"][0]}
+    fields |= {f"expected_traffic[].{name}" for name in record["expected_traffic"][0]}
+    documented = set(re.findall(r"^\| `([^`]+)` \|", (DOCS / "run-record.md").read_text(), re.MULTILINE))
+    assert documented == fields
+
+
+def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    records = []
+    for world_size in (1, 2, 4):
+        settings = {
+            **TINY,
+            "choice": "bucket_ddp_async",
+            "output_dir": str(tmp_path / str(world_size)),
+            "train_samples": 43,
+            "no_profile": True,
+            "clip_grad_norm": 1.0,
+        }  # the last window holds 3 samples
+        assert set(ranks.run(world_size, run_here, settings)) == {None}
+        records.append(record_of(tmp_path / str(world_size), "bucket_ddp_async"))
+    for record in records[1:]:
+        assert record["train_loss"] == pytest.approx(records[0]["train_loss"], rel=1e-5)
+        assert record["eval"]["loss"] == pytest.approx(records[0]["eval"]["loss"], rel=1e-5)
+        assert record["eval"]["samples"] == 13
+
+
+# Local models and data -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved classifier, and the same reviews as parquet, CSV, JSON lines and save_to_disk."""
+    from datasets import Dataset, DatasetDict
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("local")
+    train, test = make_reviews(60, 1), make_reviews(20, 2)
+    tokenizer = load_trained_tokenizer(train_tokenizer([review["text"] for review in train]))
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForSequenceClassification(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    splits = {"train": Dataset.from_list(list(train)), "test": Dataset.from_list(list(test))}
+    DatasetDict(splits).save_to_disk(folder / "saved")
+    (folder / "parquet").mkdir()
+    for name, data in splits.items():
+        data.to_parquet(folder / "parquet" / f"{name}-00000-of-00001.parquet")
+    splits["train"].to_csv(folder / "reviews.csv")
+    splits["train"].to_json(folder / "reviews.jsonl")
+    Dataset.from_list([{"text": "no label"}]).to_csv(folder / "unlabelled.csv")
+    Dataset.from_list([{"text": None, "label": 1}, {"text": "fine", "label": 2}]).to_csv(folder / "gap.csv")
+    Dataset.from_list([{"text": 3, "label": 1}, {"text": 3, "label": 2}]).to_json(folder / "numbers.jsonl")
+    names = ["terrible", "poor", "fair", "good", "superb"]
+    named = [{"body": review["text"], "stars": names[review["label"]]} for review in train]
+    Dataset.from_list(named).to_csv(folder / "named.csv")
+    (folder / "broken.parquet").write_bytes(b"PAR1 and nothing more")
+    (folder / "reviews.pdf").write_text("a line")
+    (folder / "empty").mkdir()
+    return folder
+
+
+def yelp_settings(local: Path, output: Path, dataset: str = "parquet", model: str = "model") -> dict[str, Any]:
+    return {
+        "choice": "flat_ddp",
+        "workload": "yelp",
+        "model": str(local / model),
+        "dataset": str(local / dataset),
+        "train_samples": 24,
+        "eval_samples": 10,
+        "no_profile": True,
+        "output_dir": str(output),
+    }
+
+
+@pytest.mark.parametrize("dataset", ["parquet", "saved", "reviews.csv", "reviews.jsonl"])
+def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path, dataset: str) -> None:
+    """Through the code that loads `yelp` from the hub; the saved model is bf16 and trains in fp32."""
+    assert ranks.run(2, run_here, yelp_settings(local, tmp_path, dataset)) == [None, None]
+    record = record_of(tmp_path, "flat_ddp")
+    assert len(record["train_loss"]) == 3 and record["eval"]["samples"] == 10
+    assert record["memory"][0]["parameters_bytes"] == 4 * record["parameters"]
+
+
+def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path, tmp_path: Path) -> None:
+    """The adapter that the run leaves, on the saved model, gives the loss that the run found on held-out samples."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    settings = yelp_settings(local, tmp_path, "named.csv") | {"text_column": "body", "label_column": "stars"}
+    settings |= {"lora_rank": 4, "lr": 0.01, "choice": "zero3"}
+    assert ranks.run(2, run_sharded, settings) == [None, None]
+    record = record_of(tmp_path, "zero3")
+    (adapter,) = (tmp_path / "profile" / "zero3").glob("*.adapter")
+    assert sorted(path.name for path in adapter.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert adapter.name == f"{record['run_id']}.adapter"
+    for row in record["memory"]:
+        assert row["parameters_bytes"] < 4 * record["parameters"] * 0.6, "the frozen base is not sharded"
+    base = AutoModelForSequenceClassification.from_pretrained(
+        local / "model", num_labels=5, dtype=torch.float32, ignore_mismatched_sizes=True
+    )
+    model = PeftModel.from_pretrained(base, str(adapter)).eval()
+    assert model.peft_config["default"].base_model_name_or_path == str(local / "model")
+    config = RunConfig(**{**settings, "lora_rank": None})
+    workload = ranks.run(1, batches_of_evaluation, config)[0]
+    with torch.no_grad():
+        loss = sum(model(**batch).loss.item() * len(batch["labels"]) for batch in workload) / 10
+    assert loss == pytest.approx(record["eval"]["loss"], rel=1e-5)
+
+
+BAD_SETTINGS = {
+    "batch that does not divide": ({"global_batch_size": 6}, "nearest that does: 4 or 8"),
+    "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
+    "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
+    "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
+    "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
+    "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
+    "texts without a data set": ({"text_column": "x"}, "--text-column goes with --dataset"),
+    "a stream without a data set": ({"workload": "sample-lm", "streaming": True}, "--streaming goes with --dataset"),
+    "labels of a language model": (
+        {"workload": "hub", "task": "causal-lm", "model": "x", "dataset": "x", "label_column": "x"},
+        "--label-column goes with --task classification",
+    ),
+    "adapters without transformers": (
+        {"lora_rank": 2},
+        "--lora-rank: the model of workload mlp is of class MLP; adapters are",
+    ),
+    "output folder that is a file": ({"output_dir": __file__}, f"--output-dir {__file__}: cannot write to"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    changes, expected = BAD_SETTINGS[case]
+    messages = ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), **changes})
+    assert all(expected in message for message in messages), messages
+    assert not list(tmp_path.rglob("*.run.json"))
+
+
+BAD_DATA = {
+    "missing data": ({"dataset": "/nowhere/reviews.csv"}, "no such file or folder"),
+    "missing model": ({"model": "/nowhere/model"}, "no such folder"),
+    "folder without a model": ({"model": "empty"}, "no config.json"),
+    "unknown file type": ({"dataset": "reviews.pdf"}, "unknown file type"),
+    "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
+    "empty folder": ({"dataset": "empty"}, "cannot be read"),
+    "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),
+    "a text is missing": ({"dataset": "gap.csv"}, "row 1 of split train has None in column text"),
+    "texts are numbers": ({"dataset": "numbers.jsonl"}, "has 3 in column text; every row needs a text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_model_or_data(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> None:
+    changes, expected = BAD_DATA[case]
+    settings = yelp_settings(local, tmp_path, **changes)
+    messages = ranks.run(2, run_here, settings)
+    assert messages[0] == messages[1] and expected in messages[0], messages
+
+
+def test_the_hub_out_of_reach(ranks: RankPool, tmp_path: Path) -> None:
+    messages = ranks.run(2, run_offline, yelp_settings(Path("nobody-here"), tmp_path))
+    assert all("--workload sample" in message for message in messages), messages
+
+
+def run_offline(settings: dict[str, Any]) -> str | None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import huggingface_hub.constants
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        return run_here(settings)
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = False
+        del os.environ["HF_HUB_OFFLINE"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
+def test_a_full_disk_is_said_and_leaves_earlier_results(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)}
+    ranks.run(2, run_here, settings)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    messages = ranks.run(2, run_on_full_disk, settings)
+    assert all("rank 1: cannot write" in message and "No space left" in message for message in messages), messages
+    assert {path: path.read_bytes() for path in before} == before
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")], "temporary files were left behind"
+
+
+def run_on_full_disk(settings: dict[str, Any]) -> str | None:
+    """Rank 1's traces go to a device that is full."""
+    import gzip
+
+    real_open = gzip.open
+    if dist.get_rank() == 1:
+        gzip.open = lambda path, *args, **kwargs: real_open("/dev/full", *args, **kwargs)  # type: ignore[assignment]
+    try:
+        return run_here(settings)
+    finally:
+        gzip.open = real_open
+
+
+def diverge(settings: dict[str, Any]) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        run_here(settings)
+    return str(caught.value)
+
+
+def test_divergence_in_the_last_step_is_seen_on_held_out_samples(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True}
+    settings |= {"lr": 1e38, "max_steps": 1}
+    assert all("held-out" in message for message in ranks.run(2, diverge, settings))
+    assert not list(tmp_path.rglob("*.run.json"))
+
+
+def fail_on_one_rank(failing: int) -> str:
+    def make() -> int:
+        if dist.get_rank() == failing:
+            raise KeyError("planted")
+        return 1
+
+    with pytest.raises((UserError, KeyError), match="planted") as caught:
+        from_rank0(make) if failing == 0 else on_every_rank(make)
+    return caught.typename
+
+
+def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
+    assert ranks.run(2, fail_on_one_rank, 0) == ["KeyError", "UserError"]
+    assert ranks.run(2, fail_on_one_rank, 1) == ["UserError", "KeyError"]
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", -1),
+        ("seed", 2**32),
+        ("global_batch_size", 0),
+        ("max_steps", -1),
+        ("lr", 0.0),
+        ("epochs", 0),
+        ("precision", "fp8"),
+        ("bucket_cap_mb", 0.0),
+        ("device", "tpu"),
+        ("backend", "mpi"),
+        ("profile_wait", -1),
+        ("clip_grad_norm", -1.0),
+        ("lora_rank", 0),
+        ("lora_alpha", 8),
+    ],
+)
+def test_settings_are_checked_when_built(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match="--" + field.replace("_", "-")):
+        RunConfig(**{field: value})
+    assert dataclasses.is_dataclass(RunConfig())
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> None:
+    """Pretend to be rank 1 of `local_ranks` under torchrun on a machine with `gpus` GPUs."""
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(local_ranks))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "expected"),
+    [
+        (0, {}, ("cpu", "gloo")),
+        (2, {}, ("cuda:1", "nccl")),
+        (2, {"device": "cpu"}, ("cpu", "gloo")),
+        (2, {"backend": "gloo"}, ("cuda:1", "gloo")),
+        (1, {"backend": "gloo"}, ("cuda:0", "gloo")),
+        (1, {}, ("cuda:0", "nccl")),  # perhaps another GPU than that of the other rank: see `require_own_gpus`
+        (0, {"device": "cuda"}, "torch sees no CUDA device"),
+        (0, {"backend": "nccl"}, "--backend nccl needs CUDA"),
+        (2, {"backend": "nccl-legacy"}, ("cuda:1", "nccl-legacy")),
+        (0, {"backend": "nccl-legacy"}, "--backend nccl-legacy needs CUDA"),
+        (2, {"link": "1gbit"}, "--link 1gbit slows down Gloo between CPUs, and this run is on GPUs"),
+        (2, {"link": "1gbit", "device": "cpu"}, ("cpu", "gloo")),
+        (0, {"link": "1gbit"}, ("cpu", "gloo")),
+    ],
+)
+def test_device_and_backend(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, flags: dict[str, str], expected: tuple[str, str] | str
+) -> None:
+    on_machine(monkeypatch, gpus, local_ranks=2)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            choose_device_and_backend(RunConfig(**flags))
+    else:
+        device, backend = choose_device_and_backend(RunConfig(**flags))
+        assert (str(device), backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"link": "1gbit", "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
+        ({"nodes": 2, "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
+        ({"nodes": 2, "link": "1gbit"}, "--nodes 2: must be with --outer-link RATE"),
+    ],
+)
+def test_links_between_nodes_are_beside_those_within(flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        RunConfig(**flags)
+
+
+def test_ranks_divide_into_nodes() -> None:
+    assert Nodes.of(2, "1gbit", 6) == Nodes(3, Link(10**9))
+    with pytest.raises(UserError, match="--nodes 2: 3 ranks do not divide into 2 nodes"):
+        Nodes.of(2, "1gbit", 3)
+
+
+def test_links_of_several_nodes_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"--link 1gbit is for the ranks of one machine"):
+        choose_device_and_backend(RunConfig(link="1gbit"))
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, gpus=2, local_ranks=3)
+    for backend in ("auto", "nccl", "nccl-legacy"):
+        with pytest.raises(UserError, match="3 ranks on this node but only 2 GPUs"):
+            choose_device_and_backend(RunConfig(backend=backend))
+    assert str(choose_device_and_backend(RunConfig(backend="gloo"))[0]) == "cuda:1"
+
+
+def test_each_rank_sees_a_single_gpu() -> None:
+    """As with `srun --gpus-per-task=1`. The same number on another host is another GPU."""
+    require_own_gpus(["n1 GPU-a", "n1 GPU-b", "n2 GPU-a"])
+    with pytest.raises(UserError, match=r"ranks 0, 2 see only one GPU, the same \(n1 GPU-a\), and NCCL takes one rank"):
+        require_own_gpus(["n1 GPU-a", "n1 GPU-b", "n1 GPU-a"])
+
+
+def test_ranks_tell_each_other_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    store = dist.HashStore()
+    store.set("gpu/0", "n1 GPU-b")
+    own = f"{socket.gethostname()} GPU-a"
+    assert gpus_of_ranks(store, 1, 2, torch.device("cuda", 0)) == ["n1 GPU-b", own]
+    assert gpus_of_ranks(store, 0, 2, torch.device("cuda", 0)) == [own, own]
+    assert store.check(["gpu/0/read", "gpu/1/read"])
+
+
+def test_the_store_stays_until_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=100))
+    store.set("gpu/1", "n1 GPU-b")
+    with pytest.raises(dist.DistStoreError):
+        gpus_of_ranks(store, 0, 2, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_torch_knows_both_nccl_backends(backend: str) -> None:
+    config = dist.BackendConfig(dist.Backend(group_config(backend)))
+    assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": backend}
+    assert backend in dist.Backend.backend_list and library_of(backend) == "nccl"
+
+
+def test_the_class_is_found_behind_torchs_debug_wrapper(ranks: RankPool) -> None:
+    assert ranks.run(2, classes_here) == [("_ProcessGroupWrapper", "ProcessGroupGloo")] * 2
+
+
+def classes_here() -> tuple[str, str]:
+    """The class of a group that torch has wrapped, as it is and as it is recorded."""
+    level = dist.get_debug_level()
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    try:
+        group = dist.new_group(backend="gloo")
+    finally:
+        dist.set_debug_level(level)
+        del os.environ["TORCH_DISTRIBUTED_DEBUG"]
+    device = torch.device("cpu")
+    return type(group._get_backend(device)).__name__, backend_class(group, device)
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_what_is_wrong_with_one_node_is_said_there(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank: str, lines: int
+) -> None:
+    """Once, by the first of its ranks: rank 0, on another node, may have nothing to say."""
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    for name, value in {"RANK": f"{2 + int(local_rank)}", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ddp_lab.runtime.run.silence_libraries", lambda: None)
+    assert run(RunConfig(choice="flat_ddp", device="cuda"), ddp.load) == 1
+    assert capfd.readouterr().err.count("error: flat_ddp: --device cuda: torch sees no CUDA device") == lines
+
+
+def test_a_run_without_torchrun_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on_machine(monkeypatch, gpus=0, local_ranks=1)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.argv", ["main_ddp.py", "--lr", "1"])
+    monkeypatch.setattr("ddp_lab.runtime.run.silence_libraries", lambda: None)
+    assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("error: flat_ddp: RANK, LOCAL_RANK not set, so no launcher started this (looked for RANK,")
+    assert "SLURM_STEP_ID" in said and "OMPI_COMM_WORLD_RANK" in said
+    assert said.endswith("torchrun --standalone --nproc_per_node=2 main_ddp.py --lr 1\n") and said.count("\n") == 1
+
+
+def test_a_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whichever it is: the others may wait for it without a word."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("The client socket has timed out\nframe #0")
+
+    on_machine(monkeypatch, gpus=0, local_ranks=2)
+    monkeypatch.setattr("ddp_lab.runtime.run.silence_libraries", lambda: None)
+    monkeypatch.setattr(dist, "rendezvous", unreachable)
+    assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
+    said = capfd.readouterr().err
+    assert "error: flat_ddp: rank 1 cannot join the others: The client socket has timed out; python scripts" in said
+    assert said.count("\n") == 1
+
+
+def test_dropout_differs_between_ranks_and_is_repeatable() -> None:
+    masks = []
+    for rank in (0, 1, 0):
+        seed_everything(3, rank)
+        masks.append(torch.nn.functional.dropout(torch.ones(64)))
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])

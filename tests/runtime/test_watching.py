@@ -1,0 +1,298 @@
+"""What ranks know of each other: records that outlive their process, the order of collectives, and the first cause."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_lab.runtime.errors import SequenceError, UserError
+from ddp_lab.runtime.watch.cause import RankReport, first_cause
+from ddp_lab.runtime.watch.exit_reason import ExitReason, kind_of, text_of
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+from ddp_lab.runtime.watch.mismatch import find_deadlock, find_difference
+from ddp_lab.runtime.watch.rank_state import Entry, RankState
+from ddp_lab.runtime.watch.sequence import (
+    agree_on_sequence,
+    digest,
+    follow_gradients,
+    group_label,
+    recorded_collectives,
+)
+from ddp_lab.strategy.gradient_watch import GradientWatch
+from scripts.sweep_state import SweepState
+from tests.ranks import RankPool
+
+# The flight recorder -------------------------------------------------------------------------------------------------
+
+IN_STEP_7 = """
+import signal
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
+
+flight = FlightRecorder.create(rank=3)
+flight.set_phase(7, "backward")
+flight.complete(flight.add(1, "all_reduce", 10, "float32", "ranks 0,1", -1, 2))
+flight.set_waiting(flight.add(2, "broadcast", 4, "int64", "ranks 0,1", 0, 0))
+print(flight.path, flush=True)
+signal.pause()
+"""
+
+
+def test_a_flight_recorder_outlives_its_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", IN_STEP_7], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        flight = FlightRecorder.open(Path(process.stdout.readline().strip()))
+        assert not flight.owner_is_gone()
+    finally:
+        process.kill()
+    process.wait(timeout=60)
+    assert flight.owner_is_gone() and flight.exit_reason is None and not flight.is_finished
+    state = flight.state()
+    assert str(state) == "in step 7 during backward, in broadcast #2 of 4 int64" and state.rank == 3
+    assert [entry.state for entry in state.entries] == ["completed", "issued"]
+    report = RankReport(state, ExitReason("failed", "it broke", 1.0))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=RankReport) == report
+
+
+def test_a_ring_keeps_the_latest() -> None:
+    flight = FlightRecorder.create(rank=0)
+    for seq in range(1, 5001):
+        flight.add(seq, "all_reduce", seq, "float32", "ranks 0,1", -1, 0)
+    assert [entry.seq for entry in flight.state().entries] == list(range(5000 - 2047, 5001))
+    flight.set_exit_reason(ExitReason("failed", "x" * 100_000, 0.0, "y"))
+    assert flight.exit_reason == ExitReason("failed", "x" * 2000, 0.0), "cut, but there"
+    flight.close()
+
+
+# The order of collectives --------------------------------------------------------------------------------------------
+
+
+def exchange(order: str) -> str | None:
+    """All-reduce two gradients of equal size; on rank 1 in another order, or as copies, as `order` says."""
+    parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    flight = FlightRecorder.create(dist.get_rank())
+    with recorded_collectives(flight):
+        follow_gradients(GradientWatch({str(index): p for index, p in enumerate(parameters)}))
+        sum((parameter * 2).sum() for parameter in parameters).backward()
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        if dist.get_rank() == 1 and order == "swapped":
+            gradients.reverse()
+        if dist.get_rank() == 1 and order == "unknown":  # of a copy, nobody can tell whose gradient it is
+            gradients = [gradient.clone() for gradient in gradients]
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        pair = dist.new_group([0, 1])  # a group that is made later is recorded too
+        work = dist.broadcast(torch.zeros(3), src=0, group=pair, async_op=True)
+        assert work is not None
+        work.wait()
+        before, after = [0, 0], [0, 0]
+        dist.all_gather_object(before, digest(dist.group.WORLD))
+        problem = agree_on_sequence(dist.group.WORLD) if before[0] != before[1] else None
+        dist.all_gather_object(after, digest(dist.group.WORLD))
+        entries = flight.state().entries
+    flight.close()
+    dist.destroy_process_group(pair)
+    assert [entry.kind for entry in entries[:2]] == ["all_reduce"] * 2
+    (broadcast,) = [entry for entry in entries if entry.kind == "broadcast" and entry.elements == 3]
+    assert broadcast.state == "completed" and broadcast.group == "ranks 0,1 (2)" and broadcast.seq == 1
+    assert problem is not None or after[0] == after[1], "digests start again from 0 after a comparison"
+    assert problem is None or isinstance(problem, SequenceError)
+    return str(problem) if problem else None
+
+
+@pytest.mark.parametrize("order", ["same", "swapped", "unknown"])
+def test_the_order_of_equal_gradients(ranks: RankPool, order: str) -> None:
+    first, second = ranks.run(2, exchange, order)
+    assert first == second
+    if order != "swapped":
+        assert first is None
+        return
+    assert "#1 differs between ranks: rank 0 all_reduce of 8 float32 (gradient of trainable parameter 0); " in first
+    assert "rank 1 all_reduce of 8 float32 (gradient of trainable parameter 1)" in first
+
+
+@given(st.lists(st.integers(0, 4000), min_size=1, max_size=40, unique=True), st.integers(4001, 4003))
+def test_groups_of_other_ranks_have_other_names(ranks: list[int], another: int) -> None:
+    label = group_label(sorted(ranks))
+    assert len(label) <= 19 and label != group_label(sorted({*ranks, another}))
+    named = {"ranks 0,1": (0, 1), "ranks 0-15": range(16), "ranks 3": (3,), "ranks 0,1,2,5,7": (0, 1, 2, 5, 7)}
+    assert [group_label(members) for members in named.values()] == list(named)
+
+
+def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "float32", **changes: Any) -> Entry:
+    values = {"group": "ranks 0,1", "root": -1, "parameter": 0, "state": "completed", "time_s": float(seq)}
+    return Entry(**{"seq": seq, "kind": kind, "elements": elements, "dtype": dtype, **values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differs"),
+    [
+        (entry(2), entry(2), False),
+        (entry(2), entry(2, state="issued", time_s=9.0), False),
+        (entry(2), entry(2, kind="broadcast", root=0), True),
+        (entry(2), entry(2, elements=11), True),
+        (entry(2), entry(2, dtype="float64"), True),
+        (entry(2), entry(2, parameter=5), False),  # the parameter of the first is not known
+        (entry(2), entry(2, group="ranks 1,2", elements=11), False),
+        (entry(2, kind="all_to_all", elements=3), entry(2, kind="all_to_all", elements=5), False),
+    ],
+)
+def test_where_sequences_differ(one: Entry, other: Entry, differs: bool) -> None:
+    found = find_difference({0: [entry(1), one, entry(3)], 1: [entry(1), other]})
+    assert ("#2 differs" in found.text and found.entries == {0: one, 1: other}) if found else not differs
+
+
+# The cause -----------------------------------------------------------------------------------------------------------
+
+
+def state(rank: int, *entries: Entry, waits: bool = False, phase: str = "backward", progress_s: float = 1) -> RankState:
+    return RankState(rank, 7, phase, entries, entries[-1] if waits else None, progress_s)
+
+
+def ended(state: RankState | None, kind: str, text: str = "it broke", time_s: float = 1.0) -> RankReport:
+    return RankReport(state, ExitReason(kind, text, time_s, "trace"))
+
+
+def gone(state: RankState, crash: str = "") -> RankReport:
+    return RankReport(state, None, is_gone=True, crash=crash)
+
+
+one, two, other_two = entry(1), entry(2), entry(2, elements=11)
+CASES = {
+    "a killed rank comes before its victims": (
+        [
+            ended(state(0, one, waits=True), "connection", "Connection closed by peer"),
+            gone(state(1, one)),
+            ended(state(2, one), "signal", "SIGTERM"),
+        ],
+        ("killed", 1),
+        "rank 1 was killed (SIGKILL, or it exited without an error) in step 7 during backward, after all_reduce #1",
+    ),
+    "of several killed ranks the first is named, even if others failed": (
+        [ended(state(0), "failed", "OSError: no peer"), gone(state(1, progress_s=2)), gone(state(2))],
+        ("killed", 2),
+        "ranks 1, 2; first rank 2 was killed",
+    ),
+    "the first failure comes before later ones": (
+        [
+            ended(state(0), "failed", "KeyError: 2", 5.0),
+            ended(state(1), "failed", "ValueError: 1", 4.0),
+            ended(state(2), "noticed", time_s=4.1),
+        ],
+        ("failed", 1),
+        "rank 1 failed in step 7 during backward: ValueError: 1",
+    ),
+    "a crash in collectives that differ is a mismatch": (  # Gloo ends a process with SIGABRT if sizes differ
+        [ended(state(0, one, two), "signal", "SIGTERM"), gone(state(1, one, other_two), "Fatal Python error: Aborted")],
+        ("mismatched", 0),
+        "collective #2 differs between ranks",
+    ),
+    "ranks that are told to stop in different places do not differ": (
+        [ended(state(0, one, two), "signal", "SIGTERM"), ended(state(1, one, other_two), "signal", "SIGTERM")],
+        ("interrupted", 0),
+        "stopped by SIGTERM in step 7",
+    ),
+    "one rank is told to stop": (
+        [ended(state(0), "noticed"), ended(state(1), "signal", "SIGINT")],
+        ("interrupted", 1),
+        "rank 1 was stopped by SIGINT in step 7",
+    ),
+    "torchrun has gone": (
+        [ended(state(rank), "orphaned", "torchrun has gone", 1.0 + rank) for rank in (0, 1)],
+        ("interrupted", 0),
+        "torchrun has gone, so the ranks ended in step 7",
+    ),
+    "the rank that does not come is named": (
+        [
+            ended(state(0, one, two, waits=True), "timeout"),
+            ended(state(1, one, phase="forward"), "noticed"),
+            ended(state(2, one, two, waits=True), "noticed"),
+        ],
+        ("hung", 1),
+        "rank 1 hangs in step 7 during forward",
+    ),
+    "of those that do not come, the one that is behind is named": (
+        [
+            ended(state(0, one, two), "noticed"),  # it has passed that collective
+            ended(state(1, one, two, waits=True), "timeout"),
+            ended(state(2, one), "noticed"),
+        ],
+        ("hung", 2),
+        "rank 2 hangs in step 7",
+    ),
+    "a node cannot be reached": (
+        [ended(state(0, one, waits=True), "connection"), RankReport(None, None)],
+        ("lost", 1),
+        "rank 1 cannot be reached any more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_cause(case: str) -> None:
+    reports, expected, message = CASES[case]
+    ending = first_cause(dict(enumerate(reports)))
+    assert (ending.how, ending.rank) == expected and str(ending.message).startswith(message)
+    about = {"hung": "missing in all_reduce #2 of 10 float32", "mismatched": "all_reduce #2 of 10 float32"}
+    assert ending.collective == about.get(ending.how, ending.collective)
+    assert ending.rank is None or reports[ending.rank].state is None or ending.step == 7
+    assert ending.how != "failed" or ending.traceback == "trace"
+    if ending.how == "killed":
+        assert "because memory ran out" in str(first_cause(dict(enumerate(reports)), out_of_memory=True).message)
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
+    """Nothing differs within a group, and no timeout has passed, but no rank will ever continue."""
+    fifth = entry(5, group="ranks 0,1 (2)")
+    waiting = state(0, one, entry(4, group="ranks 0,1 (2)"), fifth, waits=True)
+    other = state(1, entry(4, group="ranks 0,1 (2)"), one, two, waits=True)
+    ending = first_cause({0: ended(waiting, "mismatch"), 1: ended(other, "noticed")})
+    assert ending.how == "mismatched" and ending.step == 7
+    expected = "rank 0 waits in all_reduce #5 of 10 float32 (ranks 0,1 (2)), which rank 1 has not issued"
+    assert expected in str(ending.message)
+    assert find_deadlock({0: waiting, 1: other}) is not None
+    assert find_deadlock({0: waiting, 1: replace(other, waits_for=None)}) is None, "rank 1 may still issue it"
+    issued = replace(other, entries=(*other.entries, fifth))
+    assert find_deadlock({0: waiting, 1: issued}) is None, "rank 0 continues in a moment"
+
+
+@pytest.mark.parametrize(
+    ("error", "in_collective", "expected"),
+    [
+        (ValueError("timed out"), False, "failed"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), False, "connection"),
+        (RuntimeError("Timed out waiting 6000ms for recv operation"), True, "timeout"),
+        (
+            dist.DistBackendError("Watchdog caught collective operation timeout: NCCL operation timed out"),
+            False,
+            "timeout",
+        ),
+        (dist.DistBackendError("NCCL operation failed"), False, "collective"),
+        (RuntimeError("op.preamble.length <= op.nbytes"), True, "collective"),
+    ],
+)
+def test_exceptions_of_collectives_are_told_from_others(error: Exception, in_collective: bool, expected: str) -> None:
+    assert kind_of(error, in_collective) == expected
+
+
+def test_memory_that_runs_out_is_explained() -> None:
+    assert "--global-batch-size" in text_of(MemoryError())
+
+
+# A sweep's file ------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_of_an_interrupted_sweep(tmp_path: Path) -> None:
+    state = SweepState(tmp_path, "ddp", {"ranks": 2})
+    state.add("simple_ddp")
+    (tmp_path / "profile" / "ddp.sweep.json").write_text("[1")
+    with pytest.raises(UserError, match="cannot be read"):
+        state.go_on()
