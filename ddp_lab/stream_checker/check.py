@@ -47,7 +47,7 @@ class Seen:
     waits_in_backward: float = 0.0
     stalls: float = 0.0
     copied_bytes: float = 0.0
-    losses: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
 
 
 def check(
