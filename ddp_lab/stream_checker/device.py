@@ -19,7 +19,7 @@ from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.stream_checker.order import Event, Memory, Stream, tensors_in
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = (str(ROOT / "stream_checker"), str(ROOT / ".venv"))
+OWN = (str(Path(__file__).parent), str(ROOT / ".venv"))
 WAITING = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"))
 """Operators whose answer the host needs, so it waits until the device has come so far."""
 COPIES = frozenset(("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::clone")) | frozenset(
