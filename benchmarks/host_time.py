@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 import ddp
 import sharding
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import follow_gradients, recorded_collectives
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.step import StepData
 
 RANKS, STEPS = 4, 8

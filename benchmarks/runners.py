@@ -20,10 +20,9 @@ from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.profiling.allocations import counting_on_all_threads, peak_of_allocations
 from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.runtime.profiling.stopwatch import Stopwatch
-from ddp_lab.runtime.run import build_strategy, cut_over_ranks, seed_everything
+from ddp_lab.runtime.run import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.strategy.communication.traffic import Collective
 from ddp_lab.strategy.interface import MicroBatch, Strategy
-from ddp_lab.strategy.model_parallel import Parallelize
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.replicated import ReplicatedStrategy

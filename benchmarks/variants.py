@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
-from ddp_lab.runtime.config import AUTO, RunConfig, bucket_cap
+from ddp_lab.runtime.config import RunConfig, bucket_cap
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import AUTO
 
 LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
 """A step without communication, as a person writes it for one device; one through this project's training loop, with

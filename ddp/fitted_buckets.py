@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp.bucket_plan import USUAL_BYTES, choose, describe, usual_ends
 from ddp.link_fit import WATCHED_STEPS, LinkFit
-from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.strategy.options import StrategyOptions
 
 UNKNOWN = (
     f"buckets of {USUAL_BYTES // 2**20} MiB: large all-reduces took hardly longer than small ones, so nothing could be "

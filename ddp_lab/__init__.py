@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_lab.choices import CHOICES, load
     from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
-    from ddp_lab.runtime.config import StrategyOptions
     from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
+    from ddp_lab.strategy.options import StrategyOptions
 
 __all__ = [
     "CHOICES",
@@ -29,7 +29,7 @@ _HOMES = {
     "load": "ddp_lab.choices",
     "NonFiniteError": "ddp_lab.runtime.errors",
     "UnsupportedError": "ddp_lab.runtime.errors",
-    "StrategyOptions": "ddp_lab.runtime.config",
+    "StrategyOptions": "ddp_lab.strategy.options",
     "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
     "save_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
 }

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.config import FP16, StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes
 from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
 from ddp_lab.strategy.communication.traffic import Collective
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.options import FP16, StrategyOptions
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts

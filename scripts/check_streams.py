@@ -23,7 +23,7 @@ from rich.table import Table
 import ddp
 import sharding
 from ddp_lab.runtime.cli import OneLineParser, at_least
-from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.stream_checker.check import Seen, check, plain_loop
 from tests.models import MODELS, build, make_batch
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from ddp.link_fit import WATCHED_STEPS
 from ddp_lab.runtime.checkpoint.manifest import checkpoints_in, folder_name
 from ddp_lab.runtime.checkpoint.session import Checkpoints
-from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
 from ddp_lab.runtime.run import seed_everything
 from ddp_lab.runtime.schedule import learning_rates
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import ddp
 import sharding
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES, autocast
 from ddp_lab.strategy.registry import Registry
 from tests.models import BRANCHES, build, make_batch

@@ -25,8 +25,9 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Device, Link
 from ddp_lab.planner.runs import module_maker
 from ddp_lab.planner.simulation.simulate import simulate
-from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.link.link_model import LinkModel, Piece
+from ddp_lab.strategy.options import AUTO
 
 MB = 2**20
 COMPUTE_S = (1406.7 - 498.0) / 1e3

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 import ddp
 import sharding
 from ddp_lab.gpu_check.host_waits import HostWaits
-from ddp_lab.runtime.config import RunConfig, StrategyOptions
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import copies
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 

@@ -6,20 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_lab.runtime.cli import at_least, rate
-from ddp_lab.runtime.config import (
-    AUTO,
-    CAUSAL_LM,
-    CLASSIFICATION,
-    MASTER_DTYPES,
-    OFFLOADS,
-    PARAM_DTYPES,
-    PRECISIONS,
-    REDUCE_DTYPES,
-    TASKS,
-    bucket_cap,
-    mesh_text,
-)
+from ddp_lab.runtime.config import CAUSAL_LM, CLASSIFICATION, TASKS, bucket_cap, mesh_text
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES
 from ddp_lab.strategy.recompute import setting as recomputation
 
 if TYPE_CHECKING:

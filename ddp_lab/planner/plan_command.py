@@ -20,8 +20,9 @@ from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
 from ddp_lab.planner.report.page import plan_page
 from ddp_lab.planner.report.recommendation import reasons
 from ddp_lab.planner.report.wording import certainty, headline, notes
-from ddp_lab.runtime.config import AUTO, RunConfig
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import AUTO
 
 AS_THE_RUNNERS = (
     "mesh",

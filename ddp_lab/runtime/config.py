@@ -5,35 +5,36 @@ This module imports nothing heavy, so that `--help` answers at once.
 
 import argparse
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UserError, require
 from ddp_lab.runtime.link.speed import NONE, canonical
-from ddp_lab.runtime.mesh import Mesh, ShardGroups
+from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.profiling.chosen_ranks import ranks_in
+from ddp_lab.strategy.options import (
+    AUTO,
+    COMPRESSIONS,
+    FP16,
+    MASTER_DTYPES,
+    OFFLOADS,
+    PARAM_DTYPES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    StrategyOptions,
+)
 from ddp_lab.strategy.recompute import setting as recomputation
 
-if TYPE_CHECKING:
-    from ddp_lab.strategy.model_parallel import ModelParallel
-
-FP16 = "fp16"
-PRECISIONS = ("fp32", "bf16", FP16)
 DEVICES = ("auto", "cpu", "cuda")
 NCCL, LEGACY_NCCL = "nccl", "nccl-legacy"
 """Torch's names for its NCCL backend and for the class that was it before (docs/cuda.md)."""
 BACKENDS = ("auto", "gloo", NCCL, LEGACY_NCCL)
-AUTO = "auto"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal-lm"
 TASKS = (CLASSIFICATION, CAUSAL_LM)
-PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
-COMPRESSIONS = ("int8", "powersgd")
-OFFLOADS = ("optimizer", "parameters")
 LATEST = "latest"
 SCHEDULES = ("constant", "linear", "cosine")
 """Of the learning rate (`ddp_lab.runtime.schedule`)."""
@@ -43,119 +44,6 @@ LOG_TARGETS = ("tensorboard", "wandb")
 
 RECORD_VERSION = 10
 """Version of the run record's format (`docs/run-record.md`)."""
-
-
-@dataclass(frozen=True)
-class StrategyOptions:
-    """Settings of a strategy beyond the module and its optimizer.
-
-    Attributes:
-        bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
-            default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
-            others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
-        overlap_optimizer: Update a bucket's parameters while others are still being reduced.
-        precision: `fp32`, or `bf16` or `fp16` for autocast over fp32 parameters, gradients and optimizer states.
-        loss_scale: With fp16, what the loss is multiplied by in the first step (`communication.loss_scale`).
-        growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
-        activation_checkpointing: Which blocks free their activations in forward and compute them again in backward
-            (`ddp_lab.strategy.recompute.setting`).
-        param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
-            keep the parameters' own. Default: compute with the parameters as they are.
-        master_dtype: `bf16`, with `param_dtype` bf16: shards are in bf16 too, and updates are rounded to it at random
-            (`sharding.stochastic_rounding`). Default: shards keep the parameters' own dtype.
-        reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
-            of the gradients.
-        find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
-        offload: `optimizer` or `parameters`, perhaps with `:FOLDER`: keep optimizer states, and with `parameters` also
-            parameters, in host memory or in files (`sharding.offload`).
-        compile_backend: Compile the module's blocks with this backend of torch.compile (`strategy.compilation`).
-        compress: `int8` or `powersgd`: compress gradients for the all-reduce (`communication.compression`).
-        parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
-            Default: one group of all trainable parameters.
-        model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
-        shard_groups: Over which ranks model states are sharded, and over which these shards are replicated
-            (`sharding.replicas`). Default: sharded over all ranks of the strategy.
-        clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
-    """
-
-    bucket_cap_mb: float | str = AUTO
-    precision: str = "fp32"
-    loss_scale: float = 2.0**16
-    growth_interval: int = 2000
-    activation_checkpointing: str = recomputation.NONE
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    master_dtype: str | None = None
-    offload: str | None = None
-    find_unused_parameters: bool = False
-    overlap_optimizer: bool = False
-    compress: str | None = None
-    compile_backend: str | None = None
-    parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
-    model_parallel: "ModelParallel | None" = None
-    shard_groups: "ShardGroups | None" = None
-    clock: Callable[[], float] = time.perf_counter
-
-    def __post_init__(self) -> None:
-        cap = self.bucket_cap_mb
-        _require(
-            cap == AUTO or (not isinstance(cap, str) and 0 < cap < float("inf")),
-            "--bucket-cap-mb",
-            cap,
-            f"a size above 0 MiB, or {AUTO}",
-        )
-        for flag, value, known in (
-            ("--precision", self.precision, PRECISIONS),
-            ("--param-dtype", self.param_dtype, (None, *PARAM_DTYPES)),
-            ("--reduce-dtype", self.reduce_dtype, (None, *REDUCE_DTYPES)),
-            ("--master-dtype", self.master_dtype, (None, *MASTER_DTYPES)),
-            ("--compress", self.compress, (None, *COMPRESSIONS)),
-            ("--offload", self.offload and self.offload.partition(":")[0], (None, *OFFLOADS)),
-        ):
-            _require(value in known, flag, value, f"one of {', '.join(name for name in known if name)}")
-        _require(
-            not (self.param_dtype and self.precision != "fp32"),
-            "--param-dtype",
-            f"{self.param_dtype} with --precision {self.precision}",
-            "one or the other: autocast is over fp32 parameters",
-        )
-        _require(
-            self.master_dtype in (None, self.param_dtype),
-            "--master-dtype",
-            self.master_dtype,
-            f"with --param-dtype {self.master_dtype}",
-        )
-        _require(
-            not (self.compile_backend and self.activation_checkpointing == recomputation.SELECTIVE),
-            "--activation-checkpointing",
-            f"{recomputation.SELECTIVE} with --compile",
-            "one or the other: a policy does not see the operators of a compiled block",
-        )
-        _require(
-            not (self.compress and self.reduce_dtype),
-            "--compress",
-            f"{self.compress} with --reduce-dtype {self.reduce_dtype}",
-            "one or the other",
-        )
-        recomputation.Recomputation.parse(self.activation_checkpointing)
-        if self.precision == FP16:
-            _require(
-                not self.overlap_optimizer,
-                "--overlap-optimizer",
-                f"with --precision {FP16}",
-                "one or the other, since a step is skipped if any gradient of it overflows",
-            )
-            _require(
-                not self.compress,
-                "--compress",
-                f"{self.compress} with --precision {FP16}",
-                "one or the other, since an overflow would stay in the error feedback",
-            )
-
-    @property
-    def fixed_bucket_bytes(self) -> float | None:
-        """The bucket size in bytes if the user has set one, else None."""
-        return None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb * 2**20
 
 
 def bucket_cap(text: str) -> float | str:
@@ -465,63 +353,63 @@ class RunConfig:
             if value is None:
                 continue
             if choices:
-                _require(value in choices, flag, value, f"one of {', '.join(choices)}")
+                require(value in choices, flag, value, f"one of {', '.join(choices)}")
             if least is not None:
-                _require(value >= least, flag, value, f"a whole number of at least {least}")
+                require(value >= least, flag, value, f"a whole number of at least {least}")
             if field.metadata["above_zero"]:
-                _require(0 < value < float("inf"), flag, value, "a number above 0")
+                require(0 < value < float("inf"), flag, value, "a number above 0")
         object.__setattr__(self, "link", canonical(self.link))
         if self.outer_link is not None:
             object.__setattr__(self, "outer_link", canonical(self.outer_link))
             is_usable = NONE not in (self.link, self.outer_link) and self.nodes is not None
-            _require(is_usable, "--outer-link", self.outer_link, "a rate, with --link RATE and --nodes")
-        _require(self.nodes is None or self.outer_link is not None, "--nodes", self.nodes, "with --outer-link RATE")
+            require(is_usable, "--outer-link", self.outer_link, "a rate, with --link RATE and --nodes")
+        require(self.nodes is None or self.outer_link is not None, "--nodes", self.nodes, "with --outer-link RATE")
         if self.mesh is not None:
             object.__setattr__(self, "mesh", str(Mesh.parse(self.mesh)))
         cut = Mesh.parse(self.mesh).model_size > 1 if self.mesh else False
-        _require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
-        _require(
+        require(cut or not self.sequence_parallel, "--sequence-parallel", "", "with --mesh and tp above 1")
+        require(
             self.sequence_parallel or self.async_tensor_parallel is None,
             "--async-tensor-parallel",
             self.async_tensor_parallel,
             "with --sequence-parallel, whose gathers and scatters it overlaps",
         )
-        _require(
+        require(
             not self.async_tensor_parallel or self.activation_checkpointing != recomputation.SELECTIVE,
             "--async-tensor-parallel",
             f"with --activation-checkpointing {recomputation.SELECTIVE}",
             "one or the other, since products in pieces are not kept",
         )
-        _require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
-        _require(not (cut and self.compile), "--compile", "", "without tp, whose collectives would be in the graph")
-        _require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
-        _require(
+        require(cut or self.plan is None, "--plan", self.plan, "with --mesh and tp above 1")
+        require(not (cut and self.compile), "--compile", "", "without tp, whose collectives would be in the graph")
+        require(not (cut and self.lora_rank), "--lora-rank", self.lora_rank, "without tp: no plan names adapters")
+        require(
             not (cut and self.overlap_optimizer),
             "--overlap-optimizer",
             f"with --mesh {self.mesh}",
             "without tp, since a rank sees only a part of each bucket's norm",
         )
-        _require(self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
-        _require(
+        require(self.seed < 2**32, "--seed", self.seed, "a whole number from 0 to 4294967295")
+        require(
             not (self.overlap_optimizer and self.clip_grad_norm),
             "--overlap-optimizer",
             "with --clip-grad-norm",
             "one or the other, since the norm is known only when all gradients are reduced",
         )
-        _require(
+        require(
             self.precision == FP16 or not self.loss_scale, "--loss-scale", self.loss_scale, f"with --precision {FP16}"
         )
-        _require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
+        require(bool(self.lora_rank or not self.lora_alpha), "--lora-alpha", self.lora_alpha, "with --lora-rank")
         saves, saves_or_resumes = bool(self.checkpoint_every), bool(self.checkpoint_every or self.resume)
-        _require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
-        _require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")
-        _require(
+        require(saves or not self.checkpoint_async, "--checkpoint-async", "", "with --checkpoint-every")
+        require(saves or not self.keep_last, "--keep-last", self.keep_last, "with --checkpoint-every")
+        require(
             saves_or_resumes or self.checkpoint_dir is None,
             "--checkpoint-dir",
             self.checkpoint_dir,
             "with --checkpoint-every or --resume",
         )
-        _require(self.generate is not None or self.prompt is None, "--prompt", self.prompt, "with --generate")
+        require(self.generate is not None or self.prompt is None, "--prompt", self.prompt, "with --generate")
         if self.profile_ranks is not None:
             ranks_in(self.profile_ranks, "--profile-ranks")
         self.strategy_options()
@@ -621,8 +509,3 @@ def split_label(label: str) -> tuple[str, str | None]:
 def flag_name(field_name: str) -> str:
     """The flag of a field of `RunConfig`."""
     return "--ddp-choice" if field_name == "choice" else "--" + field_name.replace("_", "-")
-
-
-def _require(holds: bool, flag: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise UserError(f"{flag} {value}".rstrip() + f": must be {wanted}")

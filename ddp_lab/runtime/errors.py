@@ -31,6 +31,16 @@ class UserError(AgreedError):
     """
 
 
+def require(holds: bool, flag: str, value: object, wanted: str) -> None:
+    """Check a setting.
+
+    Raises:
+        UserError: it does not hold. Says which flag has which value, and what it must be.
+    """
+    if not holds:
+        raise UserError(f"{flag} {value}".rstrip() + f": must be {wanted}")
+
+
 class UnsupportedError(UserError, ValueError):
     """A module or a batch that a strategy cannot train, found before any parameter changes."""
 

@@ -18,21 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name
-from ddp_lab.runtime.config import (
-    AUTO,
-    RunConfig,
-    bucket_cap,
-    flag_name,
-    link_text,
-    log_targets,
-    mesh_text,
-    offload_text,
-)
+from ddp_lab.runtime.config import RunConfig, bucket_cap, flag_name, link_text, log_targets, mesh_text, offload_text
 from ddp_lab.runtime.data.workloads import WORKLOADS, is_own
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.environment import prepare_process
 from ddp_lab.runtime.process.launcher import adopt_launcher, without_local_rank
 from ddp_lab.runtime.process.under_nsys import continue_under_nsys
+from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.recompute import setting as recomputation
 from ddp_lab.strategy.registry import Registry
 

@@ -26,7 +26,7 @@ from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, Us
 from ddp_lab.runtime.flags import to_toml
 from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
-from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.mesh import Mesh, MeshGroups
 from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory import ModelSize
@@ -51,11 +51,13 @@ from ddp_lab.runtime.watch.phases import between_steps
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.compilation import require_compiler
 from ddp_lab.strategy.interface import MicroBatch, Strategy
-from ddp_lab.strategy.model_parallel import ModelParallel, Parallelize
+from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
 from ddp_lab.strategy.step import StepData
 
 OPTIMIZER = torch.optim.AdamW
+Parallelize = Callable[[torch.nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]
+"""Cuts a module in place over `MeshGroups.model`, as the run's settings say."""
 
 
 def run(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE, Mesh
 from ddp_lab.runtime.process.at_exit import settle_at_exit
@@ -30,6 +29,7 @@ from ddp_lab.strategy.communication.verdict import VERDICT_BYTES, Verdict, norm_
 from ddp_lab.strategy.compilation import SETTLING_STEPS, CompiledBlocks
 from ddp_lab.strategy.gradient_watch import GradientWatch
 from ddp_lab.strategy.optimizers import MakeOptimizer, checked
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import autocast
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.apply import checkpoint_activations
@@ -48,7 +48,7 @@ class Strategy(ABC):
         module: Any. For `forward_backward` it is called as `module(**micro_batch)`, and answers with an object whose
             `.loss` is a mean over the micro-batch (a scalar).
         make_optimizer: Builds the optimizer from what `torch.optim` takes: tensors, or group dicts.
-        options: What the strategy may be told (`ddp_lab.runtime.config.StrategyOptions`).
+        options: What the strategy may be told (`ddp_lab.strategy.options.StrategyOptions`).
         process_group: The ranks that share the work. Default: all.
 
     Attributes:

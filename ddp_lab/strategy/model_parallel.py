@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.mesh import TENSOR, MeshGroups
+from ddp_lab.runtime.mesh import TENSOR
 from ddp_lab.strategy.communication.traffic import Collective
 
 Ranges = tuple[tuple[int, int], ...]
@@ -137,7 +136,3 @@ class ModelParallel:
                 parts[name] = torch.empty(shape, dtype=own.dtype)
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts
-
-
-Parallelize = Callable[[nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]
-"""Cuts a module in place over `MeshGroups.model`, as the run's settings say."""

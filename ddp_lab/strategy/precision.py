@@ -10,6 +10,6 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     """The context in which forward runs.
 
     Args:
-        precision: One of `ddp_lab.runtime.config.PRECISIONS`.
+        precision: One of `ddp_lab.strategy.options.PRECISIONS`.
     """
     return torch.autocast(device_type, DTYPES[precision], enabled=precision in AUTOCAST)

@@ -1,7 +1,7 @@
 """Strategies by name. A strategy's module is imported only when it is asked for."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,7 +9,7 @@ from ddp_lab.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.interface import Strategy
-    from ddp_lab.strategy.model_parallel import Parallelize
+    from ddp_lab.strategy.model_parallel import ModelParallel
 
 
 class Registry:
@@ -63,8 +63,8 @@ class Registry:
             raise UserError(f"strategy '{name}' is not installed; run: {self.missing[name]}")
         return found_at(self._locations[name])
 
-    def load_parallelize(self, name: str) -> "Parallelize":
-        """What cuts a model over the ranks of a mesh for this strategy.
+    def load_parallelize(self, name: str) -> "Callable[..., ModelParallel]":
+        """What cuts a model over the ranks of a mesh for this strategy: a `ddp_lab.runtime.run.Parallelize`.
 
         Raises:
             UserError: nothing does here.

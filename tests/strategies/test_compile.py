@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.strategy.options import StrategyOptions
 from reference.deepspeed_zero import DeepSpeedZero3
 from tests.models import build
 from tests.parity import (

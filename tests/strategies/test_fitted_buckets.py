@@ -14,10 +14,11 @@ from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import only
 from ddp.fitted_buckets import UNKNOWN
 from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
-from ddp_lab.runtime.config import RunConfig, StrategyOptions
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.strategy.communication.agreement import NonFiniteError
+from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
 from tests.ranks import RankPool

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 from tests import parity
 from tests.models import Plain, answer, build, make_batch
 from tests.parity import Split, global_batch, in_own_loops, joined, load, message_of, options_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.strategy.options import StrategyOptions
 from sharding.units.low_precision import LowPrecisionWeights
 from tests.models import FEATURES, answer, batch, build, make_batch
 from tests.parity import OPTIMIZERS, load, one_step

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, global_batch, load
 from tests.ranks import RankPool

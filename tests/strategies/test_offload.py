@@ -12,12 +12,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
 from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.strategy.communication.clipping import clip_parts
 from ddp_lab.strategy.communication.loss_scale import LossScaler
 from ddp_lab.strategy.communication.verdict import norm_of
+from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build
 from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sharding
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError, UserError
 from ddp_lab.runtime.flags import build_parser, parse_config
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.registry import Registry
 from tests.models import batch, build
 from tests.parity import OPTIMIZERS, check_messages, message_of

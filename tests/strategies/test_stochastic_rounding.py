@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ddp_lab
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.strategy.options import StrategyOptions
 from sharding.stochastic_rounding import round_stochastically
 from tests.checkpoints import error_of
 from tests.models import build, make_batch

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 from tests.models import BRANCHES, build, make_batch
 from tests.parity import (
     OPTIMIZERS,

@@ -10,8 +10,8 @@ from torch import nn
 import ddp
 import sharding
 from ddp_lab.gpu_check.parts import ROOT
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.stream_checker.check import Seen, check
 from ddp_lab.stream_checker.order import Memory, Stream
 from scripts import check_streams

@@ -42,7 +42,7 @@ class TrainingStep:
     """One rank's optimizer step, as strategies make it.
 
     Args:
-        precision: As `ddp_lab.runtime.config.StrategyOptions.precision`.
+        precision: As `ddp_lab.strategy.options.StrategyOptions.precision`.
     """
 
     module: nn.Module

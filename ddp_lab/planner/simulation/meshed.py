@@ -13,10 +13,11 @@ import sharding
 import tensor_parallel
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.simulation.network import CannotSimulate
-from ddp_lab.runtime.config import RunConfig, StrategyOptions
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.options import StrategyOptions
 
 CPU = torch.device("cpu")
 """Where tensors without data are said to lie."""

@@ -16,9 +16,10 @@ from ddp_lab.runtime.checkpoint.manifest import (
     several,
     verify_files,
 )
-from ddp_lab.runtime.config import AUTO, LATEST, RunConfig, flag_name
+from ddp_lab.runtime.config import LATEST, RunConfig, flag_name
 from ddp_lab.runtime.distributed import Ranks, from_rank0, on_every_rank
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import AUTO
 
 MUST_EQUAL = (
     "task",

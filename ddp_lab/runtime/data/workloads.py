@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddp_lab.runtime.config import AUTO, CAUSAL_LM, RunConfig, flag_name
+from ddp_lab.runtime.config import CAUSAL_LM, RunConfig, flag_name
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import AUTO
 
 if TYPE_CHECKING:
     from ddp_lab.runtime.data.workload import Workload

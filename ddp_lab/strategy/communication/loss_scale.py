@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.runtime.config import FP16, StrategyOptions
 from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.options import FP16, StrategyOptions
 
 GROWTH, BACKOFF = 2.0, 0.5
 """What the scale is multiplied by: after `growth_interval` finite steps in a row, and after one that was not."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_lab.runtime.config import StrategyOptions
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.profiling.allocations import allocated_bytes, counting_on_all_threads, peak_of_allocations
 from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, expected_state_bytes
@@ -22,6 +21,7 @@ from ddp_lab.runtime.profiling.memory_timeline import (
     record_step_memory,
     thinned,
 )
+from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of

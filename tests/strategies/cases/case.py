@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_lab.runtime.config import StrategyOptions
+from ddp_lab.strategy.options import StrategyOptions
 from tests.parity import load, options_of
 
 FEATURES, SAMPLES, STEPS = 6, 4, 3
