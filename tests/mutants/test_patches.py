@@ -1,0 +1,33 @@
+"""Every mutant can still be planted (`tests/mutants/run.py`): who changes its lines carries it along."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.patches import FOLDER, Mutant
+
+ROOT = FOLDER.parent.parent
+
+
+def test_each_applies_and_compiles() -> None:
+    names = []
+    for file in sorted(FOLDER.glob("*.patch")):
+        mutant = Mutant.read(file)
+        source = (ROOT / mutant.path).read_text()
+        faulty = mutant.applied(source)
+        assert faulty != source
+        compile(faulty, mutant.path, "exec")
+        names.append(mutant.name)
+    assert [name[:2] for name in names] == [f"{number:02}" for number in range(1, 41)]
+
+
+def test_a_patch_that_fits_no_more_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "01-plus.patch"
+    file.write_text("# Wrong.\n# tests: tests\n--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n")
+    assert Mutant.read(file).applied("a\nb\n") == "a\nc\n"
+    for source in ("a\nd\n", "a\nb\na\nb\n"):
+        with pytest.raises(ValueError, match="make the patch again"):
+            Mutant.read(file).applied(source)
+    file.write_text(file.read_text() + "@@ -7,1 +7,1 @@\n-b\n+c\n")
+    with pytest.raises(ValueError, match="one hunk"):
+        Mutant.read(file)
