@@ -17,7 +17,7 @@ from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import Unwatched, train
-from ddp_lab.runtime.profiling.allocations import counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
 from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.runtime.run import Parallelize, build_strategy, cut_over_ranks, seed_everything
@@ -172,7 +172,7 @@ def measure_memory(runner: Runner, device: torch.device) -> tuple[int, int]:
         else:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 runner.steps(1)
-            added = peak_of_allocations(profiler)
+            added = allocations_of(profiler).peak
     resting, peak = (over_ranks(held, device, dist.ReduceOp.MAX) for held in (resting, before + added))
     return round(resting), round(peak)
 

@@ -187,7 +187,7 @@ def memory_of(rank: int, scale: float) -> dict[str, Any]:
         row[f"peak_{component}_bytes"] = int(scale * (held + 8) * 2**20)
         if component != "buffers":
             row[f"expected_{component}_bytes"] = int(scale * held * 2**20) - 8
-    peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_rss_bytes": 900}
+    peaks = {"peak_model_states_bytes": 160, "peak_bytes": 200, "peak_workspace_bytes": 3, "peak_rss_bytes": 900}
     row |= {name: int(scale * size * 2**20) for name, size in peaks.items()}
     timeline = {f"{component}_bytes": [row[f"{component}_bytes"]] * 3 for component in sizes}
     timeline |= {"ms": [0.0, 5.0, 9.0], "where": ["start", "<b>layer", "end"]}

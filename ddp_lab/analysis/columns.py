@@ -100,6 +100,9 @@ MEMORY_COLUMNS = {
     "peak_model_states_bytes": mib("states, peak", "most of these four together at one moment"),
     "peak_bytes": mib("allocated, peak", "most bytes of tensors at one moment, activations and temporaries with them"),
     "peak_phase": Column("peak in", "", "in which part of the step that was"),
+    "peak_workspace_bytes": mib(
+        "workspaces, peak", "most bytes that operators took beside tensors, on a CPU; it depends on the processor"
+    ),
     "peak_rss_bytes": mib("RSS, peak", "largest resident set of the process, in bytes"),
 }
 

@@ -1,9 +1,10 @@
-"""Allocated bytes of tensors over time, from what the allocators report to `torch.profiler`."""
+"""Allocated bytes over time, of tensors and of workspaces, from what the allocators report to `torch.profiler`."""
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +22,78 @@ def profiled_events(profiler: profile) -> Iterator[Any]:
         waiting.extend(event.children)
 
 
-def allocated_bytes(profiler: profile, device_type: str, at_start: int) -> list[tuple[int, int]]:
-    """Times (ns) at which the allocated bytes changed, in order, each with the bytes from then on.
+FACTORIES = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::resize_")
+"""How the names of operators begin that allocate for the operator that calls them."""
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Allocated bytes over time, tensors told apart from workspaces.
+
+    A workspace is what an operator allocates and frees before it ends, such as oneDNN's packed copies of the operands
+    of a bf16 product. Which there are depends on the processor. A GPU's allocator has a peak of its own, which holds
+    them too, so there they count as tensors.
+
+    Attributes:
+        tensors: Times (ns) at which the bytes of tensors changed, in order, each with the bytes from then on. The first
+            row, at time 0, is what was allocated when the profile began.
+        workspace_peak: The most bytes of workspaces at one time; None on a GPU.
+    """
+
+    tensors: list[tuple[int, int]]
+    workspace_peak: int | None
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors at one time."""
+        return max(held for _, held in self.tensors)
+
+
+def allocations_of(profiler: profile, device_type: str = "cpu", at_start: int = 0) -> Allocations:
+    """What was allocated during a profile.
 
     Args:
         profiler: Has ended. It had `profile_memory=True`, and on CPU it ran within `counting_on_all_threads`.
-        at_start: Bytes that were allocated when it began. They are the first row, at time 0.
+        at_start: Bytes that were allocated when it began.
     """
-    reports = sorted(
-        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
-        for event in profiled_events(profiler)
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == device_type
-    )
-    if not reports:
-        return [(0, at_start)]
-    # An allocator counts from the start of the process, or from the moment when counting was switched on.
-    offset = at_start - (reports[0][1] - reports[0][2])
-    return [(0, at_start), *((moment, total + offset) for moment, total, _ in reports)]
+    reports = [event for event in profiled_events(profiler) if event.tag.name == "Allocation"]
+    reports = [event for event in reports if event.extra_fields.device.type == device_type]
+    reports.sort(key=lambda event: (event.start_time_ns, event.extra_fields.total_allocated))
+    tells_apart = device_type == "cpu"
+    changes = workspace_changes(reports) if tells_apart else [0] * len(reports)
+    rows, workspaces, most = [(0, at_start)], 0, 0
+    for event, change in zip(reports, changes, strict=True):
+        fields = event.extra_fields
+        if len(rows) == 1:
+            # An allocator counts from the start of the process, or from the moment when counting was switched on.
+            offset = at_start - (fields.total_allocated - fields.alloc_size)
+        workspaces += change
+        most = max(most, workspaces)
+        rows.append((event.start_time_ns, fields.total_allocated + offset - workspaces))
+    return Allocations(rows, most if tells_apart else None)
 
 
-def peak_of_allocations(profiler: profile, device_type: str = "cpu") -> int:
-    """The most bytes that were allocated at one time, beyond those allocated at the start."""
-    return max(held for _, held in allocated_bytes(profiler, device_type, at_start=0))
+def workspace_changes(reports: Sequence[Any]) -> list[int]:
+    """For each report of an allocator, in order, by how many bytes it changes what workspaces take."""
+    changes, made = [0] * len(reports), dict[int, int]()
+    for index, event in enumerate(reports):
+        pointer, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            made[pointer] = index
+        elif pointer in made:
+            first = made.pop(pointer)
+            operator = allocating_operator(reports[first])
+            if operator is not None and event.start_time_ns <= operator.end_time_ns:
+                changes[first], changes[index] = -size, size
+    return changes
+
+
+def allocating_operator(report: Any) -> Any | None:
+    """The operator of torch that asked for the memory; None if it was not one."""
+    event = report.parent
+    while event is not None and event.name.startswith(FACTORIES):
+        event = event.parent
+    return event if event is not None and event.name.startswith("aten::") else None
 
 
 @contextmanager

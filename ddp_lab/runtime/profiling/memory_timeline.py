@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_lab.runtime.loop import PHASES, Unwatched, train
-from ddp_lab.runtime.profiling.allocations import allocated_bytes, counting_on_all_threads, profiled_events
+from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, profiled_events
 from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.communication.agreement import NonFiniteError
@@ -128,11 +128,12 @@ class MemoryRecorder:
                 marks[int(event.name.removeprefix(MARK))] = (event.start_time_ns, event.end_time_ns)
             elif event.name in PHASES:
                 phases.append((event.start_time_ns, event.end_time_ns, event.name))
-        curve = allocated_bytes(self._profile, self._device.type, self._at_start)
-        timeline = build_timeline(self._moments, marks, sorted(phases), curve)
+        allocations = allocations_of(self._profile, self._device.type, self._at_start)
+        timeline = build_timeline(self._moments, marks, sorted(phases), allocations.tensors)
         peaks = peaks_of(timeline)
         peaks["peak_bytes"] = max(peaks["peak_bytes"], self._device_peak)  # the same, unless a thread is not profiled
-        return {**peaks, "peak_reserved_bytes": self._reserved_peak, "timeline": thinned(timeline)}
+        peaks |= {"peak_workspace_bytes": allocations.workspace_peak, "peak_reserved_bytes": self._reserved_peak}
+        return {**peaks, "timeline": thinned(timeline)}
 
 
 def build_timeline(
@@ -147,7 +148,7 @@ def build_timeline(
         moments: Where each sample was taken, and what the components held.
         marks: By number of a sample, when it began and ended, in ns.
         phases: Start (ns), end (ns) and name.
-        curve: What `allocated_bytes` returns. Its first time is before everything else.
+        curve: `Allocations.tensors`. Its first time is before everything else.
     """
     kept = sorted(marks, key=lambda index: marks[index])
     begin = marks[kept[0]][1]

@@ -23,7 +23,7 @@ from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, peak_rss_byt
 from ddp_lab.strategy.interface import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")
-STEP_MEMORY += ("peak_ms", "peak_phase", "peak_reserved_bytes", "timeline")
+STEP_MEMORY += ("peak_ms", "peak_phase", "peak_workspace_bytes", "peak_reserved_bytes", "timeline")
 PACKAGES = ("torch", "transformers", "datasets", "holistictraceanalysis", "deepspeed")
 
 

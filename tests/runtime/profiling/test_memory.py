@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.data.synthetic import MLP
-from ddp_lab.runtime.profiling.allocations import allocated_bytes, counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, workspace_changes
 from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, expected_state_bytes
 from ddp_lab.runtime.profiling.memory_timeline import (
     MemoryRecorder,
@@ -112,6 +113,25 @@ def test_thinning_keeps_every_peak() -> None:
     assert {len(values) for name, values in thin.items() if name != "phases"} == {len(thin["ms"])}
 
 
+def report(ms: float, pointer: int, size: int, parent: Any) -> Any:
+    fields = SimpleNamespace(ptr=pointer, alloc_size=size)
+    return SimpleNamespace(start_time_ns=ms, extra_fields=fields, parent=parent)
+
+
+def test_a_workspace_is_what_an_operator_frees_itself() -> None:
+    """A product's packed operand, and what it makes by an operator of its own, but neither its output nor what Python
+    or a collective allocates and frees."""
+    product, collective = (SimpleNamespace(name=n, end_time_ns=10, parent=None) for n in ("aten::mm", "c10d::scatter"))
+    made = SimpleNamespace(name="aten::empty", end_time_ns=3, parent=product)
+    whole = SimpleNamespace(name="aten::empty", end_time_ns=22, parent=None)
+    reports = [
+        *(report(1, 1, 100, product), report(2, 2, 30, product), report(3, 3, 7, made), report(4, 4, 5, collective)),
+        *(report(5, 2, -30, product), report(6, 3, -7, product), report(7, 4, -5, collective)),
+        *(report(11, 1, -100, None), report(21, 5, 9, whole), report(22, 5, -9, None)),
+    ]
+    assert workspace_changes(reports) == [0, 30, 7, 0, -30, -7, 0, 0, 0, 0]
+
+
 # Real steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +148,8 @@ def churn_and_count() -> tuple[int, int]:
         churn(40)
         time.sleep(0.2)  # until the threads have freed the last ones
         torch.empty(1)
-    return allocated_bytes(profiler, "cpu", at_start=0)[-1][1], peak_of_allocations(profiler)
+    allocations = allocations_of(profiler)
+    return allocations.tensors[-1][1], allocations.peak
 
 
 def test_what_communication_threads_free_is_not_counted_for_ever(ranks: RankPool) -> None:

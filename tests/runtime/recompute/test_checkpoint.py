@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.runtime.profiling.allocations import counting_on_all_threads, peak_of_allocations
+from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
 from ddp_lab.runtime.tensors import taken_apart, tensors_in
 from ddp_lab.strategy.recompute.apply import checkpoint_activations
 from tests.models import LORA, build, make_batch
@@ -103,7 +103,7 @@ def peak(setting: str, rows: int = 20_000) -> float:
         module(x).sum().backward()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             module(x).sum().backward()
-    return peak_of_allocations(profiler) / x.nbytes
+    return allocations_of(profiler).peak / x.nbytes
 
 
 def test_the_peak_of_activations_falls() -> None:

@@ -76,7 +76,11 @@ def memory_table(summary: pd.DataFrame) -> dict[str, Any]:
             label: [f"{component}_bytes", f"expected_{component}_bytes", f"peak_{component}_bytes"]
             for component, label in {**COMPONENTS, "model_states": "all states"}.items()
         }
-        lines |= {"all allocated": ["", "", "peak_bytes", "peak_phase"], "resident set": ["", "", "peak_rss_bytes"]}
+        lines |= {
+            "all tensors": ["", "", "peak_bytes", "peak_phase"],
+            "workspaces of operators": ["", "", "peak_workspace_bytes"],
+            "resident set": ["", "", "peak_rss_bytes"],
+        }
         for label, names in lines.items():
             first = [cell("", row["rank"], RANK), cell("", label, RANK)]
             rows.append(first + [figures.get(name, BLANK) for name in (*names, "")[:4]])
