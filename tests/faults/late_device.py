@@ -16,7 +16,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, _create_work_from_future
-from training.watch import on_device, sequence
+
+from ddp_lab.runtime.watch import on_device, sequence
 
 HOOK_ID = 1_000_000_000  # after the recorder's, which keeps the Work that the caller gets
 OF_GLOO = ("allgather", "all_gather_single", "barrier", "broadcast", "gather", "reduce", "scatter")
