@@ -24,8 +24,9 @@ if __name__ == "__main__":
 
 from benchmarks.collective.sizes import parse_size, size_range
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
-from ddp_lab.runtime.config import BACKENDS, RunConfig
+from ddp_lab.runtime.config import BACKENDS, RunConfig, link_text
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.speed import NONE
 
 COLLECTIVES = (
     "all_reduce",
@@ -64,6 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help=f"{', '.join(BACKENDS)} (default: %(default)s)")
+    add(
+        "--link",
+        type=link_text,
+        default=NONE,
+        metavar="RATE[,LATENCY]",
+        help="as of main_ddp.py (default: %(default)s)",
+    )
     add("--timeout-minutes", type=float, default=10.0, help="how long a call may wait for a rank (default: 10)")
     add("--output-dir", type=Path, default=Path(), help="root of reports/ (default: the current folder)")
     return parser
@@ -113,7 +121,8 @@ def main() -> int:
 
     silence_libraries()
     try:
-        config = RunConfig(device=options.device, backend=options.backend, timeout_minutes=options.timeout_minutes)
+        names = ("device", "backend", "link", "timeout_minutes")
+        config = RunConfig(**{name: getattr(options, name) for name in names})
         with joined_ranks(config) as ranks:
             results = on_every_rank(lambda: make_results(options, ranks))
             measure_all(options, ranks, results)

@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py t4        # the published table of two T4s; nothing is measured here
     python benchmarks/planner.py memory    # bytes of every choice, against real ranks of this machine
-    python benchmarks/planner.py lab       # step times, too; also over links of several rates (root, a quiet machine)
+    python benchmarks/planner.py steps     # step times, too, also over slow links (a quiet machine)
 
 `python benchmarks/planner.py COMMAND --help` lists the flags of a command. What the figures mean is in docs/planner.md.
 Exit code 0: done. 1: something could not be measured or predicted; one line on standard error says why. 2: the command
@@ -27,18 +27,18 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    t4, memory, lab = (commands.add_parser(name, allow_abbrev=False) for name in ("t4", "memory", "lab"))
-    memory.set_defaults(rates="loopback", rounds=0, grad_accum_steps=2)
-    lab.set_defaults(grad_accum_steps=1)
+    t4, memory, steps = (commands.add_parser(name, allow_abbrev=False) for name in ("t4", "memory", "steps"))
+    memory.set_defaults(links="none", rounds=0, grad_accum_steps=2)
+    steps.set_defaults(grad_accum_steps=1)
     default = "(default: %(default)s)"
-    for command, models, choices in ((memory, "sample,mlp", None), (lab, "mlp-wide", HAND_WRITTEN)):
+    for command, models, choices in ((memory, "sample,mlp", None), (steps, "mlp-wide", HAND_WRITTEN)):
         add = command.add_argument
         add("--models", default=models, help=f"of sample, mlp, mlp-wide {default}")
         add("--choices", default=choices, help="strategies, with commas between (default: %(default)s; None: all)")
         add("--ranks", type=int, default=2, help=f"number of real ranks over Gloo {default}")
-    add("--rates", default="loopback", help=f"of links, such as 250mbit,1gbit, which needs root {default}")
+    add("--links", default="none", help=f"rates of links, such as 250mbit,1gbit {default}")
     add("--rounds", type=int, default=5, help=f"of three steps of a choice; the median counts {default}")
-    for command in (t4, memory, lab):
+    for command in (t4, memory, steps):
         command.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
     return parser
 

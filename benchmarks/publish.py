@@ -5,15 +5,18 @@
     python benchmarks/publish.py --render         # measure nothing, fill the blocks of README.md and docs
     python benchmarks/publish.py --check          # for CI: exit code 1 if a document is out of step with the data
 
-benchmarks/publish.toml lists the sections. The data is written after each of them. Exit code 0: done. 1: a section
-failed, or --check found something; a line on standard error says what. 2: the command line makes no sense.
+benchmarks/publish.toml lists the sections. A block of a document is what stands between `<!-- results:NAME -->` and
+`<!-- /results -->`; NAME is a section, `about` or `sweep-picture`. Exit code 0: done. 1: a section failed, or --check
+found something; a line on standard error says what. 2: the command line makes no sense.
 """
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -22,81 +25,47 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.collectives import names_of
-from benchmarks.link_lab.shaping import require_tools
-from benchmarks.publish_blocks import Data, out_of_step, render
 from ddp_lab.runtime.cli import OneLineParser
 from ddp_lab.runtime.errors import UserError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-DATA = ROOT / "docs" / "results.json"
+BLOCK = re.compile(r"(^<!-- results:([\w-]+) -->\n)(.*?)(^<!-- /results -->)", re.DOTALL | re.MULTILINE)
+SWEEPS = {"sweep-ddp": "replicated", "sweep-sharding": "sharded"}
+PICTURE, SAYS = Path("docs/results/sweep.svg"), "Time of one step of every strategy, by what it is spent on"
+COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "idle": "#8C8C8C"}
+Data = dict[str, dict[str, Any]]
 
 
 def main() -> int:
     sections: dict[str, Any] = tomllib.loads((ROOT / "benchmarks" / "publish.toml").read_text())
-    sections["sweep-sharding"]["columns"] = sections["sweep-ddp"]["columns"]
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(sections)
     parser.add_argument("--only", type=names_of("section", list(sections)), default=list(sections), help=f"of {names}")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps: to try the command")
     parser.add_argument("--render", action="store_true", help="measure nothing; fill the blocks of documents")
-    parser.add_argument("--check", action="store_true", help="write nothing; name the blocks that are out of step")
+    parser.add_argument("--check", action="store_true", help="write nothing; name what is out of step")
     options = parser.parse_args()
-    data: Data = json.loads(DATA.read_text()) if DATA.exists() else {}
-    if options.check:
-        problems = list(out_of_step(data))
-        for problem in problems:
-            print(f"error: {problem}; run python benchmarks/publish.py --render", file=sys.stderr)
-        return 1 if problems else 0
+    path = ROOT / "docs" / "results.json"
+    data: Data = json.loads(path.read_text())
     try:
-        all_measured = options.render or measure_all(sections, options.only, options.quick, data)
-        render({name: data[name] for name in sections if name in data})
+        for name in [] if options.check or options.render else options.only:
+            print(f"{name} ...", flush=True)
+            data[name] = measure(sections[name])
+            path.write_text(json.dumps({each: data[each] for each in sections if each in data}, indent=1) + "\n")
+        stale = render(ROOT, data, is_dry=options.check)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0 if all_measured else 1
+    for name in stale if options.check else []:
+        print(f"error: {name} is out of step; run python benchmarks/publish.py --render", file=sys.stderr)
+    return int(options.check and bool(stale))
 
 
-def measure_all(sections: dict[str, Any], names: Sequence[str], is_quick: bool, data: Data) -> bool:
-    """Measure these sections into `data` and its file; whether all went well."""
-    seconds = {name: data.get(name, sections[name])["seconds"] for name in names}
-    print(f"{len(names)} sections, about {sum(seconds.values()) / 60:.0f} minutes (less with --quick)", flush=True)
-    started, failed, about = time.monotonic(), [], {"machine": machine(), "commit": commit()}
-    for name in names:
-        if name == "links" and (reason := why_no_lab()):
-            print(f"links: left out, since {reason}", flush=True)
-            continue
-        print(f"{name}: about {seconds[name]} s ...", flush=True)
-        try:
-            data[name] = {**about, **measure(sections[name], is_quick)}
-        except UserError as error:
-            failed.append(name)
-            print(f"error: {name}: {error}; its data stays as it was", file=sys.stderr, flush=True)
-            continue
-        print(f"{name}: took {data[name]['seconds']} s", flush=True)
-        in_order = {section: data[section] for section in sections if section in data}
-        DATA.write_text(json.dumps(in_order, indent=1) + "\n")
-    print(f"{len(names) - len(failed)} of {len(names)} sections in {(time.monotonic() - started) / 60:.1f} minutes")
-    return not failed
-
-
-def why_no_lab() -> str:
-    """Empty where the link lab can run."""
-    try:
-        require_tools()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def measure(section: dict[str, Any], is_quick: bool) -> dict[str, Any]:
+def measure(section: dict[str, Any]) -> dict[str, Any]:
     """Run a section's commands; its rows, and how and when they were measured.
 
     Raises:
@@ -104,21 +73,24 @@ def measure(section: dict[str, Any], is_quick: bool) -> dict[str, Any]:
     """
     import pandas as pd
 
-    started, flags = time.monotonic(), f" {section['quick']}" if is_quick else ""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="publish-") as folder:
         for command in section["commands"]:
-            run(command.format(folder=folder) + flags, Path(folder) / "log")
+            run(command.format(folder=folder))
         paths = sorted(Path(folder).glob(section["tables"]), key=lambda path: path.stat().st_mtime)
-        tables = [pd.read_csv(path) for path in paths]
+        rows = [row for path in paths for row in pd.read_csv(path).to_dict("records")]
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     return {
-        "commands": [command.format(folder="FOLDER") + flags for command in section["commands"]],
+        "machine": machine(),
+        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown",
+        "commands": [command.format(folder="FOLDER") for command in section["commands"]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seconds": round(time.monotonic() - started),
-        "rows": [row for table in tables for row in rows_of(table, section["columns"])],
+        "rows": [{heading: scaled(row[name], *by) for heading, name, *by in section["columns"]} for row in rows],
     }
 
 
-def run(command: str, log: Path) -> None:
+def run(command: str) -> None:
     """Run a command line in this Python's environment.
 
     Raises:
@@ -126,18 +98,11 @@ def run(command: str, log: Path) -> None:
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": path}
-    with log.open("w") as output:
-        answer = subprocess.run(shlex.split(command), cwd=ROOT, env=environment, stdout=output, stderr=output)
+    answer = subprocess.run(shlex.split(command), cwd=ROOT, env=environment, capture_output=True, text=True)
     if answer.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("error: ")), (lines or ["it printed nothing"])[-1])
         raise UserError(f"{reason.removeprefix('error: ')} ({command})")
-
-
-def rows_of(table: "pd.DataFrame", columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """The kept columns under their headings; None where there is no value."""
-    kept = {heading: [scaled(value, *scale) for value in table[name]] for heading, (name, *scale) in columns.items()}
-    return [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
 
 
 def scaled(value: Any, factor: float | None = None, digits: int = 0) -> Any:
@@ -159,10 +124,85 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {cpu}, {gibibytes:.0f} GiB, {gpus}, torch {torch.__version__}"
 
 
-def commit() -> str:
-    """What is measured; `-dirty` where files differ from the commit."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+def render(root: Path, data: Data, is_dry: bool) -> list[str]:
+    """Fill the blocks of README.md and docs under `root`, and draw the picture; what was out of step.
+
+    Args:
+        is_dry: Write nothing.
+
+    Raises:
+        UserError: a block has no data.
+    """
+    stale = []
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        before = path.read_text()
+        after = BLOCK.sub(
+            lambda found, path=path: f"{found[1]}{content(found[2], path, root, data)}\n{found[4]}", before
+        )
+        if after != before:
+            stale.append(str(path.relative_to(root)))
+            if not is_dry:
+                path.write_text(after)
+    digest = hashlib.sha256(json.dumps([data[sweep]["rows"] for sweep in SWEEPS]).encode()).hexdigest()[:16]
+    picture = root / PICTURE
+    if not (picture.exists() and digest in picture.read_text()):
+        stale.append(str(PICTURE))
+        if not is_dry:
+            draw(picture, data, digest)
+    return stale
+
+
+def content(name: str, path: Path, root: Path, data: Data) -> str:
+    """The text of a block in the document `path`.
+
+    Raises:
+        UserError: there is no data for it.
+    """
+    if name == "sweep-picture":
+        return f"![{SAYS}]({os.path.relpath(root / PICTURE, path.parent)})"
+    if name == "about":
+        shown = ("machine", "date", "commit", "seconds")
+        return table([{"section": f"`{each}`", **{key: found[key] for key in shown}} for each, found in data.items()])
+    if name not in data:
+        raise UserError(f"{path.relative_to(root)}: block '{name}': docs/results.json has no such section")
+    first = next(iter(data[name]["rows"][0]))
+    rows = [{**row, first: f"`{row[first]}`"} for row in data[name]["rows"]]
+    return "\n".join([table(rows), "", *(f"    {command}" for command in data[name]["commands"])])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown; all numbers of a column have as many digits after the point."""
+    columns = {heading: cells([row[heading] for row in rows]) for heading in rows[0]}
+    lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)], *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells(values: Sequence[Any]) -> list[str]:
+    digits = max((len(str(value).partition(".")[2]) for value in values if isinstance(value, float)), default=0)
+    return ["–" if value is None else value if isinstance(value, str) else f"{value:,.{digits}f}" for value in values]
+
+
+def draw(path: Path, data: Data, digest: str) -> None:
+    """Write the picture of the sweeps as SVG. It carries `digest`, so that a picture of older data is found."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update({"svg.hashsalt": "sweep-picture", "svg.fonttype": "none", "font.size": 9})
+    rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
+    for axes, (sweep, title) in zip(figure.subplots(1, len(SWEEPS)), SWEEPS.items(), strict=True):
+        rows = data[sweep]["rows"]
+        names, left = [row["choice"] for row in rows], [0.0] * len(rows)
+        for part, colour in COLOURS.items():
+            widths = [row["step, ms"] * (row[f"{part}, %"] or 0) / 100 for row in rows]
+            label = f"{part} communication" if part == "exposed" else part
+            axes.barh(names, widths, left=left, color=colour, label=label)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.set(title=title, xlabel="ms a step")
+        axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Description": digest})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from benchmarks.link_lab.counters import link_bytes
 from benchmarks.runners import Runner, over_ranks
 from ddp_lab.runtime.distributed import Ranks, host_barrier
 
@@ -16,45 +15,32 @@ WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3
 
 
-def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> tuple[pd.DataFrame, pd.DataFrame]:
+def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> pd.DataFrame:
     """Run all choices in turn, in a new random order each round. Collective.
 
     Returns:
-        Two tables with one row for each round and one column for each choice: milliseconds a step, of the slowest
-        rank; and bytes a step that a node has sent over its link, mean over ranks, nan outside the link lab.
+        Milliseconds a step, of the slowest rank: one row for each round and one column for each choice.
     """
     times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
-    sent = times.copy()
     order = random.Random(0)  # the same on every rank
     for round_number in range(-WARMUP_ROUNDS, rounds):
         for name in order.sample(list(runners), len(runners)):
-            seconds, sent_bytes = timed(runners[name], ranks.device)
-            slowest = over_ranks(seconds, ranks.device, dist.ReduceOp.MAX)
-            mean_sent = over_ranks(sent_bytes, ranks.device, dist.ReduceOp.SUM) / ranks.world_size
+            slowest = over_ranks(timed(runners[name], ranks.device), ranks.device, dist.ReduceOp.MAX)
             if round_number >= 0:
                 times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
-                sent.loc[round_number, name] = mean_sent / STEPS_PER_ROUND
-    return times, sent
+    return times
 
 
-def timed(runner: Runner, device: torch.device) -> tuple[float, float]:
-    """Seconds from all ranks' start of a round to this rank's end of it; bytes sent over the link until all ended."""
+def timed(runner: Runner, device: torch.device) -> float:
+    """Seconds from all ranks' start of a round to this rank's end of it."""
     host_barrier()
-    before, start = sent_bytes(), time.perf_counter()
+    start = time.perf_counter()
     runner.steps(STEPS_PER_ROUND)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     host_barrier()
-    return seconds, sent_bytes() - before
-
-
-def sent_bytes() -> float:
-    """Bytes that this node has sent over its link so far; nan outside the link lab."""
-    try:
-        return float(link_bytes().sent)
-    except OSError:
-        return float("nan")
+    return seconds
 
 
 def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: pd.DataFrame, ranks: Ranks) -> pd.DataFrame:

@@ -1,11 +1,10 @@
 """A real SLURM cluster on this machine: slurmctld, two slurmd and munged, each node in a network namespace of its own.
 
-The nodes are those of the link lab (`benchmarks.link_lab`), so they have addresses and host names of their own, and
-whatever runs in them is ended when the cluster is. GPUs are pretended: SLURM counts and hands out `GPUS` a node.
+The nodes (`benchmarks.slurm_nodes`) have addresses and host names of their own, and whatever runs in them is ended when
+the cluster is. GPUs are pretended: SLURM counts and hands out `GPUS` a node.
 """
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,11 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.link_lab.namespaces import lab_network
-from benchmarks.link_lab.shaping import require_tools
-from benchmarks.link_lab.state import Lab, Node
+from benchmarks.slurm_nodes import PREFIX, nodes, why_no_nodes
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.rates import Rate
 
 NODES = ("head", "n1", "n2")
 """The first one has slurmctld and no jobs."""
@@ -67,31 +63,22 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10
 
 def why_no_cluster() -> str:
     """Why this machine cannot have one; empty if it can."""
-    if platform.system() != "Linux":
-        return "it needs Linux"
     missing = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:{SBIN}") is None]
     if missing:
         return f"{', '.join(missing)} not found; install them, e.g. apt-get install slurm-wlm munge"
-    try:
-        require_tools()
-    except UserError as error:
-        return str(error)
-    return ""
+    return why_no_nodes()
 
 
 @dataclass
 class Cluster:
     """Commands run on the head node, in the folder of the project."""
 
-    lab: Lab
     folder: Path
 
     def command(self, node: str, *command: str) -> list[str]:
         """What runs `command` on a node, under its host name and with names of all nodes."""
-        index = NODES.index(node)
         setup = f'hostname {node} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
-        namespace = self.lab.nodes[index].namespace
-        return ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-c", setup, "sh", *command]
+        return ["ip", "netns", "exec", PREFIX + node, "unshare", "--uts", "--mount", "sh", "-c", setup, "sh", *command]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -134,13 +121,12 @@ def slurm_cluster() -> Iterator[Cluster]:
     """
     if reason := why_no_cluster():
         raise UserError(f"no SLURM cluster here: {reason}")
-    rates = [Rate.parse("unshaped")] * len(NODES)
     with (
         tempfile.TemporaryDirectory(prefix="ddp-lab-slurm-", ignore_cleanup_errors=True) as folder,
-        lab_network(rates, 9000, None, ["slurm"]) as lab,
+        nodes(NODES) as addresses,
     ):
-        cluster = Cluster(lab, Path(folder))
-        configure(cluster, lab.nodes)
+        cluster = Cluster(Path(folder))
+        configure(cluster, addresses)
         munge = [f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key", f"--pid-file={folder}/munge.pid"]
         munge += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", "--force", "--foreground"]
         cluster.start("head", "munged", *munge)
@@ -156,10 +142,9 @@ def slurm_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def configure(cluster: Cluster, nodes: list[Node]) -> None:
+def configure(cluster: Cluster, addresses: dict[str, str]) -> None:
     folder = cluster.folder
     folder.chmod(0o755)
-    addresses = {name: node.address for name, node in zip(NODES, nodes, strict=True)}
     hosts = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
     (folder / "hosts").write_text("\n".join(hosts) + "\n")
     (folder / "munge.key").write_bytes(os.urandom(128))

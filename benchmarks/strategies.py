@@ -14,8 +14,8 @@ exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 With `@` a choice runs over a backend of its own: `pytorch_ddp@nccl-legacy`. Two choices over different backend classes
 get no ratio, since it would have two causes; one choice over both does.
 
-Where the link's rate is known (`--link-rate`; the link lab sets it), each choice has a bound: forward, then backward or
-its bytes on the wire at that rate, whichever takes longer, then the optimizer, all as `local` takes them.
+With `--link` each choice has a bound: forward, then backward or its bytes on the wire at that rate, whichever takes
+longer, then the optimizer, all as `local` takes them.
 
 `--rounds 0` measures memory only (`benchmarks/memory.py` does that for many choices and world sizes).
 """
@@ -69,12 +69,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument(
-        "--link-rate",
-        type=at_least(1, float),
-        default=os.environ.get("LINK_BITS_PER_S") or None,
-        help="bits per second that a rank can send, for the bound (default: what the link lab sets)",
-    )
     parser.add_argument("--link", type=link_text, default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
     parser.add_argument("--nodes", type=at_least(1), help="as of main_shard.py")
     parser.add_argument("--outer-link", type=link_text, metavar="RATE[,LATENCY]", help="as of main_shard.py")
@@ -84,8 +78,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help=f"of choices that name none; {', '.join(BACKENDS)}")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
-    if link := Link.parse(options.link):
-        options.link_rate = link.bits_per_s
+    link = Link.parse(options.link)
+    options.link_rate = link.bits_per_s if link else None
     choices = options.choices.split(",")
     wanted = [options.against, *choices, *ALONE] if options.rounds else choices
     options.variants = {text: parse_variant(text, names) for text in wanted}
@@ -151,7 +145,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
                 **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
                 "link_bits_per_s": options.link_rate,
                 "wire_bytes": runner.wire_bytes(),
-                **dict.fromkeys(("sent_bytes_median", "bound_ms", "bound_ratio_median")),
+                **dict.fromkeys(("bound_ms", "bound_ratio_median")),
                 "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
@@ -163,9 +157,9 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
         )
     table = pd.DataFrame(rows, index=list(runners))
     if options.rounds:
-        times, sent = time_rounds(runners, options.rounds, ranks)
+        times = time_rounds(runners, options.rounds, ranks)
         ratios = times.div(times[options.against], axis="index")
-        table["sent_bytes_median"], table["step_ms_median"] = sent.median(), times.median()
+        table["step_ms_median"] = times.median()
         for column, quantile in zip(RATIOS, (0.5, 0.25, 0.75), strict=True):
             table[column] = ratios.quantile(quantile)
         classes = {row["choice"]: row["backend_class"] for row in rows}
@@ -214,8 +208,11 @@ def show(table: Any, options: argparse.Namespace) -> None:
         columns |= {"exposed, ms": (table.exposed_ms_median, 1)}
     if options.link_rate and options.rounds:
         title += f", link of {options.link_rate / 1e6:g} Mbit/s"
-        columns |= {"formula, MB": (table.wire_bytes / 1e6, 2), "sent, MB": (table.sent_bytes_median / 1e6, 2)}
-        columns |= {"bound, ms": (table.bound_ms, 1), "/ bound": (table.bound_ratio_median, 3)}
+        columns |= {
+            "formula, MB": (table.wire_bytes / 1e6, 2),
+            "bound, ms": (table.bound_ms, 1),
+            "/ bound": (table.bound_ratio_median, 3),
+        }
     columns |= {"peak, MiB": (table.peak_bytes / MIB, 1), "at rest, MiB": (table.resting_bytes / MIB, 2)}
     columns |= {"formula, MiB": (table.expected_resting_bytes / MIB, 2)}
     texts = {heading: values.map(f"{{:.{digits}f}}".format) for heading, (values, digits) in columns.items()}

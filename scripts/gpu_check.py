@@ -43,7 +43,6 @@ PARTS = [
     Part("faults", proofs.faults, least_gpus=2),
     Part("originals", speed.beside_originals),
     Part("sweep", speed.sweep_sample),
-    Part("planner", speed.planner),
     Part("sweep bf16", speed.sweep_llm),
 ]
 MOST_RANKS = 8

@@ -3,7 +3,6 @@
     python scripts/plan.py --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     python scripts/plan.py memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
     python scripts/plan.py record --model SmolLM2-360M --output l4.json             # times of this device, for --record
-    python scripts/plan.py what-if profile/bucket_ddp_async --ranks 64 --rate 100gbit   # of a recorded run
     python scripts/plan.py savings profile/zero1                                    # of its memory, by other settings
 
 `python scripts/plan.py COMMAND --help` lists the flags of a command.

@@ -35,7 +35,7 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     if ranks.is_main:
         from benchmarks.collective.results import Results
 
-        results = Results(folder / f"gloo_cpu_{ranks.world_size}_ranks", ranks, {})
+        results = Results(folder / f"gloo_cpu_{ranks.world_size}_ranks", ranks, {"link": "none"})
     with plant(ranks.rank) if plant else nullcontext():
         try:
             loop.measure_all(options(*flags), ranks, results)

@@ -9,13 +9,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.collective.rows import fit_models, link_rate, make_row, model_text
+from benchmarks.collective.rows import fit_models, make_row, model_text
 from benchmarks.collective.sizes import Measured
 from ddp_lab.analysis.benchmark_columns import RESULT_COLUMNS
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.records.record import device_name, package_versions, write_json
 
 SCHEMA_VERSION = 1
@@ -42,7 +43,7 @@ class Results:
 
     def __init__(self, path: Path, ranks: Ranks, settings: dict[str, Any]) -> None:
         """`path`: of both files, without their endings."""
-        self.path, self._ranks = path, ranks
+        self.path, self._ranks, self._link = path, ranks, Link.parse(settings["link"])
         self._rows: list[dict[str, Any]] = []
         self._skipped: list[str] = []
         self._fits: dict[tuple[str, str], dict[str, Any]] = {}
@@ -56,7 +57,7 @@ class Results:
             "device_name": device_name(ranks.device),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **package_versions()},
-            "link_bits_per_s": link_rate(),
+            "link_bits_per_s": self._link.bits_per_s if self._link else None,
             "settings": settings,
         }
         self.write(complete=False)
@@ -69,7 +70,7 @@ class Results:
 
     def add(self, measured: list[Measured]) -> None:
         """One measurement, or one for each pair of ranks, of which the terminal shows the medians."""
-        rows = [make_row(each, self._ranks) for each in measured]
+        rows = [make_row(each, self._ranks, self._link) for each in measured]
         self._rows += rows
         frame = pd.DataFrame(rows)
         middle = {**rows[0], **frame.median(numeric_only=True).to_dict(), "wrong": frame["wrong"].sum(min_count=1)}

@@ -1,6 +1,5 @@
 """One measurement as a row of the table, and the models that are fitted to many rows."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,12 +11,13 @@ from benchmarks.collective.sizes import Measured, size_text
 from ddp_lab.analysis.metrics.exposure import bus_factor
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.link.link_model import LinkModel, held_out_error
+from ddp_lab.runtime.link.speed import Link
 
 OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
 """Measurements with the same values in these columns share one model."""
 
 
-def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
+def make_row(measured: Measured, ranks: Ranks, link: Link | None = None) -> dict[str, Any]:
     """A row of `ddp_lab.analysis.benchmark_columns.RESULT_COLUMNS`; None where a column does not apply."""
     micro = np.asarray(measured.seconds) * 1e6
     low, median, high, p95, p99 = np.percentile(micro, [25, 50, 75, 95, 99]).tolist()
@@ -28,7 +28,7 @@ def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "backend": ranks.backend,
         "device": ranks.device.type,
-        "link_bits_per_s": link_rate(),
+        "link_bits_per_s": link.bits_per_s if link else None,
         "from_rank": measured.pair[0] if measured.pair else None,
         "to_rank": measured.pair[1] if measured.pair else None,
         "size_bytes": measured.size,
@@ -45,12 +45,6 @@ def make_row(measured: Measured, ranks: Ranks) -> dict[str, Any]:
         "p99_us": p99,
         "spread_pct": 100 * (high - low) / median,
     }
-
-
-def link_rate() -> float | None:
-    """Bits a second of a shaped link, if the environment gives it (the link lab sets it)."""
-    rate = os.environ.get("LINK_BITS_PER_S")
-    return float(rate) if rate else None
 
 
 def busbw_over_algbw(collective: str, world_size: int) -> float:

@@ -1,4 +1,4 @@
-"""Memory and step times of real ranks on this machine, or over shaped links, against predictions."""
+"""Memory and step times of real ranks on this machine, also over slow links (`--link`), against predictions."""
 
 import argparse
 import json
@@ -42,15 +42,16 @@ def run(options: argparse.Namespace) -> None:
     wanted = choices(options.choices.split(",") if options.choices else None)
     names, rows, ranks = [name for name in wanted if not name.startswith("deepspeed")], [], options.ranks
     with tempfile.TemporaryDirectory() as temporary:
-        for rate in options.rates.split(","):
-            start, path = launcher(ranks, rate), Path(temporary) / "measured.json"
-            collectives = measured_collectives(Path(temporary), ranks, start) if options.rounds else None
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        path = Path(temporary) / "measured.json"
+        for link in options.links.split(","):
+            collectives = measured_collectives(Path(temporary), ranks, link, start) if options.rounds else None
             for model in options.models.split(","):
-                config = config_of(model, ranks, options.grad_accum_steps)
+                config = replace(config_of(model, ranks, options.grad_accum_steps), link=link)
                 arguments = [str(path), ",".join(names), str(options.rounds), json.dumps(asdict(config))]
                 complete([*start, str(ROOT / "benchmarks" / "predictions" / "ranks.py"), *arguments])
                 found = json.loads(path.read_text())
-                rows += compare(f"{model}, {ranks} ranks, {rate}", config, found, collectives)
+                rows += compare(f"{model}, {ranks} ranks, {link}", config, found, collectives)
     finish(rows, options.csv)
 
 
@@ -68,19 +69,12 @@ def config_of(model: str, ranks: int, grad_accum_steps: int) -> RunConfig:
     return config
 
 
-def launcher(ranks: int, rate: str) -> list[str]:
-    """The command that starts ranks with a script: on this machine, or each on a node of the link lab."""
-    if rate == HERE:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, str(ROOT / "scripts" / "link_lab.py"), "--nodes", str(ranks), "--rate", rate, "--"]
-
-
-def measured_collectives(folder: Path, ranks: int, start: Sequence[str]) -> FittedCosts:
+def measured_collectives(folder: Path, ranks: int, link: str, start: Sequence[str]) -> FittedCosts:
     """Costs by `benchmarks/collectives.py`, measured as in training: a link has no time to rest between two calls, and
     caches hold no gradients."""
     path = folder / "reports" / "collectives" / f"gloo_cpu_{ranks}_ranks.json"
     flags = "--collectives all_reduce,all_gather,broadcast,reduce_scatter --sizes 4K,16K,64K,256K,1M,2M,4M,8M,16M"
-    flags += f" --in-a-row 5 --spread 64M --seconds-per-size 0.5 --output-dir {folder}"
+    flags += f" --in-a-row 5 --spread 64M --seconds-per-size 0.5 --link {link} --output-dir {folder}"
     complete([*start, str(ROOT / "benchmarks" / "collectives.py"), *flags.split()])
     models = {
         fit["collective"]: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"]))

@@ -7,7 +7,7 @@ RESULT_COLUMNS = {
     "world_size": Column("ranks", "", "processes that took part"),
     "backend": Column("backend", "", "gloo, nccl or nccl-legacy"),
     "device": Column("device", "", "where the tensors were: cpu or cuda"),
-    "link_bits_per_s": Column("link", "Mbit/s", "rate of the shaped link, where `LINK_BITS_PER_S` says it", 1e-6, 0),
+    "link_bits_per_s": Column("link", "Mbit/s", "rate of each rank's link by `--link`", 1e-6, 0),
     "from_rank": Column("from", "", "of a pair: the rank that sends"),
     "to_rank": Column("to", "", "of a pair: the rank that receives"),
     "size_bytes": Column(

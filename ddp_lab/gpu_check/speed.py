@@ -1,15 +1,10 @@
-"""What is measured: the link, the sweeps, the planner's error, and hand-written choices beside their originals."""
+"""What is measured: the link, the sweeps, and hand-written choices beside their originals."""
 
 import csv
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, SKIPPED, Broken, Machine, Verdict
-from ddp_lab.planner.costs.hardware import device
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, Machine, Verdict
 
 PAIRS = {"bucket_ddp_async": "pytorch_ddp", "zero1": "pytorch_zero1", "zero3": "pytorch_zero3"}
 """Hand-written choices and their originals."""
@@ -109,35 +104,6 @@ def problem_of(checks: Sequence[dict[str, str]], wanted: set[str]) -> str:
         return f"{len(wrong)} of {len(checks)} checks fail (audit.csv), the first: {what}"
     lacking = wanted - {check["unit"] for check in checks if check["result"] == "pass"}
     return f"nothing was checked in {' and '.join(sorted(lacking))}" if lacking else ""
-
-
-def planner(machine: Machine) -> Verdict:
-    """Step times that the planner predicts from one recorded run of the sweep, against those that were measured."""
-    folder = machine.found.get("sweep sample") or machine.folder / "sweep sample"
-    recorded = folder / "profile" / "simple_ddp_ga"
-    try:
-        device(torch.cuda.get_device_name() if machine.has_gpus else "cpu")
-    except UserError as unknown:
-        return Verdict(SKIPPED, str(unknown))
-    measured = {
-        row["choice"]: float(row["step_time_ms_median"])
-        for reports in REPORTS.values()
-        for row in rows_of(folder / reports / "compare.csv")
-        if row["step_time_ms_median"]
-    }
-    rows = []
-    for choice in ("simple_ddp", "bucket_ddp_async", "zero1", "zero3"):
-        command = ["scripts/plan.py", "what-if", str(recorded), "--choice", choice]
-        text = machine.run_well(f"planner {choice}", command, limit_s=200)
-        found = re.search(rf"predicted, {choice}: ([\d.]+) ms a step", text)
-        if found is None or choice not in measured:
-            raise Broken(f"no prediction or no measurement of {choice}; see planner {choice}.txt")
-        predicted = float(found[1])
-        error = f"{100 * (predicted / measured[choice] - 1):+.0f} %"
-        times = {"predicted, ms": f"{predicted:.1f}", "measured, ms": f"{measured[choice]:.1f}"}
-        rows.append({"choice": choice, **times, "error": error})
-    line = ", ".join(f"{row['choice']} {row['error']}" for row in rows)
-    return Verdict(MEASURED, f"step times predicted from one recorded run: {line}", rows)
 
 
 def beside_originals(machine: Machine) -> Verdict:

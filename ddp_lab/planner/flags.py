@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_lab.runtime.cli import at_least, rate
+from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.config import CAUSAL_LM, CLASSIFICATION, TASKS, bucket_cap, mesh_text
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.options import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES
@@ -113,15 +113,6 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
 
 
-def add_what_if_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
-    add("--ranks", type=count, help="number of ranks, each with its recorded batch (default: as recorded)")
-    add("--rate", type=rate, help="of every link, such as 10gbit (default: as recorded)")
-    add("--bucket-cap-mb", type=bucket_cap, help="largest gradient bucket in MiB (default: as recorded)")
-    add("--choice", help="another strategy (default: the recorded one)")
-
-
 def add_savings_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
@@ -134,7 +125,6 @@ COMMANDS = {
     "plan": (add_plan_flags, "ddp_lab.planner.plan_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
     "record": (add_record_flags, "ddp_lab.planner.record_command"),
-    "what-if": (add_what_if_flags, "ddp_lab.planner.what_if"),
     "savings": (add_savings_flags, "ddp_lab.planner.savings"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""

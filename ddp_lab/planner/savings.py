@@ -4,11 +4,15 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
+from ddp_lab.analysis.comparison.compare import latest_record
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.files import read_record
 from ddp_lab.planner.contracts import Costs, MemoryCurve, Setting
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Link
@@ -18,7 +22,6 @@ from ddp_lab.planner.plan_command import printed, write
 from ddp_lab.planner.report.columns import SAVINGS_COLUMNS
 from ddp_lab.planner.runs import first_micro_batches, module_maker
 from ddp_lab.planner.simulation.simulate import simulate
-from ddp_lab.planner.traced_run import read_recorded
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.profiling.memory import storage_bytes
@@ -36,6 +39,26 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "--offload parameters": {"offload": "parameters"},
 }
 TOGETHER = ("zero3", "--activation-checkpointing block", "--param-dtype bf16", "--offload parameters")
+
+
+def read_recorded(path: Path) -> tuple[Mapping[str, Any], RunConfig]:
+    """Record and settings of a run by its record (`*.run.json`), or of the latest in a folder `profile/<choice>`.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        record = latest_record(path) if path.is_dir() else read_record(path)
+    except TraceError as error:
+        raise UserError(str(error)) from None
+    if record is None:
+        raise UserError(f"{path}: no run record (*.run.json) in this folder; give profile/<choice> of a run")
+    known = RunConfig.__dataclass_fields__
+    try:
+        config = RunConfig(**{name: value for name, value in record["config"].items() if name in known})
+    except (TypeError, AttributeError):
+        raise UserError(f"{path}: its settings cannot be read; train again") from None
+    return record, replace(config, choice=record["choice"])
 
 
 @dataclass(frozen=True)

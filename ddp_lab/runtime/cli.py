@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from ddp_lab.runtime.errors import UserError, speaks_for_node, tell_torchrun
-from ddp_lab.runtime.link.rates import Rate
+from ddp_lab.runtime.errors import speaks_for_node, tell_torchrun
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -48,11 +47,3 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
         return number
 
     return parse_number
-
-
-def rate(text: str) -> Rate:
-    """A type of a flag: the rate of a link."""
-    try:
-        return Rate.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

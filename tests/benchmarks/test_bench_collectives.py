@@ -29,6 +29,7 @@ from ddp_lab.analysis.benchmark_columns import RESULT_COLUMNS
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.report.pages.collectives import pairs_figure, sizes_figure
 from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.link.speed import Link
 from scripts import bench_collectives as script
 from tests import collective_ranks as planted
 from tests.ranks import RankPool
@@ -80,8 +81,7 @@ def test_bandwidths_by_hand() -> None:
     """10^6 bytes in a mean of 1 ms are 1 GB/s; for the all-reduce of 4 ranks, times 2 * 3/4."""
     ranks = Ranks(0, 4, CPU, "gloo")
     of_all = Measured("all_reduce", "fp32", "sum", 10**6, 250_000, [0.0005, 0.0005, 0.002], 0)
-    with mock.patch.dict(os.environ, {"LINK_BITS_PER_S": "1e9"}):
-        row = make_row(of_all, ranks)
+    row = make_row(of_all, ranks, Link(10**9))
     expected = {"time_us": 1000, "p50_us": 500, "algbw_gb_per_s": 1, "busbw_gb_per_s": 1.5, "spread_pct": 150}
     assert {name: row[name] for name in expected} == pytest.approx(expected) and row["link_bits_per_s"] == 1e9
     for name, factor in (("sharding.reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1), ("send_recv", 1)):

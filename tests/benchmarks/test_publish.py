@@ -4,72 +4,67 @@ import json
 import tomllib
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from benchmarks import publish, publish_blocks
-from benchmarks.publish_blocks import out_of_step, render, table
+from benchmarks import publish
+from benchmarks.publish import render, table
 from ddp_lab.runtime.errors import UserError
 
 ENTRY = {"commands": ["python x.py"], "machine": "m", "date": "2026-11-24", "commit": "c", "seconds": 60}
-MEMORY = {**ENTRY, "rows": [{"choice": "zero3", "ranks": 2, "at rest, MiB": 1024.5, "peak, MiB": 2048.0}]}
+STEP = {"step, ms": 100.0, "compute, %": 60.0, "exposed, %": None, "idle, %": 40.0}
+DATA = {name: {**ENTRY, "rows": [{"choice": "zero3", "ranks": 1024, **STEP}]} for name in publish.SWEEPS}
 
 
 def test_documents_are_in_step_with_the_data() -> None:
-    assert list(out_of_step(json.loads(publish.DATA.read_text()))) == []
+    assert render(publish.ROOT, json.loads((publish.ROOT / "docs" / "results.json").read_text()), is_dry=True) == []
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A page with a table and a picture of one section, in a place of its own, in step."""
-    monkeypatch.setattr(publish_blocks, "ROOT", tmp_path)
+def page(tmp_path: Path) -> Path:
+    """A page with a table and the picture, filled."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("a\n<!-- results:memory -->\n<!-- /results -->\n")
+    (tmp_path / "README.md").write_text("a\n<!-- results:sweep-ddp -->\n<!-- /results -->\n")
     page = tmp_path / "docs" / "page.md"
-    page.write_text("<!-- results:about -->\n<!-- /results -->\n<!-- results:memory-picture -->\n<!-- /results -->\n")
-    render({"memory": MEMORY})
+    page.write_text("<!-- results:about -->\n<!-- /results -->\n<!-- results:sweep-picture -->\n<!-- /results -->\n")
+    assert len(render(tmp_path, DATA, is_dry=False)) == 3
     return page
 
 
 def test_blocks_are_filled(page: Path, tmp_path: Path) -> None:
-    assert list(out_of_step({"memory": MEMORY})) == []
+    assert render(tmp_path, DATA, is_dry=True) == []
     readme = (tmp_path / "README.md").read_text()
-    assert "| choice | ranks | at rest, MiB | peak, MiB |" in readme and "| `zero3` | 2 | 1,024.5 | 2,048.0 |" in readme
-    assert readme.startswith("a\n<!-- results:memory -->\n|") and "\n    python x.py\n<!-- /results -->\n" in readme
-    assert "| `memory` | m | 2026-11-24 | c | 60 |" in page.read_text() and "(results/memory.svg)" in page.read_text()
-    assert 0 < (tmp_path / "docs" / "results" / "memory.svg").stat().st_size < 100_000
+    assert "| choice | ranks | step, ms |" in readme and "| `zero3` | 1,024 | 100.0 | 60.0 | – | 40.0 |" in readme
+    assert readme.startswith("a\n<!-- results:sweep-ddp -->\n|") and "\n    python x.py\n<!-- /results -->\n" in readme
+    assert "| `sweep-ddp` | m | 2026-11-24 | c | 60 |" in page.read_text() and "(results/sweep.svg)" in page.read_text()
+    assert 0 < (tmp_path / publish.PICTURE).stat().st_size < 100_000
 
 
 def test_what_is_out_of_step_is_named(page: Path, tmp_path: Path) -> None:
-    other = {**MEMORY, "rows": [{**MEMORY["rows"][0], "ranks": 4}]}
-    assert list(out_of_step({"memory": other})) == [
-        "README.md: block 'memory' is out of step with docs/results.json",
-        "docs/results/memory.svg is out of step with docs/results.json",
-    ]
+    other = {**DATA, "sweep-ddp": {**ENTRY, "rows": [{"choice": "zero3", "ranks": 4, **STEP}]}}
+    before = (tmp_path / "README.md").read_text()
+    assert render(tmp_path, other, is_dry=True) == ["README.md", "docs/results/sweep.svg"]
+    assert (tmp_path / "README.md").read_text() == before
     page.write_text("<!-- results:nothing -->\n<!-- /results -->\n")
-    found = list(out_of_step({"memory": MEMORY}))
-    assert found == ["docs/page.md: block 'nothing': docs/results.json has no section 'nothing'"]
-    page.write_text("<!-- results:memory -->\n")
-    with pytest.raises(UserError, match=r"docs/page.md: a block of results has no beginning or no end"):
-        render({"memory": MEMORY})
+    with pytest.raises(UserError, match=r"docs/page.md: block 'nothing': docs/results.json has no such section"):
+        render(tmp_path, DATA, is_dry=True)
 
 
 def test_figures_are_scaled_and_have_as_many_digits_as_their_column() -> None:
-    rows = publish.rows_of(
-        pd.DataFrame({"bytes": [2**20, 1.26 * 2**20], "ms": [1.0, None], "choice": ["a", "b"]}),
-        {"choice": ["choice"], "MiB": ["bytes", 2**-20, 1], "ms": ["ms", 1, 1]},
-    )
-    assert rows == [{"choice": "a", "MiB": 1.0, "ms": 1.0}, {"choice": "b", "MiB": 1.3, "ms": None}]
+    assert publish.scaled(1.26 * 2**20, 2**-20, 1) == 1.3 and publish.scaled(float("nan"), 1, 1) is None
+    rows = [{"choice": "a", "MiB": 1.0, "ms": 1.0}, {"choice": "b", "MiB": 1.3, "ms": None}]
     assert table(rows).splitlines()[2:] == ["| a | 1.0 | 1.0 |", "| b | 1.3 | – |"]
 
 
 def test_every_section_is_in_the_results() -> None:
     sections = tomllib.loads((publish.ROOT / "benchmarks" / "publish.toml").read_text())
-    assert list(json.loads(publish.DATA.read_text())) == list(sections)
+    data = json.loads((publish.ROOT / "docs" / "results.json").read_text())
+    assert {name: list(entry["rows"][0]) for name, entry in data.items()} == {
+        name: [heading for heading, *_ in section["columns"]] for name, section in sections.items()
+    }
     shown = (publish.ROOT / "docs" / "results.md").read_text()
-    assert all(f"<!-- results:{name} -->" in shown for name in [*sections, *publish_blocks.PICTURES])
+    assert all(f"<!-- results:{name} -->" in shown for name in [*sections, "sweep-picture"])
 
 
-def test_a_failing_command_is_one_line_with_its_reason(tmp_path: Path) -> None:
+def test_a_failing_command_is_one_line_with_its_reason() -> None:
     with pytest.raises(UserError, match=r"^no such thing \(python -c"):
-        publish.run("python -c \"import sys; print('error: no such thing'); sys.exit(1)\"", tmp_path / "log")
+        publish.run("python -c \"import sys; print('error: no such thing'); sys.exit(1)\"")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import pytest
@@ -12,8 +11,6 @@ from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
 from ddp_lab.planner.savings import Recorded
-from ddp_lab.planner.traced_run import TracedRun
-from ddp_lab.planner.what_if import WhatIf
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
@@ -122,9 +119,3 @@ def test_savings_of_a_run_on_a_mesh() -> None:
     of_two = Recorded(replace(config, global_batch_size=4), 2, "cpu", "gloo").memory({})
     assert on_mesh.at_rest["parameters"] == of_two.at_rest["parameters"] > 0
     assert on_mesh.at_rest["optimizer_state"] == of_two.at_rest["optimizer_state"] > 0
-
-
-def test_what_if_refuses_a_mesh() -> None:
-    run = mock.Mock(spec=TracedRun, config=RunConfig(mesh="dp=2,tp=2"))
-    with pytest.raises(UserError, match="--mesh dp=2,tp=2: what-if knows runs over one group of ranks"):
-        WhatIf(run)

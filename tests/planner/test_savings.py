@@ -6,11 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmarks.memory_settings import OFFLOADS, PRECISIONS, RECOMPUTED, cells
-from ddp_lab.planner.savings import RECORDED, TOGETHER, Recorded
+from ddp_lab.planner.savings import RECORDED, TOGETHER, Recorded, read_recorded
 from ddp_lab.planner.simulation.memory import CUDA_BLOCK
-from ddp_lab.planner.traced_run import read_recorded
-from ddp_lab.runtime.config import RunConfig
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import record_of_eight_steps
@@ -70,10 +67,3 @@ def test_what_cannot_be_simulated_is_one_line(run_folder: Path) -> None:
     answer = run_in_process(script, "savings", str(path), "--jobs", "1")
     assert answer.returncode == 2 and len(answer.stderr.splitlines()) == 1
     assert "--compile: what a compiler makes of a block cannot be simulated" in answer.stderr
-
-
-def test_the_benchmark_tries_what_a_choice_takes() -> None:
-    """Of each precision and recomputation, replicated choices take fp32 alone, zero1 two of three ways to offload."""
-    found = [(row["choice"], row["offload"]) for row, _ in cells(RunConfig(), ["baseline", "zero1", "zero3"])]
-    assert len(found) == len(RECOMPUTED) * (1 + len(PRECISIONS) * (2 + len(OFFLOADS)))
-    assert ("zero3", "parameters") in found and ("zero1", "parameters") not in found

@@ -45,12 +45,12 @@ def of_versions(package: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_link(record: dict[str, Any]) -> str:
-    """How fast each link was: paced by `--link`, shaped by the link lab, or the machine's own."""
-    rate, paced = record.get("link_bits_per_s"), record["config"].get("link", "none")
-    if paced != "none":
-        outer, nodes = record["config"].get("outer_link"), record["config"].get("nodes")
-        return f"{paced}{f', {outer} between {nodes} nodes' if outer else ''}, paced"
-    return "not shaped" if rate is None else f"{rate / 1e6:g} Mbit/s, shaped"
+    """How fast each link was: paced by `--link`, or the machine's own."""
+    paced = record["config"].get("link", "none")
+    if paced == "none":
+        return "not paced"
+    outer, nodes = record["config"].get("outer_link"), record["config"].get("nodes")
+    return f"{paced}{f', {outer} between {nodes} nodes' if outer else ''}, paced"
 
 
 LINK = "link"

@@ -121,7 +121,7 @@ class RunSoFar:
         traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
-        paced, shaped = Link.parse(self.config.link), os.environ.get("LINK_BITS_PER_S")
+        link = Link.parse(self.config.link)
         return {
             "schema_version": RECORD_VERSION,
             "choice": self.config.choice,
@@ -136,7 +136,7 @@ class RunSoFar:
             "threads": torch.get_num_threads(),
             "allocator": os.environ.get(VARIABLE) or None,
             "scheduling": scheduling(),
-            "link_bits_per_s": paced.bits_per_s if paced else int(shaped) if shaped else None,
+            "link_bits_per_s": link.bits_per_s if link else None,
             "config": self.config.as_dict(),
             "versions": package_versions(),
             "parameters": size.elements,

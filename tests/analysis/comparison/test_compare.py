@@ -285,14 +285,13 @@ DIFFERENT = {
         {"config": {"overlap_optimizer": True}},
         "optimizer overlapped with communication (no: a; yes: b)",
     ),
-    "link": ({"link_bits_per_s": 1e9}, "link (not shaped: a; 1000 Mbit/s, shaped: b); train them alike"),
     "paced link": (
-        {"link_bits_per_s": 1e9, "config": {"link": "1gbit,50us"}},
-        "link (not shaped: a; 1gbit,50us, paced: b); train them alike",
+        {"config": {"link": "1gbit,50us"}},
+        "link (not paced: a; 1gbit,50us, paced: b); train them alike",
     ),
     "link between nodes": (
         {"config": {"link": "1gbit", "outer_link": "100mbit", "nodes": 2}},
-        "link (not shaped: a; 1gbit, 100mbit between 2 nodes, paced: b); train them alike",
+        "link (not paced: a; 1gbit, 100mbit between 2 nodes, paced: b); train them alike",
     ),
     "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
@@ -322,7 +321,7 @@ def test_runs_that_differ_stand_in_no_table(case: str) -> None:
 def test_nobody_can_allow_different_links() -> None:
     first, second = record("a", 1.0), record("b", 1.0)
     second["config"]["link"] = "1gbit"
-    with pytest.raises(TraceError, match=r"link \(not shaped: a; 1gbit, paced: b\); train them alike$"):
+    with pytest.raises(TraceError, match=r"link \(not paced: a; 1gbit, paced: b\); train them alike$"):
         require_comparable({"a": first, "b": second}, [*FIELDS, "link"])
 
 
@@ -400,12 +399,8 @@ def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"differ in .*master dtype"):
         compared(tmp_path, config=in_bf16)
     marked = record("other", 0.1) | said
-    shaped = record("other", 0.1) | {"link_bits_per_s": 250_000_000}
-    assert "shaped to 250 Mbit/s" in summary_page(analysed(tmp_path, "other", shaped), "other")
-    paced = record("other", 0.1)["config"] | {"link": "1gbit"}
-    assert "Every rank had a link of 1gbit" in summary_page(
-        analysed(tmp_path, "other", shaped | {"config": paced}), "other"
-    )
+    paced = record("other", 0.1) | {"config": record("other", 0.1)["config"] | {"link": "1gbit"}}
+    assert "Every rank had a link of 1gbit" in summary_page(analysed(tmp_path, "other", paced), "other")
     page = comparison_page(compared(tmp_path, tuple(FIELDS), **said))
     summary = summary_page(analysed(tmp_path, "other", marked), "other")
     for text in (page, summary):

@@ -52,8 +52,6 @@ def labels(record: dict[str, Any] | None) -> list[str]:
             f"Every rank had a link of {config['link']} (--link){between}: a collective ended no earlier than such "
             "links could have delivered it."
         )
-    elif record.get("link_bits_per_s"):
-        lines.append(f"Each node's link was shaped to {record['link_bits_per_s'] / 1e6:g} Mbit/s.")
     return lines + [f"{record['choice']}: {note}." for note in record.get("notes", [])]
 
 

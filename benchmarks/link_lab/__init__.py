@@ -1,1 +1,0 @@
-"""A real multi-node job on one Linux machine: one network namespace for each node, joined by a bridge, links shaped."""
