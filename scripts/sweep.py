@@ -22,7 +22,6 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import with_config_file
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import quiet_libraries
-from ddp_lab.runtime.process.under_nsys import find_nsys
 from scripts.runs import FAMILIES, Runs, train
 from scripts.sweep_state import SweepState
 
@@ -107,8 +106,6 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     if not runs.gives("--link") and not has_gpu(config.device):
         runs = replace(runs, flags=[*runs.flags, "--link", SWEEP_LINK])
     config.require_profiled_ranks(options.ranks)
-    if config.nsys:
-        find_nsys()
     if config.max_steps is not None and config.profile_steps() > config.max_steps:
         from ddp_lab.runtime.profiling.profiler import require_window_fits  # imports torch
 

@@ -306,7 +306,7 @@ class RunConfig:
     profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
     profile_ranks: str | None = _profiling(None, "profile these ranks only, such as 0,1,8 or 0-3 (default: all)")
     nsys: bool = _profiling(
-        False, "profile with Nsight Systems instead: ranks run under nsys, NVTX ranges name phases and collectives"
+        False, "mark profile windows and phases for Nsight Systems, under which the run is started, and write no traces"
     )
     memory_snapshot: bool = _profiling(
         False, "on GPUs, also write what CUDA memory holds, and who allocated it, at the end of each profile window"

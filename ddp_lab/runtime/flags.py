@@ -23,7 +23,6 @@ from ddp_lab.runtime.data.workloads import WORKLOADS, is_own
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.environment import prepare_process
 from ddp_lab.runtime.process.launcher import adopt_launcher, without_local_rank
-from ddp_lab.runtime.process.under_nsys import continue_under_nsys
 from ddp_lab.strategy.options import AUTO
 from ddp_lab.strategy.recompute import setting as recomputation
 from ddp_lab.strategy.registry import Registry
@@ -48,10 +47,6 @@ def train_from_command_line(description: str, registry: Registry, aliases: Seque
     """The whole of an entrypoint: train as the command line says, and return the exit code."""
     adopt_launcher(os.environ)
     config = parse_config(description, registry, aliases)
-    try:
-        continue_under_nsys(config)
-    except UserError as error:
-        exit_with_error(str(error))
     prepare_process()
     from torch.distributed.elastic.multiprocessing.errors import record
 

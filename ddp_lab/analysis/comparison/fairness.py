@@ -107,7 +107,6 @@ SETTINGS = {
     "nccl version": Setting(of_versions("nccl"), (TIME,)),
     "host": Setting(lambda record: record.get("host"), (TIME,)),
     "threads": Setting(lambda record: record.get("threads"), (TIME,)),
-    "allocator": Setting(lambda record: record.get("allocator") or "as glibc has it", (TIME,)),
     "scheduling": Setting(lambda record: record.get("scheduling") or "other", (TIME,)),
     **{f"{package} version": Setting(of_versions(package), EVERYTHING) for package in PACKAGES},
 }

@@ -20,8 +20,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
-from ddp_lab.runtime.profiling.memory_snapshot import MemorySnapshots
-from ddp_lab.runtime.profiling.nsys import NsysWindow
+from ddp_lab.runtime.profiling.gpu_tools import MemorySnapshots, NsysWindow
 from ddp_lab.runtime.watch.phases import phase
 
 TRACE_NAME = "{run_id}.step{step}.pt.trace.json.gz"

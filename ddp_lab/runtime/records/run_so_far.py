@@ -1,6 +1,5 @@
 """What is known of a run so far. It is enough to write a record of the run whenever it ends."""
 
-import os
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from ddp_lab.runtime.errors import AgreedError, SequenceError, UserError, tell_t
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
-from ddp_lab.runtime.process.environment import VARIABLE, scheduling
+from ddp_lab.runtime.process.environment import scheduling
 from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
@@ -134,7 +133,6 @@ class RunSoFar:
             "device_name": device_name(ranks.device),
             "host": socket.gethostname(),
             "threads": torch.get_num_threads(),
-            "allocator": os.environ.get(VARIABLE) or None,
             "scheduling": scheduling(),
             "link_bits_per_s": link.bits_per_s if link else None,
             "config": self.config.as_dict(),

@@ -1,11 +1,10 @@
-"""The phase that this rank is in. It shows in the rank's profile, in its flight recorder, and in Nsight Systems."""
+"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder."""
 
 from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
 
-from ddp_lab.runtime.watch import ranges
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.rank_state import LOOP
 
@@ -48,7 +47,7 @@ class phase:
     """
 
     def __init__(self, name: str, in_profile: bool = True) -> None:
-        self._name, self._in_profile = name, in_profile
+        self._name = name
         self._mark = record_function(name) if in_profile else nullcontext()
 
     def __enter__(self) -> None:
@@ -56,12 +55,8 @@ class phase:
         if _step >= 0:  # outside of steps, what the run is at says more
             _enter(_step, self._name)
         self._mark.__enter__()
-        if self._in_profile:
-            ranges.push(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if self._in_profile:
-            ranges.pop()
         self._mark.__exit__(kind, *rest)
         if kind is None and _step >= 0:
             _enter(_step, self._before)

@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import Backend
 
 from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.link.delivery import PacedWork
-from ddp_lab.runtime.watch import ranges
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.group_marks import RecordFunction, mark_name
 from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
@@ -132,7 +131,6 @@ class CollectiveRecorder:
         # The hook runs for every collective, so what does not change between calls is looked up once.
         flight, seqs, digests, issuing = self._flight, self._seqs, self._digests, self._issuing
         known: dict[tuple[Any, torch.dtype | None], tuple[str, str, int]] = {}
-        told = "" if len(self._groups) == 1 else label  # the first group is that of all ranks
 
         def hook(call: Any) -> None:
             with RecordFunction(mark):
@@ -148,10 +146,6 @@ class CollectiveRecorder:
                 return
             elements = sum([t.numel() for t in (call.output_tensors if kind in SIZED_BY_OUTPUT else inputs)])
             parameter = self._parameter_of(inputs[0]) if kind == "all_reduce" and len(inputs) == 1 else 0
-            if ranges.are_shown():
-                place_in = (name, tensors[0].device.type if tensors else "", kind in ("send", "recv"))
-                size_bytes = elements * tensors[0].element_size() if tensors else 0
-                ranges.push(ranges.call_name(current_step(), place_in, kind, size_bytes, told))
             seqs[name] = seq = seqs[name] + 1
             issuing[name] = number = flight.add(seq, kind, elements, dtype, label, call.root, parameter)
             if tensors and (timeout_s := self._timeout_on_device(name, tensors[0])) is not None:
@@ -168,7 +162,6 @@ class CollectiveRecorder:
             number = self._issuing.pop(name, None)
             if number is None:
                 return
-            ranges.pop()
             if call.work is None:
                 self._on_device.ordered(number)
                 return

@@ -293,7 +293,6 @@ DIFFERENT = {
         {"config": {"link": "1gbit", "outer_link": "100mbit", "nodes": 2}},
         "link (not paced: a; 1gbit, 100mbit between 2 nodes, paced: b); train them alike",
     ),
-    "allocator": ({"allocator": "x=1"}, "allocator (as glibc has it: a; x=1: b)"),
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
     "backend class": ({"backend_class": "X"}, "backend class (ProcessGroupGloo: a; X: b)"),
