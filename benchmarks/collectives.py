@@ -37,7 +37,6 @@ COLLECTIVES = (
     "broadcast",
     "reduce",
     "all_to_all",
-    "send_recv",
     "barrier",
 )
 """In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""

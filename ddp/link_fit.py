@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket_plan import Cost, Timeline
-from ddp_lab.runtime.link.link_model import Piece
+from ddp_lab.runtime.link.link_model import LinkModel
 from ddp_lab.runtime.profiling.stopwatch import Clock, Stopwatch
 from ddp_lab.strategy.replicated import bytes_of
 
@@ -152,7 +152,7 @@ def straight_line(seconds: np.ndarray, sizes: tuple[int, int]) -> Cost:
     """Through what was measured at two `sizes` in bytes."""
     small, large = sizes
     per_byte = max(float(seconds[1] - seconds[0]), 0.0) / (large - small)
-    return Piece(0.0, max(float(seconds[0]) - small * per_byte, 0.0), per_byte).seconds
+    return LinkModel(max(float(seconds[0]) - small * per_byte, 0.0), per_byte).seconds
 
 
 def timed(pieces: Sequence[Tensor], group: dist.ProcessGroup, stopwatch: Stopwatch) -> float:

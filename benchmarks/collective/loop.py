@@ -89,8 +89,8 @@ class Bench:
         self._options, self._ranks = options, ranks
         self._control = dist.new_group(backend="gloo")  # over CPU, so that clocks and barriers do not queue on a GPU
 
-    def measure(self, collective: str, type_name: str, size: int, count: int) -> list[Measured]:
-        """One measurement, or one for each ordered pair of ranks.
+    def measure(self, collective: str, type_name: str, size: int, count: int) -> Measured:
+        """
 
         Raises:
             Skipped: too large for some rank's memory, or not supported by the backend; on every rank.
@@ -100,29 +100,18 @@ class Bench:
         dtype = DTYPES[type_name] if type_name else torch.float32
         copies = self._copies(size)
         self._require_memory(int(size * operation.memory * copies))
-        pairs: list[tuple[int, int] | None] = [None]
-        if collective == "send_recv":
-            pairs = list(itertools.permutations(range(self._ranks.world_size), 2))
-            if not pairs:
-                raise Skipped("there is no pair of ranks")
         counted = count // self._ranks.world_size if operation.is_divided else count
-        measured = []
-        for pair in pairs:
-            make = lambda pair=pair: operation.make(count, dtype, self._ranks, *(pair or ()))  # noqa: E731
-            seconds, wrong = self._time(make, 1 / len(pairs), copies)
-            checked = wrong if size else None
-            measured.append(Measured(collective, type_name, operation.redop, size, counted, seconds, checked, pair))
-        return measured
+        seconds, wrong = self._time(lambda: operation.make(count, dtype, self._ranks), copies)
+        return Measured(collective, type_name, operation.redop, size, counted, seconds, wrong if size else None)
 
     def _copies(self, size: int) -> int:
         """The number of tensors that calls use in turn."""
         return min(-(-self._options.spread // max(size, 1)), MOST_COPIES) if self._options.spread else 1
 
-    def _time(self, make: Callable[[], Call], share: float, copies: int) -> tuple[list[float], int]:
+    def _time(self, make: Callable[[], Call], copies: int) -> tuple[list[float], int]:
         """Seconds of each timed call, on its slowest rank; wrong elements of a checked call, over all ranks.
 
         Args:
-            share: Of --seconds-per-size, that may be used.
             copies: Of the call, each on tensors of its own.
         """
         made: list[Call] = []
@@ -137,7 +126,7 @@ class Bench:
         call, turns = made[0], itertools.cycle(made)
         self._require_success(call.run)
         call.clear()
-        budget = self._options.seconds_per_size * share
+        budget = self._options.seconds_per_size
         (estimate,) = self._slowest([self._timed(turns, in_a_row=1)])
         for _ in range(min(self._options.warmup - 2, int(WARMUP_SHARE * budget / estimate))):
             call.run()

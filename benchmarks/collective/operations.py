@@ -153,16 +153,6 @@ def all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Call:
     return Call(lambda: dist.all_to_all_single(received, sent), inputs, expected, [sent, received])
 
 
-def send_recv(count: int, dtype: torch.dtype, ranks: Ranks, sender: int, receiver: int) -> Call:
-    """From one rank to another, while the rest wait."""
-    if ranks.rank not in (sender, receiver):
-        return Call()
-    tensor, pattern = empty(count, dtype, ranks), pattern_of(sender, dtype, ranks)
-    if ranks.rank == sender:
-        return Call(lambda: dist.send(tensor, receiver), [(tensor, pattern, 0)], [], [tensor])
-    return Call(lambda: dist.recv(tensor, sender), [], [(tensor, pattern, 0)], [tensor])
-
-
 @dataclass(frozen=True)
 class Operation:
     """What is known of a collective before it runs.
@@ -190,7 +180,6 @@ OPERATIONS = {
     "broadcast": Operation(broadcast),
     "reduce": Operation(reduce, "sum", memory=1.1),
     "all_to_all": Operation(all_to_all, is_divided=True, memory=2.0),
-    "send_recv": Operation(send_recv),
     "barrier": Operation(lambda *_: Call(dist.barrier)),
 }
 """By name, in display order. Names are torch's; `sharding.` marks what this project's strategies call."""

@@ -13,7 +13,7 @@ from ddp_lab.analysis.benchmark_columns import FIT_COLUMNS, RESULT_COLUMNS
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.report.pages.collectives import Measurements, write_collectives_page
-from ddp_lab.runtime.link.link_model import LinkModel, Piece
+from ddp_lab.runtime.link.link_model import LinkModel
 
 CURVE_POINTS = 200
 
@@ -26,14 +26,14 @@ def report(files: Sequence[Path], folder: Path) -> Path:
     """
     runs = [read_run(path) for path in files]
     rows = pd.DataFrame([row for run in runs for row in run["rows"]], columns=list(RESULT_COLUMNS))
-    rows = rows.astype(dict.fromkeys(("from_rank", "to_rank", "wrong"), "Int64"))
+    rows = rows.astype({"wrong": "Int64"})
     if rows.empty:
         raise TraceError("nothing was measured, so there is nothing to show")
     rows = rows.sort_values("world_size", kind="stable", ignore_index=True)
     fits = fit_models(rows)
     measured = Measurements(
         rows,
-        pd.DataFrame([{**fit, "model": model_text(fit["pieces"])} for fit in fits], columns=list(FIT_COLUMNS)),
+        pd.DataFrame([{**fit, "model": model_text(fit)} for fit in fits], columns=list(FIT_COLUMNS)),
         curves(rows, fits),
         about(runs),
         [message for run in runs for message in run["skipped"]],
@@ -81,7 +81,7 @@ def curves(rows: pd.DataFrame, fits: Sequence[dict[str, Any]]) -> pd.DataFrame:
     for fit in fits:
         mine = rows[np.logical_and.reduce([rows[name].eq(fit[name]) | pd.isna(fit[name]) for name in OF_ONE_MODEL])]
         sizes = np.geomspace(mine["size_bytes"].min(), mine["size_bytes"].max(), CURVE_POINTS)
-        seconds = LinkModel(tuple(Piece(**piece) for piece in fit["pieces"])).seconds(sizes)
+        seconds = LinkModel(fit["latency_s"], fit["seconds_per_byte"]).seconds(sizes)
         busbw = sizes / seconds / 1e9 * busbw_over_algbw(fit["collective"], fit["world_size"])
         of_fit = {name: fit[name] for name in OF_ONE_MODEL}
         parts.append(pd.DataFrame({"size_bytes": sizes, "seconds": seconds, "busbw_gb_per_s": busbw}).assign(**of_fit))

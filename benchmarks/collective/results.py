@@ -68,13 +68,10 @@ class Results:
         print(f"\n{collective}{of_type}: {ranks.world_size} ranks, {ranks.backend} on {ranks.device.type}")
         print("".join(f"{heading:>{width}}" for heading, width, _ in SHOWN.values()), flush=True)
 
-    def add(self, measured: list[Measured]) -> None:
-        """One measurement, or one for each pair of ranks, of which the terminal shows the medians."""
-        rows = [make_row(each, self._ranks, self._link) for each in measured]
-        self._rows += rows
-        frame = pd.DataFrame(rows)
-        middle = {**rows[0], **frame.median(numeric_only=True).to_dict(), "wrong": frame["wrong"].sum(min_count=1)}
-        print("".join(cell(middle[name], width, digits) for name, (_, width, digits) in SHOWN.items()), flush=True)
+    def add(self, measured: Measured) -> None:
+        row = make_row(measured, self._ranks, self._link)
+        self._rows.append(row)
+        print("".join(cell(row[name], width, digits) for name, (_, width, digits) in SHOWN.items()), flush=True)
         self.write(complete=False)
 
     def skip(self, message: str) -> None:
@@ -87,12 +84,11 @@ class Results:
         rows = self.table()
         for fit in fit_models(rows[(rows["collective"] == collective) & (rows["type"] == type_name)]):
             self._fits[collective, type_name] = fit
-            print(f"model: {model_text(fit['pieces'])}\n       {error_text(fit)}", flush=True)
+            print(f"model: {model_text(fit)}", flush=True)
         self.write(complete=False)
 
     def table(self) -> pd.DataFrame:
-        table = pd.DataFrame(self._rows, columns=list(RESULT_COLUMNS))
-        return table.astype(dict.fromkeys(("from_rank", "to_rank", "wrong"), "Int64"))
+        return pd.DataFrame(self._rows, columns=list(RESULT_COLUMNS)).astype({"wrong": "Int64"})
 
     def write(self, complete: bool) -> None:
         """Both files, each whole or not at all.
@@ -106,13 +102,6 @@ class Results:
             raise UserError(f"{error}; choose another --output-dir") from None
         measured = {"skipped": self._skipped, "fits": list(self._fits.values()), "rows": self._rows}
         write_json(self.path.with_name(f"{self.path.name}.json"), {**self._about, "complete": complete, **measured})
-
-
-def error_text(fit: dict[str, Any]) -> str:
-    error = fit["held_out_error_pct"]
-    if error is None:
-        return "error unknown: too few sizes, or none of 1 MB or above, to fit on every other and test on the rest"
-    return f"mean error {error:.1f} % at 1 MB and above, fitted on every other size and tested on the rest"
 
 
 def cell(value: Any, width: int, digits: int) -> str:

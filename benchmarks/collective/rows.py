@@ -1,16 +1,16 @@
 """One measurement as a row of the table, and the models that are fitted to many rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from benchmarks.collective.sizes import Measured, size_text
+from benchmarks.collective.sizes import Measured
 from ddp_lab.analysis.metrics.exposure import bus_factor
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.link.link_model import LinkModel, held_out_error
+from ddp_lab.runtime.link.link_model import LinkModel
 from ddp_lab.runtime.link.speed import Link
 
 OF_ONE_MODEL = ("collective", "world_size", "backend", "device", "link_bits_per_s", "type")
@@ -29,8 +29,6 @@ def make_row(measured: Measured, ranks: Ranks, link: Link | None = None) -> dict
         "backend": ranks.backend,
         "device": ranks.device.type,
         "link_bits_per_s": link.bits_per_s if link else None,
-        "from_rank": measured.pair[0] if measured.pair else None,
-        "to_rank": measured.pair[1] if measured.pair else None,
         "size_bytes": measured.size,
         "count": measured.count,
         "type": measured.type_name or None,
@@ -48,39 +46,26 @@ def make_row(measured: Measured, ranks: Ranks, link: Link | None = None) -> dict
 
 
 def busbw_over_algbw(collective: str, world_size: int) -> float:
-    """nccl-tests' factor (doc/PERFORMANCE.md, src/sendrecv.cu)."""
-    return 1.0 if collective == "send_recv" else bus_factor(collective.removeprefix("sharding."), world_size)
+    """nccl-tests' factor (doc/PERFORMANCE.md)."""
+    return bus_factor(collective.removeprefix("sharding."), world_size)
 
 
 def fit_models(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """A model of the median times of each group of rows that agree in `OF_ONE_MODEL`, barriers left out.
-
-    The times of all pairs are fitted together.
+    """A `LinkModel` of the median times of each group of rows that agree in `OF_ONE_MODEL`, barriers left out.
 
     Returns:
-        For each group those columns, `sizes` (how many), `pieces` (of `LinkModel`) and `held_out_error_pct`.
+        For each group those columns, `sizes` (how many), `latency_s` and `seconds_per_byte`.
     """
     fits = []
     for key, group in rows[rows["size_bytes"] > 0].groupby(list(OF_ONE_MODEL), sort=False, dropna=False):
-        sizes, seconds = group["size_bytes"], group["p50_us"] * 1e-6
-        error = held_out_error(sizes, seconds)
-        fits.append(
-            {
-                **{name: None if pd.isna(value) else value for name, value in zip(OF_ONE_MODEL, key, strict=True)},
-                "sizes": int(sizes.nunique()),
-                "pieces": [asdict(piece) for piece in LinkModel.fit(sizes, seconds).pieces],
-                "held_out_error_pct": None if np.isnan(error) else 100 * error,
-            }
-        )
+        of_group = {name: None if pd.isna(value) else value for name, value in zip(OF_ONE_MODEL, key, strict=True)}
+        model = LinkModel.fit(group["size_bytes"], group["p50_us"] * 1e-6)
+        fits.append({**of_group, "sizes": int(group["size_bytes"].nunique()), **asdict(model)})
     return fits
 
 
-def model_text(pieces: Sequence[dict[str, float]]) -> str:
-    """`12 us + 0.412 ns/B; from 1 MiB: 30 us + 0.8 ns/B`."""
-    texts = []
-    for piece in pieces:
-        where = f"from {size_text(piece['from_bytes'])}: " if piece["from_bytes"] else ""
-        latency = piece["latency_s"]
-        latency_text = f"{latency * 1e3:.2f} ms" if latency >= 1e-3 else f"{latency * 1e6:.3g} us"
-        texts.append(f"{where}{latency_text} + {piece['seconds_per_byte'] * 1e9:.3g} ns/B")
-    return "; ".join(texts)
+def model_text(fit: Mapping[str, Any]) -> str:
+    """`12 us + 0.412 ns/B`."""
+    latency = fit["latency_s"]
+    latency_text = f"{latency * 1e3:.2f} ms" if latency >= 1e-3 else f"{latency * 1e6:.3g} us"
+    return f"{latency_text} + {fit['seconds_per_byte'] * 1e9:.3g} ns/B"

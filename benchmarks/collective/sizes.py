@@ -24,7 +24,6 @@ class Measured:
         count: Elements, in nccl-tests' sense.
         seconds: Of each timed call, on its slowest rank.
         wrong: Wrong elements over all ranks; None for a barrier.
-        pair: Sender and receiver; None where all ranks take part.
     """
 
     collective: str
@@ -34,7 +33,6 @@ class Measured:
     count: int
     seconds: Sequence[float]
     wrong: int | None
-    pair: tuple[int, int] | None = None
 
 
 def parse_size(text: str) -> int:

@@ -20,7 +20,7 @@ from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.link_model import LinkModel, Piece
+from ddp_lab.runtime.link.link_model import LinkModel
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def measured_collectives(folder: Path, ranks: int, link: str, start: Sequence[st
     flags += f" --in-a-row 5 --spread 64M --seconds-per-size 0.5 --link {link} --output-dir {folder}"
     complete([*start, str(ROOT / "benchmarks" / "collectives.py"), *flags.split()])
     models = {
-        fit["collective"]: LinkModel(tuple(Piece(**piece) for piece in fit["pieces"]))
+        fit["collective"]: LinkModel(fit["latency_s"], fit["seconds_per_byte"])
         for fit in json.loads(path.read_text())["fits"]
     }
     return FittedCosts(models, "gloo", ranks, "as measured")

@@ -15,8 +15,8 @@ same 40 multiprocessors. So there are two tables: one without that, and one with
 """
 
 import argparse
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from benchmarks.predictions.held import Held, finish
@@ -26,7 +26,6 @@ from ddp_lab.planner.costs.cluster import Cluster, Device, Link
 from ddp_lab.planner.runs import module_maker
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.link.link_model import LinkModel, Piece
 from ddp_lab.strategy.options import AUTO
 
 MB = 2**20
@@ -81,14 +80,9 @@ def simulated(name: str, device: Device, contention: float = 1.0) -> Simulated:
 class Published:
     """All-reduces as published: lines through neighbouring sizes. Nothing else of a step counts."""
 
-    def __init__(self) -> None:
-        pieces = []
-        for (low, early), (high, late) in pairwise((size * MB, ms / 1e3) for size, ms in ALL_REDUCE_MS.items()):
-            slope = (late - early) / (high - low)
-            # A line between large sizes may meet 0 bytes below 0 s, where no latency can be.
-            pieces.append(Piece(low if pieces else 0.0, max(early - slope * low, 0.0), slope))
-        self.model = LinkModel(tuple(pieces))
+    SIZES, SECONDS = np.array(list(ALL_REDUCE_MS)) * MB, np.array(list(ALL_REDUCE_MS.values())) / 1e3
+    LATENCY_S = float(SECONDS[0] - SIZES[0] * (SECONDS[1] - SECONDS[0]) / (SIZES[1] - SIZES[0]))
 
     def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
-        latency = float(self.model.seconds(0))
-        return CollectiveCost(latency, float(self.model.seconds(payload_bytes)) - latency, "2 x T4")
+        seconds = np.interp(payload_bytes, [0, *self.SIZES], [self.LATENCY_S, *self.SECONDS])
+        return CollectiveCost(self.LATENCY_S, float(seconds) - self.LATENCY_S, "2 x T4")

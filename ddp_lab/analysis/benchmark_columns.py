@@ -8,8 +8,6 @@ RESULT_COLUMNS = {
     "backend": Column("backend", "", "gloo, nccl or nccl-legacy"),
     "device": Column("device", "", "where the tensors were: cpu or cuda"),
     "link_bits_per_s": Column("link", "Mbit/s", "rate of each rank's link by `--link`", 1e-6, 0),
-    "from_rank": Column("from", "", "of a pair: the rank that sends"),
-    "to_rank": Column("to", "", "of a pair: the rank that receives"),
     "size_bytes": Column(
         "size", "KiB", "payload by nccl-tests' definition; of what is shared out, the whole", 1 / 1024
     ),
@@ -31,8 +29,5 @@ FIT_COLUMNS = {
     **{name: RESULT_COLUMNS[name] for name in ("collective", "world_size", "backend", "device", "link_bits_per_s")},
     "type": RESULT_COLUMNS["type"],
     "sizes": Column("sizes", "", "distinct sizes that the model was fitted on"),
-    "model": Column("model", "", "latency and time a byte of each piece, and where it begins"),
-    "held_out_error_pct": Column(
-        "error", "%", "mean relative error at 1 MB and above on every other size, which a second fit had not seen"
-    ),
+    "model": Column("model", "", "latency and time a byte"),
 }

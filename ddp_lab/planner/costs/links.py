@@ -87,8 +87,5 @@ class FittedCosts:
         base = next(name for name in (kind, ALIKE.get(kind, kind), "all_reduce", *self.models) if name in self.models)
         model, measured = self.models[base], volume(base, self.backend, self.world_size)
         payload = payload_bytes * wanted.busiest / measured.busiest
-        whole = float(model.seconds(payload))
-        # The link is busy for what exceeds the time of 0 bytes, and at least for its bytes at the highest rate.
-        at_rate = payload * model.pieces[-1].seconds_per_byte
-        transfer = min(whole, max(whole - float(model.seconds(0)), at_rate))
-        return CollectiveCost((whole - transfer) * wanted.hops / measured.hops, transfer, self.link, wanted.share)
+        latency = model.latency_s * wanted.hops / measured.hops
+        return CollectiveCost(latency, payload * model.seconds_per_byte, self.link, wanted.share)

@@ -10,7 +10,7 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Link
 from ddp_lab.planner.costs.links import BASE_S, FittedCosts, LinkCosts
 from ddp_lab.planner.costs.volumes import KINDS, volume
-from ddp_lab.runtime.link.link_model import LinkModel, Piece
+from ddp_lab.runtime.link.link_model import LinkModel
 from ddp_lab.strategy.communication.traffic import Collective
 
 SLOW, FAST = Link("slow", 1e-4, 1e8), Link("fast", 1e-6, 1e11)
@@ -114,12 +114,8 @@ def test_links_carry_no_less_than_a_strategy_says_it_sends(kind: str, ranks: int
         assert found.busiest * found.share >= sent * 0.999
 
 
-def line(latency_s: float, seconds_per_byte: float) -> LinkModel:
-    return LinkModel((Piece(0.0, latency_s, seconds_per_byte),))
-
-
-TWO = FittedCosts({"all_reduce": line(1e-3, 1e-8), "broadcast": line(2e-3, 1e-8)}, "gloo", 2, "link")
-GATHERS = replace(TWO, models={"all_gather": line(1e-3, 1e-8)})
+TWO = FittedCosts({"all_reduce": LinkModel(1e-3, 1e-8), "broadcast": LinkModel(2e-3, 1e-8)}, "gloo", 2, "link")
+GATHERS = replace(TWO, models={"all_gather": LinkModel(1e-3, 1e-8)})
 
 
 @pytest.mark.parametrize(
@@ -139,10 +135,3 @@ def test_costs_by_measured_times(
     cost = costs.cost(kind, P, tuple(range(ranks)))
     found = cost.latency_s * 1e3, cost.transfer_s, cost.share
     assert found == pytest.approx((latency_ms, payloads * P * 1e-8, share))
-
-
-def test_a_small_one_keeps_its_link_busy_for_its_bytes_too() -> None:
-    """To 1 MB, all take 4 ms; then 10 ns a byte. Of 200 kB, the link is busy for 2 ms."""
-    pieces = (Piece(0.0, 4e-3, 0.0), Piece(1e6, 0.0, 1e-8))
-    cost = replace(TWO, models={"all_reduce": LinkModel(pieces)}).cost("all_reduce", 200_000, (0, 1))
-    assert (cost.latency_s, cost.transfer_s) == pytest.approx((2e-3, 2e-3))

@@ -1,4 +1,4 @@
-"""The page of the collective benchmark: time and bandwidth over size with fitted models, pairs of ranks, barriers."""
+"""The page of the collective benchmark: time and bandwidth over size with fitted models, barriers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,10 +60,10 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         sections.append(
             Section(
                 f"Time and bandwidth over size: {setting_text(setting)}",
-                "Points are medians over the calls of a size (for send_recv also over all pairs). A call takes as long "
-                "as on its slowest rank. Lines are the fitted models. Left: flat ends at the bottom are latency. "
-                "Right: busbw at the median time can be compared with the rate of the link for any collective and "
-                "number of ranks. Open points and dashes: the same collective as this project's strategies call it.",
+                "Points are medians over the calls of a size. A call takes as long as on its slowest rank. Lines are the "
+                "fitted models. Left: flat ends at the bottom are latency. Right: busbw at the median time can be compared "
+                "with the rate of the link for any collective and number of ranks. Open points and dashes: the same "
+                "collective as this project's strategies call it.",
                 figure=drawing(sizes_figure(rows, curves)),
             )
         )
@@ -71,18 +71,13 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         sections.append(
             Section(
                 "Fitted models",
-                "Latency and time a byte (alpha and beta), in as many pieces as the times need. The error is that of a "
-                "second fit on every other size, at the sizes of 1 MB (10^6 bytes) and above that it had not seen.",
+                "Latency and time a byte (alpha and beta), by the least squares of relative errors.",
                 table=table("fits", measured.fits.dropna(axis="columns", how="all"), FIT_COLUMNS),
             )
         )
-    sections += [*pair_sections(sized), *barrier_section(measured.rows)]
-    others = measured.rows[measured.rows["collective"] != "send_recv"].drop(columns=["from_rank", "to_rank"])
-    shown = others.dropna(axis="columns", how="all")
-    text = (
-        "Pairs are in the CSV. A barrier is the shortest time in which every rank learns that all others have arrived."
-    )
-    sections.append(Section("Measurements", text, table=table("rows", shown, RESULT_COLUMNS)))
+    sections += barrier_section(measured.rows)
+    shown = measured.rows.dropna(axis="columns", how="all")
+    sections.append(Section("Measurements", "", table=table("rows", shown, RESULT_COLUMNS)))
     wrong = measured.rows[measured.rows["wrong"].fillna(0) > 0]
     banner = f"Wrong results: {listed(sorted(set(wrong['collective'])))}; see #wrong." if len(wrong) else ""
     lines = [*measured.lines, *(f"Skipped: {message}" for message in measured.skipped)]
@@ -154,52 +149,6 @@ def sizes_figure(rows: pd.DataFrame, curves: pd.DataFrame) -> go.Figure:
     height = TOP_PX + (PANEL_PX + GAP_PX) * len(names)
     figure.update_layout(height=height, meta={"narrowest": 640})
     return styled(figure).update_layout(margin={"t": TOP_PX})  # for the legend, above the first panels' titles
-
-
-def pair_sections(rows: pd.DataFrame) -> list[Section]:
-    """A matrix for each run: bandwidth from each rank to each other at the largest size."""
-    pairs = rows[rows["collective"] == "send_recv"]
-    sections = []
-    for (ranks, *setting), group in pairs.groupby(["world_size", *SETTING], dropna=False, sort=False):
-        size = group["size_bytes"].max()
-        largest = group[group["size_bytes"] == size]
-        sections.append(
-            Section(
-                f"Pairs of {ranks} ranks: {setting_text(setting)}",
-                f"{size / 2**20:.3g} MiB from one rank to another while all others wait. A row or column that is "
-                "darker than the rest is a slow rank. Blocks are nodes.",
-                figure=drawing(pairs_figure(largest)),
-            )
-        )
-    return sections
-
-
-def pairs_figure(largest: pd.DataFrame) -> go.Figure:
-    speeds, times = (
-        largest.pivot(index="from_rank", columns="to_rank", values=name) for name in ("busbw_gb_per_s", "p50_us")
-    )
-    ranks = [f"rank {rank}" for rank in speeds.index]
-    figure = go.Figure(
-        go.Heatmap(
-            z=speeds.astype(object).where(speeds.notna(), None).to_numpy().tolist(),
-            x=ranks,
-            y=ranks,
-            customdata=times.astype(object).where(times.notna(), None).to_numpy().tolist(),
-            colorscale="Cividis",
-            zmin=0,
-            zmax=float(speeds.max().max()),
-            colorbar={"title": "GB/s"},
-            texttemplate="%{z:.2f}" if len(ranks) <= 16 else None,
-            xgap=1,
-            ygap=1,
-            hoverongaps=False,
-            hovertemplate="from %{y} to %{x}: %{z:.3f} GB/s, p50 %{customdata:,.1f} us<extra></extra>",
-        )
-    )
-    figure.update_layout(height=150 + 34 * len(ranks))
-    figure.update_xaxes(title="to", type="category")
-    figure.update_yaxes(title="from", type="category", autorange="reversed")
-    return styled(figure)
 
 
 def barrier_section(rows: pd.DataFrame) -> list[Section]:
