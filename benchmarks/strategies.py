@@ -11,9 +11,6 @@ project's training loop in which no gradient is sent; exposed time is the differ
 exchanges do not count. Both compute in the precision of `--against`; a choice that computes in another way has no
 exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 
-With `@` a choice runs over a backend of its own: `pytorch_ddp@nccl-legacy`. Two choices over different backend classes
-get no ratio, since it would have two causes; one choice over both does.
-
 With `--link` each choice has a bound: forward, then backward or its bytes on the wire at that rate, whichever takes
 longer, then the optimizer, all as `local` takes them.
 
@@ -60,8 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--choices",
         required=True,
-        help=f"comma-separated; of {', '.join(names)}; each may name its backend, as in "
-        f"pytorch_ddp@nccl-legacy, and carry settings ({', '.join(SETTINGS)}), as in "
+        help=f"comma-separated; of {', '.join(names)}; each may carry settings ({', '.join(SETTINGS)}), as in "
         "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
@@ -75,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", default="auto", help=f"of choices that name none; {', '.join(BACKENDS)}")
+    parser.add_argument("--backend", default="auto", help=", ".join(BACKENDS))
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     link = Link.parse(options.link)
@@ -125,17 +121,20 @@ def main() -> int:
 def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: ExitStack) -> Any:
     """Measure all choices; the table that docs/command-line.md describes (the same on every rank)."""
     import pandas as pd
+    import torch.distributed as dist
 
-    from benchmarks.groups import Groups
     from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
     from benchmarks.runners import make_runner, measure_memory
-    from ddp_lab.runtime.distributed import backend_class
+    from ddp_lab.runtime.distributed import meshed
 
-    runners, rows, groups = {}, [], Groups(ranks, stack)
+    runners, rows, on_meshes = {}, [], {None: ranks}
     for label, fields in options.variants.items():
-        own, on_mesh = replace(config, **fields), groups.on_mesh(fields.get("mesh"))
-        group = on_mesh.groups.data if on_mesh.groups else groups.over(fields.get("backend"), label)
-        runner = runners[label] = make_runner(own, on_mesh, load_strategy, group, load_parallelize)
+        mesh = fields.get("mesh")
+        if mesh not in on_meshes:
+            on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
+        group = on_meshes[mesh].groups.data if mesh else dist.group.WORLD
+        own = replace(config, **fields)
+        runner = runners[label] = make_runner(own, on_meshes[mesh], load_strategy, group, load_parallelize)
         resting, peak = measure_memory(runner, ranks.device)
         rows.append(
             {
@@ -149,7 +148,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
                 "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
-                "backend_class": None if label in ALONE else backend_class(group, ranks.device),
                 "elements": runner.elements,
                 "resting_bytes": resting,
                 "expected_resting_bytes": runner.expected_state_bytes,
@@ -162,8 +160,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
         table["step_ms_median"] = times.median()
         for column, quantile in zip(RATIOS, (0.5, 0.25, 0.75), strict=True):
             table[column] = ratios.quantile(quantile)
-        classes = {row["choice"]: row["backend_class"] for row in rows}
-        table.loc[two_causes(classes, options.variants, options.against), RATIOS] = float("nan")
         for label, fields in options.variants.items():
             alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
             is_known = computes_alike(fields, options.variants[alone])
@@ -174,18 +170,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
             table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()
     table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
     return table
-
-
-def two_causes(classes: Mapping[str, str | None], variants: Mapping[str, Mapping[str, Any]], against: str) -> list[str]:
-    """Rows whose ratio to `against` would have two causes: another choice, and another backend class.
-
-    Args:
-        classes: Backend class by label; None for what does not communicate.
-        variants: Fields of `RunConfig` by label.
-    """
-    base = classes[against]
-    others = [label for label, found in classes.items() if found is not None and base is not None and found != base]
-    return [label for label in others if variants[label]["choice"] != variants[against]["choice"]]
 
 
 def load_parallelize(name: str) -> Any:
@@ -216,8 +200,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
     columns |= {"peak, MiB": (table.peak_bytes / MIB, 1), "at rest, MiB": (table.resting_bytes / MIB, 2)}
     columns |= {"formula, MiB": (table.expected_resting_bytes / MIB, 2)}
     texts = {heading: values.map(f"{{:.{digits}f}}".format) for heading, (values, digits) in columns.items()}
-    over = {"over": table.backend_class} if table.backend_class.nunique() > 1 else {}
-    shown = pd.DataFrame({"choice": table.choice, **over, **texts}).replace({None: "–", "nan": "–"})
+    shown = pd.DataFrame({"choice": table.choice, **texts}).replace({None: "–", "nan": "–"})
     print(*table.attrs["notes"], title, shown.to_string(index=False), sep="\n")
     if options.csv:
         table.to_csv(options.csv, index=False)

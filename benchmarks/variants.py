@@ -1,5 +1,4 @@
-"""Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`, or
-`pytorch_ddp@nccl-legacy` over a backend of its own."""
+"""Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`."""
 
 import argparse
 import dataclasses
@@ -9,7 +8,6 @@ from collections.abc import Sequence
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig, bucket_cap
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.options import AUTO
 
 LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
 """A step without communication, as a person writes it for one device; one through this project's training loop, with
@@ -35,21 +33,15 @@ SETTINGS = {
 
 
 def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
-    """Fields of `RunConfig` from `choice`, `choice@backend` or `choice:setting=value:setting=value`. A mesh is written
-    as in names of folders: `mesh=dp2-tp2`.
+    """Fields of `RunConfig` from `choice` or `choice:setting=value:setting=value`. A mesh is written as in names of
+    folders: `mesh=dp2-tp2`.
 
     Leaves the process with one line where the text makes no sense.
     """
-    label, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
-    choice, _, given = label.partition("@")
-    backend = given or None
+    choice, *pairs = re.split(r":(?=\w+=)", text)  # a value may have colons
     if choice not in names:
         exit_with_error(unknown_name("strategy", choice, names))
     fields: dict[str, object] = {"choice": choice}
-    if backend is not None:
-        fields["backend"] = backend
-        if backend == AUTO or choice == LOCAL:
-            exit_with_error(f"{text}: {'name a backend' if backend == AUTO else f'{LOCAL} does not communicate'}")
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in SETTINGS:
@@ -58,7 +50,7 @@ def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
             fields[name] = SETTINGS[name](value)
         except (ValueError, KeyError, argparse.ArgumentTypeError):
             exit_with_error(f"{text}: {name} cannot be '{value}'")
-    if choice in PLAIN and (unused := fields.keys() - {"choice", "backend", "precision"}):
+    if choice in PLAIN and (unused := fields.keys() - {"choice", "precision"}):
         exit_with_error(
             f"{text}: {choice} has no setting but precision, so {', '.join(sorted(unused))} would do nothing"
         )

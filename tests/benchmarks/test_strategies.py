@@ -1,19 +1,16 @@
-"""Choices over backends of their own, beside others in one process group's ranks."""
+"""Choices in alternation, beside others in one process group's ranks."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.groups import Groups
-from benchmarks.strategies import MIB, measure, parse, show, two_causes
+from benchmarks.strategies import measure, parse, show
 from benchmarks.variants import parse_variant
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.errors import UserError
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -29,16 +26,14 @@ def measured(choices: str, against: str = "pytorch_ddp") -> pd.DataFrame:
         return table
 
 
-def test_a_choice_runs_over_two_backends_in_alternation(ranks: RankPool) -> None:
-    choices = ["pytorch_ddp", "pytorch_ddp@gloo", "bare_loop@gloo", "zero3@gloo:bucket_cap_mb=1", "pytorch_zero1@gloo"]
+def test_choices_run_in_alternation(ranks: RankPool) -> None:
+    choices = ["pytorch_ddp", "bare_loop", "zero3:bucket_cap_mb=1", "pytorch_zero1"]
     for table in ranks.run(2, measured, ",".join(choices)):
         assert table["choice"].tolist() == [*choices, "local", "runtime"]
-        assert table["backend_class"].tolist()[:-2] == ["ProcessGroupGloo"] * 5
-        assert table["backend_class"][["local", "runtime"]].isna().all()
         assert table["ratio_median"].notna().all() and table["step_ms_median"].gt(0).all()
         assert table["wire_bytes"]["runtime"] < table["wire_bytes"]["pytorch_ddp"] / 2
         assert table["exposed_ms_median"]["runtime"] == 0
-        assert table["exposed_ms_median"]["bare_loop@gloo"] != table["exposed_ms_median"]["local"]
+        assert table["exposed_ms_median"]["bare_loop"] != table["exposed_ms_median"]["local"]
 
 
 def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) -> None:
@@ -73,47 +68,12 @@ def on_meshes(choices: str) -> pd.DataFrame:
         return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
 
 
-def groups_here() -> tuple[bool, bool, str]:
-    """Whether a second group is another than the default one, and made once; and what is said of NCCL on a CPU."""
-    groups = Groups(Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), ExitStack())
-    second = groups.over("gloo", "a")
-    with pytest.raises(UserError) as caught:
-        groups.over("nccl-legacy", "pytorch_ddp@nccl-legacy")
-    is_other = second is not groups.over(None, "b") and dist.get_world_size(second) == dist.get_world_size()
-    return is_other, second is groups.over("gloo", "c"), str(caught.value)
-
-
-def test_a_group_is_made_once(ranks: RankPool) -> None:
-    said = "pytorch_ddp@nccl-legacy: nccl-legacy needs CUDA devices"
-    assert ranks.run(2, groups_here) == [(True, True, said)] * 2
-
-
-def test_a_ratio_has_one_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Over two classes, one choice has a ratio to itself, and another choice has none."""
-    classes = {"pytorch_ddp": "new", "pytorch_ddp@old": "old", "ours": "new", "ours@old": "old", "local": None}
-    variants = {label: {"choice": label.split("@")[0]} for label in classes}
-    assert two_causes(classes, variants, "pytorch_ddp") == ["ours@old"]
-    assert two_causes(classes, variants, "pytorch_ddp@old") == ["ours"]
-    assert two_causes(classes, variants, "local") == []
-    rows = dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median"), 1.0)
-    rows |= dict.fromkeys(("peak_bytes", "resting_bytes", "expected_resting_bytes"), float(MIB))
-    table = pd.DataFrame([{"choice": label, "backend_class": found} | rows for label, found in classes.items()])
-    table.loc[3, "ratio_median"] = float("nan")
-    table = table.assign(elements=10, world_size=2)
-    table.attrs["notes"] = []
-    show(table, parse(["--choices", "simple_ddp", *FLAGS]))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1][:3] == ["choice", "over", "step,"]
-    assert lines[5][:4] == ["ours@old", "old", "1.0", "–"] and lines[6][:4] == ["local", "–", "1.0", "1.000"]
-
-
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ("local@gloo", "local does not communicate"),
-        ("zero1@auto", "name a backend"),
-        ("zero1@glo", "must be one of auto, gloo, nccl, nccl-legacy"),
-        ("zero9@gloo", "zero9"),
+        ("zero9", "unknown strategy 'zero9'"),
+        ("zero1:bucket=1", "unknown setting 'bucket'"),
+        ("zero1:bucket_cap_mb=x", "bucket_cap_mb cannot be 'x'"),
     ],
 )
 def test_mistakes_in_a_choice(capsys: pytest.CaptureFixture[str], choice: str, expected: str) -> None:

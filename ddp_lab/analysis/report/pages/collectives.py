@@ -60,10 +60,10 @@ def write_collectives_page(measured: Measurements, path: Path) -> None:
         sections.append(
             Section(
                 f"Time and bandwidth over size: {setting_text(setting)}",
-                "Points are medians over the calls of a size. A call takes as long as on its slowest rank. Lines are the "
-                "fitted models. Left: flat ends at the bottom are latency. Right: busbw at the median time can be compared "
-                "with the rate of the link for any collective and number of ranks. Open points and dashes: the same "
-                "collective as this project's strategies call it.",
+                "Points are medians over the calls of a size. A call takes as long as on its slowest rank. Lines are "
+                "the fitted models. Left: flat ends at the bottom are latency. Right: busbw at the median time can be "
+                "compared with the rate of the link for any collective and number of ranks. Open points and dashes: "
+                "the same collective as this project's strategies call it.",
                 figure=drawing(sizes_figure(rows, curves)),
             )
         )
