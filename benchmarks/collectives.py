@@ -4,7 +4,7 @@
 
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
 done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
-all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv and .json.
+all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.collective.sizes import parse_size, size_range
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import BACKENDS, RunConfig, link_text
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import NONE
+from ddp_lab.runtime.link.speed import NONE, Link
 
 COLLECTIVES = (
     "all_reduce",
@@ -126,8 +126,7 @@ def main() -> int:
             results = on_every_rank(lambda: make_results(options, ranks))
             measure_all(options, ranks, results)
             if results:
-                results.write(complete=True)
-                print(f"\ntable: {results.path}.csv")
+                print(f"\ntable: {results.path}")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or (rank == "1" and isinstance(error, RanksLostError)):  # rank 0 may be the one that is gone
@@ -150,9 +149,10 @@ def make_results(options: argparse.Namespace, ranks: Any) -> Any:
         return None
     from benchmarks.collective.results import Results
 
-    path = options.output_dir / REPORTS / f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks"
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    return Results(path, ranks, settings)
+    path = options.output_dir / REPORTS / f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks.csv"
+    results = Results(path, ranks, Link.parse(options.link))
+    results.write()
+    return results
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The collective benchmark on one rank of the tests' pool, and faults to plant there. It imports what a rank does."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,16 +34,13 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     if ranks.is_main:
         from benchmarks.collective.results import Results
 
-        results = Results(folder / f"gloo_cpu_{ranks.world_size}_ranks", ranks, {"link": "none"})
+        results = Results(folder / f"gloo_cpu_{ranks.world_size}_ranks.csv", ranks, None)
     with plant(ranks.rank) if plant else nullcontext():
         try:
             loop.measure_all(options(*flags), ranks, results)
         except loop.RanksLostError as error:
             return [str(error)]
-    if results is None:
-        return []
-    results.write(complete=True)
-    return json.loads(results.path.with_suffix(".json").read_text())["skipped"]
+    return results.skipped if results else []
 
 
 def three_elements(rank: int) -> Any:

@@ -1,1 +1,1 @@
-"""Collectives over message size: what is called, the order of measuring, files, fitted models and the page."""
+"""Collectives over message size: what is called, the order of measuring, and the table."""

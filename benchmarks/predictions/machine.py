@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks.predictions.held import Held, finish
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import CollectiveCosts, Costs, OperatorCosts, Setting
@@ -72,14 +74,12 @@ def config_of(model: str, ranks: int, grad_accum_steps: int) -> RunConfig:
 def measured_collectives(folder: Path, ranks: int, link: str, start: Sequence[str]) -> FittedCosts:
     """Costs by `benchmarks/collectives.py`, measured as in training: a link has no time to rest between two calls, and
     caches hold no gradients."""
-    path = folder / "reports" / "collectives" / f"gloo_cpu_{ranks}_ranks.json"
+    path = folder / "reports" / "collectives" / f"gloo_cpu_{ranks}_ranks.csv"
     flags = "--collectives all_reduce,all_gather,broadcast,reduce_scatter --sizes 4K,16K,64K,256K,1M,2M,4M,8M,16M"
     flags += f" --in-a-row 5 --spread 64M --seconds-per-size 0.5 --link {link} --output-dir {folder}"
     complete([*start, str(ROOT / "benchmarks" / "collectives.py"), *flags.split()])
-    models = {
-        fit["collective"]: LinkModel(fit["latency_s"], fit["seconds_per_byte"])
-        for fit in json.loads(path.read_text())["fits"]
-    }
+    by_kind = pd.read_csv(path).groupby("collective")
+    models = {str(kind): LinkModel.fit(rows["size_bytes"], rows["p50_us"] * 1e-6) for kind, rows in by_kind}
     return FittedCosts(models, "gloo", ranks, "as measured")
 
 

@@ -1,6 +1,5 @@
 """The collective benchmark: real ranks over Gloo, planted faults, files that survive, and the page."""
 
-import json
 import os
 import re
 import signal
@@ -22,13 +21,10 @@ import torch
 from benchmarks import collectives
 from benchmarks.collective import operations
 from benchmarks.collective.loop import Bench
-from benchmarks.collective.report import CURVE_POINTS, curves, report
-from benchmarks.collective.rows import fit_models, make_row, model_text
+from benchmarks.collective.results import COLUMNS, Results, make_row, model_text
 from benchmarks.collective.sizes import Measured, parse_size, size_range, size_text
-from ddp_lab.analysis.benchmark_columns import RESULT_COLUMNS
-from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.report.pages.collectives import sizes_figure
 from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.link.link_model import LinkModel
 from ddp_lab.runtime.link.speed import Link
 from scripts import bench_collectives as script
 from tests import collective_ranks as planted
@@ -46,16 +42,16 @@ def measured(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of everything at two sizes in every dtype."""
     folder = tmp_path_factory.mktemp("collectives")
     ranks.run(RANKS, planted.bench, folder, ["--dtypes", ",".join(TYPES)])
-    return folder / f"gloo_cpu_{RANKS}_ranks.json"
+    return folder / f"gloo_cpu_{RANKS}_ranks.csv"
 
 
 def rows_of(path: Path) -> pd.DataFrame:
-    return pd.read_csv(path.with_suffix(".csv"))
+    return pd.read_csv(path)
 
 
 def test_everything_is_measured_and_right(measured: Path) -> None:
     rows = rows_of(measured)
-    assert rows.columns.tolist() == list(RESULT_COLUMNS)
+    assert rows.columns.tolist() == list(COLUMNS)
     assert rows["collective"].drop_duplicates().tolist() == list(collectives.COLLECTIVES) == list(operations.OPERATIONS)
     sized = rows[rows["collective"] != "barrier"]
     counts = sized.groupby(["collective", "type"]).size()
@@ -91,9 +87,8 @@ def test_bandwidths_by_hand() -> None:
 def test_a_wrong_result_is_seen(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--collectives", "all_reduce", "--sizes", "1000"]
     ranks.run(2, planted.bench, tmp_path, flags, planted.three_elements)
-    path = tmp_path / "gloo_cpu_2_ranks.json"
+    path = tmp_path / "gloo_cpu_2_ranks.csv"
     assert rows_of(path)["wrong"].item() == 3, "on one of two ranks"
-    assert "Wrong results: all_reduce" in report([path], tmp_path).read_text()
 
 
 def test_no_number_and_swapped_parts_are_wrong() -> None:
@@ -120,16 +115,15 @@ def test_what_cannot_be_is_skipped(
 ) -> None:
     skipped, _ = ranks.run(2, planted.bench, tmp_path, ["--collectives", "reduce,barrier"], plant)
     assert skipped == expected
-    assert "barrier" in rows_of(tmp_path / "gloo_cpu_2_ranks.json")["collective"].tolist()
+    assert "barrier" in rows_of(tmp_path / "gloo_cpu_2_ranks.csv")["collective"].tolist()
 
 
 def test_a_lost_rank_leaves_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--collectives", "all_reduce,reduce", "--sizes", "1K,4K"]
     for rank, (message,) in enumerate(ranks.run(2, planted.bench, tmp_path, flags, planted.connection_lost)):
         assert f"rank {rank} lost another one at reduce fp32 of 1 KiB: Connection closed by peer; what" in message
-    path = tmp_path / "gloo_cpu_2_ranks.json"
+    path = tmp_path / "gloo_cpu_2_ranks.csv"
     assert rows_of(path)["collective"].tolist() == ["all_reduce"] * 2
-    assert not json.loads(path.read_text())["complete"]
 
 
 def test_calls_in_a_row_count_by_their_mean_and_use_tensors_in_turn() -> None:
@@ -183,7 +177,6 @@ def test_ranges() -> None:
         (["--seconds-per-size", "nan"], "must be a number of at least 0.001"),
         (["--ranks", "2,x"], "--ranks: 2,x: must be whole numbers above 0"),
         (["--ranks", "0"], "--ranks: 0: must be whole numbers above 0"),
-        (["--from", "nowhere.json"], "cannot read nowhere.json"),
         (["--world", "2"], "unrecognized arguments: --world"),
     ],
 )
@@ -212,46 +205,16 @@ def test_flags_and_columns_are_documented() -> None:
         assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == flags[1:], title
     section = text.split("## `benchmarks/collectives.py`")[1].split("\n## ")[0]
     columns = re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.MULTILINE)
-    assert columns == [(name, column.meaning) for name, column in RESULT_COLUMNS.items()]
+    assert columns == list(COLUMNS.items())
 
 
-def line(world_size: int, latency: float, per_byte: float) -> list[dict[str, Any]]:
-    """Rows of an all-reduce that takes `latency` and a time for each byte, in seconds."""
-    ranks = Ranks(0, world_size, CPU, "gloo")
-    sizes = [2**power for power in range(10, 31, 2)]
-    measured = [
-        Measured("all_reduce", "fp32", "sum", size, size // 4, [latency + per_byte * size], 0) for size in sizes
-    ]
-    return [make_row(each, ranks) for each in measured]
-
-
-def test_models_are_fitted_to_each_line_and_drawn_through_it() -> None:
-    rows = pd.DataFrame([*line(2, 1e-4, 1e-9), *line(4, 2e-3, 3e-9)])
-    fits = fit_models(rows)
-    assert [model_text(fit) for fit in fits] == ["100 us + 1 ns/B", "2.00 ms + 3 ns/B"]
-    drawn = curves(rows, fits)
-    assert len(drawn) == 2 * CURVE_POINTS
-    lines = [trace for trace in sizes_figure(rows, drawn).data if trace.mode == "lines"]
-    assert len(lines) == 4, "time and busbw, for each number of ranks"
-    assert lines[0].y[-1] == pytest.approx((1e-4 + 1e-9 * 2**30) * 1e3) and lines[0].x[-1] == pytest.approx(2**30)
-
-
-def test_the_page_shows_what_was_measured(measured: Path, tmp_path: Path) -> None:
-    page = report([measured], tmp_path).read_text()
-    headings = [f"Time and bandwidth over size: gloo on cpu, {type_name}" for type_name in TYPES]
-    for heading in (*headings, "Fitted models", "Barrier latency", "Measurements"):
-        assert heading in page
-    assert "Wrong results" not in page
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "collectives.csv"), rows_of(measured))
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"), [("{", "is no JSON"), ("[]", "was not written by"), ('{"rows": 1}', "was not written by")]
-)
-def test_foreign_files_are_refused(tmp_path: Path, content: str, expected: str) -> None:
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(TraceError, match=expected):
-        report([tmp_path / "x.json"], tmp_path)
+def test_a_line_through_the_medians_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results(tmp_path / "table.csv", Ranks(0, 2, CPU, "gloo"), None)
+    for size in (2**power for power in range(10, 31, 2)):
+        results.add(Measured("all_reduce", "fp32", "sum", size, size // 4, [1e-4 + 1e-9 * size], 0))
+    results.end("all_reduce", "fp32")
+    assert "model: 100 us + 1 ns/B" in capsys.readouterr().out
+    assert model_text(LinkModel(2e-3, 3e-9)) == "2.00 ms + 3 ns/B"
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
@@ -287,14 +250,12 @@ def workers(folder: Path) -> list[int]:
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     process = start(tmp_path, "--ranks", "2,3")
     os.killpg(process.pid, signal.SIGINT)
-    out, errors = process.communicate(timeout=TIMEOUT_S)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and "Traceback" not in errors, errors
     folder = tmp_path / "reports" / "collectives"
-    rows = rows_of(folder / "gloo_cpu_2_ranks.json")
+    rows = rows_of(folder / "gloo_cpu_2_ranks.csv")
     assert len(rows) >= 2 and (rows["wrong"] == 0).all()
-    assert not json.loads((folder / "gloo_cpu_2_ranks.json").read_text())["complete"]
-    assert not (folder / "gloo_cpu_3_ranks.json").exists() and f"open {folder / 'collectives.html'}" in out
-    assert "it was stopped before its end" in (folder / "collectives.html").read_text()
+    assert not (folder / "gloo_cpu_3_ranks.csv").exists() and "stopped" in errors
     assert workers(tmp_path) == []
 
 
@@ -305,5 +266,5 @@ def test_a_rank_that_dies_is_one_line(tmp_path: Path, victim: int) -> None:
     os.kill(workers(tmp_path)[victim], signal.SIGKILL)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1 and errors.startswith("error: ") and errors.count("\n") == 1, errors
-    assert len(rows_of(tmp_path / "reports" / "collectives" / "gloo_cpu_2_ranks.json")) >= 2
+    assert len(rows_of(tmp_path / "reports" / "collectives" / "gloo_cpu_2_ranks.csv")) >= 2
     assert workers(tmp_path) == []
