@@ -99,20 +99,24 @@ def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: s
         assert torch.equal(early[0]["state"][name], tensor), name
 
 
-def nonfinite_gradient() -> str:
-    """Rank 1's gradient of the first layer, the last to be reduced, is NaN; does the last layer's update survive?"""
+def nonfinite_gradient(layer: int) -> str:
+    """Rank 1's gradient of a layer's weight is NaN: what is reduced before it is updated, and nothing behind it."""
     module = build("plain")
     strategy = BucketDDP(module, OPTIMIZERS["sgd"], StrategyOptions(bucket_cap_mb=0.00001, overlap_optimizer=True))
+    order = list(reversed(list(module.parameters())))  # each in a bucket of its own
+    bad, before = module.net[layer].weight, [parameter.detach().clone() for parameter in order]
     if dist.get_rank() == 1:
-        module.net[0].weight.register_hook(lambda gradient: gradient * math.nan)
-    first, last = module.net[0].weight.clone(), module.net[-1].weight.clone()
+        bad.register_hook(lambda gradient: gradient * math.nan)
     message = message_of(NonFiniteError, strategy.forward_backward, [make_batch("plain", 2, 0)])
-    assert torch.equal(module.net[0].weight, first) and not torch.equal(module.net[-1].weight, last)
+    updated = [not torch.equal(now, then) for now, then in zip(order, before, strict=True)]
+    place = [parameter is bad for parameter in order].index(True)
+    assert updated == [True] * place + [False] * (len(order) - place)
     return message
 
 
-def test_a_bad_gradient_stops_early_updates(ranks: RankPool) -> None:
-    for message in ranks.run(2, nonfinite_gradient):
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_bad_gradient_stops_early_updates(ranks: RankPool, layer: int) -> None:
+    for message in ranks.run(2, nonfinite_gradient, layer):
         assert "on rank 1" in message and "parameters of earlier buckets are updated already" in message
 
 

@@ -288,6 +288,22 @@ def test_buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: Choice
     assert not torch.equal(*means)
 
 
+def buffers_after_load(choice: Choice) -> bool:
+    """Whether this rank has rank 0's statistics as soon as they are loaded, whatever they were before."""
+    rank, module = dist.get_rank(), build("normed", seed=dist.get_rank())
+    strategy = make(choice, module)
+    wanted = module.norm.running_mean + 1
+    state = strategy.full_state_dict()
+    module.norm.running_mean.fill_(rank)
+    strategy.load_full_state_dict(state | {"norm.running_mean": wanted.clone()} if rank == 0 else {})
+    return torch.equal(module.norm.running_mean, wanted)
+
+
+@in_own_loops
+def test_loaded_buffers_are_on_every_rank(ranks: RankPool, choice: Choice) -> None:
+    assert all(ranks.run(2, buffers_after_load, choice))
+
+
 @for_each_choice
 @pytest.mark.parametrize("model", ["tied", "frozen", "odd"])
 def test_full_state_continues_elsewhere(ranks: RankPool, choice: Choice, model: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,6 +246,28 @@ def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path) -> N
     assert all(right for _, right in found)
     steps = [step for step, _ in found]
     assert steps == sorted(steps) and set(steps) == {2, 4}
+
+
+def save_what_changes(folder: Path) -> list[float]:
+    """On a rank: what is stored of a weight that the next step changes before it is written."""
+    weight, may_write = torch.ones(3), threading.Event()
+
+    def late(*args: Any) -> Any:
+        may_write.wait()
+        return write_tensors(*args)
+
+    saver = Saver(folder, here(), in_background=True, keep=None)
+    with mock.patch("ddp_lab.runtime.checkpoint.saver.write_tensors", late):
+        saver.save({"parameter/weight/0": weight}, {}, manifest(2, world_size=1))
+        weight.zero_()
+        may_write.set()
+        saver.settle()
+    saver.close()
+    return TensorFiles([folder / folder_name(2) / file_name(0)]).read("parameter/weight", 0, 3).tolist()
+
+
+def test_a_save_in_the_background_has_the_values_of_its_step(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, save_what_changes, tmp_path) == [[1.0] * 3]
 
 
 def test_keep_last(tmp_path: Path) -> None:
