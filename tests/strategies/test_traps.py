@@ -299,9 +299,10 @@ def buffers_after_load(choice: Choice) -> bool:
     return torch.equal(module.norm.running_mean, wanted)
 
 
-@in_own_loops
-def test_loaded_buffers_are_on_every_rank(ranks: RankPool, choice: Choice) -> None:
-    assert all(ranks.run(2, buffers_after_load, choice))
+def test_loaded_buffers_are_on_every_rank(ranks: RankPool) -> None:
+    for choice in all_choices():
+        if not choice[1].startswith("deepspeed"):
+            assert all(ranks.run(2, buffers_after_load, choice)), choice
 
 
 @for_each_choice
