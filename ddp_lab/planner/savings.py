@@ -166,7 +166,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.csv is not None:
         write(options.csv, "--csv", frame.to_csv(index=False))
     if options.html is not None:
-        from ddp_lab.planner.report.page import savings_page
+        from ddp_lab.planner.report.page import savings_page, write_html
 
-        write(options.html, "--html", savings_page(about, frame))
+        write_html(options.html, savings_page(about, frame))
         console.print(f"open {options.html}")

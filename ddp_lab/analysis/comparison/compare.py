@@ -112,14 +112,6 @@ def timed_steps_ms(record: dict[str, Any]) -> pd.Series:
     return times.dropna() * 1000
 
 
-def elapsed_s(record: dict[str, Any]) -> pd.Series:
-    """Seconds of training until the end of each step, since the run began or resumed. A step whose time is not recorded
-    counts as the median of the timed ones. Without any, all values are NaN."""
-    began = (record["resumed_from"] or {"step": 0})["step"]
-    times = pd.Series(record["step_time_s"], dtype=float).iloc[began:]
-    return times.fillna(timed_steps_ms(record).median() / 1000).cumsum()
-
-
 def comparison(
     records: Mapping[str, dict[str, Any]],
     traced: Mapping[str, Traced],

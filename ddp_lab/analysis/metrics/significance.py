@@ -14,6 +14,7 @@ The limit: no test of two runs sees that the whole machine was slower during one
 avoids that by alternating choices inside one process group.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,6 +110,11 @@ def directions(estimates: Sequence[Estimate], null: float) -> list[tuple[float, 
         else:
             answers.append((p_value, int(np.sign(estimate.value - null)) if p_value <= LEVEL else 0))
     return answers
+
+
+def fewest_pairs(tests: int) -> int:
+    """How many pairs each of `tests` comparisons needs before `directions` can see any difference."""
+    return SHORTEST_BATCH * max(FEWEST_BATCHES, math.ceil(1 + math.log2(max(tests, 1) / LEVEL)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,8 +1,10 @@
-"""Sections of tables and figures as one HTML file that needs no network."""
+"""Sections of tables and figures as an HTML file that needs no network, only Plotly's script beside it."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,7 +15,11 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ddp_lab.analysis.columns import Column
+from ddp_lab.analysis.files import write_text
 
+SCRIPT = "plotly.min.js"
+REPORT_ROOTS = ("reports", "reports_sharding", "reports_parallel")
+"""Folders whose pages share one copy of the script, which is 5 MB."""
 LONGEST_TEXT = 120
 """Characters of a name that a page shows; a trace may hold names of megabytes."""
 UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -26,6 +32,7 @@ class Section:
 
     Attributes:
         traces: Rank and file of traces that the reader is told how to open in Perfetto.
+        folded: Shown as its heading alone, until the reader opens it.
     """
 
     heading: str
@@ -33,6 +40,7 @@ class Section:
     table: dict[str, Any] | None = None
     figure: Markup | None = None
     traces: Sequence[tuple[int, str]] = ()
+    folded: bool = False
 
 
 def readable(text: str, most: int = LONGEST_TEXT) -> str:
@@ -98,16 +106,32 @@ def legend_of(figure: go.Figure) -> str:
     return readable(f"Chart of {', '.join(names) or 'one series'}; axes: {', '.join(titles)}", 400)
 
 
-def render(title: str, lines: Sequence[str], sections: Sequence[Section], banner: str = "") -> str:
-    """The page. Every text is escaped; only figures, which are escaped already, go in as they are.
+def render(
+    title: str, lines: Sequence[str], sections: Sequence[Section], banner: str = "", opening: Markup | None = None
+) -> str:
+    """The page, for `write_page`. Every text is escaped; only figures, which are escaped already, go in as they are.
 
     Args:
         banner: What a reader must know before any figure, such as that a run is incomplete.
+        opening: What comes before all sections, as HTML.
     """
     template = templates().get_template("page.html.j2")
-    return template.render(
-        title=title, lines=lines, sections=sections, banner=banner, plotly_script=Markup(get_plotlyjs())
-    )
+    return template.render(title=title, lines=lines, sections=sections, banner=banner, opening=opening, script=SCRIPT)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page, and Plotly's script if it is not there: in the report root that `path` is in, or else beside it.
+
+    Raises:
+        TraceError: a file cannot be written.
+    """
+    folder = path.parent.absolute()
+    script = next((above for above in (folder, *folder.parents) if above.name in REPORT_ROOTS), folder) / SCRIPT
+    content = get_plotlyjs()
+    if not script.is_file() or script.stat().st_size != len(content.encode()):
+        write_text(script, content)
+    address = os.path.relpath(script, folder)
+    write_text(path, page.replace(f'<script src="{SCRIPT}"', f'<script src="{address}"', 1))
 
 
 def templates() -> Environment:

@@ -1,13 +1,17 @@
-"""A plan as one HTML file that needs no network: table, memory over time, steps."""
+"""A plan as an HTML file that needs no network: table, memory over time, steps."""
+
+from pathlib import Path
 
 import pandas as pd
 
-from ddp_lab.analysis.report.page import Section, drawing, render, table
+from ddp_lab.analysis.errors import TraceError
+from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.planner.plan import Plan
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
 from ddp_lab.planner.report.figures import lanes_figure, memory_figure, savings_figure
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from ddp_lab.planner.report.wording import certainty, headline, notes
+from ddp_lab.runtime.errors import UserError
 
 BANNER = (
     "Predicted: the strategies' own code ran on tensors without data, and a model of costs said how long operators and "
@@ -18,6 +22,18 @@ SAVINGS_BANNER = (
     "Predicted, except for what is called measured: the strategies' own code ran on tensors without data, and every "
     "tensor was counted."
 )
+
+
+def write_html(path: Path, page: str) -> None:
+    """Write the page of `--html`, and Plotly's script beside it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_page(path, page)
+    except TraceError as error:
+        raise UserError(f"--html: {error}") from None
 
 
 def savings_page(about: str, frame: pd.DataFrame) -> str:

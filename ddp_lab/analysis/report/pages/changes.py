@@ -11,11 +11,11 @@ from ddp_lab.analysis.columns import CHANGE_COLUMNS, PART_COLUMNS, Column
 from ddp_lab.analysis.comparison.changes import Run, changes, summary
 from ddp_lab.analysis.comparison.compare import traced_row
 from ddp_lab.analysis.comparison.fairness import Difference
-from ddp_lab.analysis.files import write_csv, write_text
+from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.times import loss_figure, parts_figure, step_times_figure
-from ddp_lab.analysis.report.page import Section, cell, drawing, render, table, titled
+from ddp_lab.analysis.report.page import Section, cell, drawing, render, table, titled, write_page
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, fairness_section, labels
 
 DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
@@ -56,7 +56,7 @@ def write_changes(runs: TwoRuns, folder: Path) -> tuple[pd.DataFrame, Path]:
     rows = changes(runs.baseline, runs.run)
     write_csv(folder / "changes.csv", rows)
     page = folder / "changes.html"
-    write_text(page, changes_page(runs, rows))
+    write_page(page, changes_page(runs, rows))
     return rows, page
 
 

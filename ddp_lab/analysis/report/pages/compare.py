@@ -1,47 +1,38 @@
 """The report on all choices side by side: `compare.html` and `compare.csv`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import (
-    CHOICE,
-    HELD_COLUMNS,
-    OUTCOME_COLUMNS,
-    PART_COLUMNS,
-    SHARE_COLUMNS,
-    SPEED_COLUMNS,
-    TRAFFIC_COLUMNS,
-    kinds_run,
-)
+from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
 from ddp_lab.analysis.comparison.compare import Traced, comparison, standings
-from ddp_lab.analysis.comparison.conclusion import conclusion, fastest
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, Difference, affected, by_class
+from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class
 from ddp_lab.analysis.errors import listed
-from ddp_lab.analysis.files import write_csv, write_text
+from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS
 from ddp_lab.analysis.metrics.utilization import peak_of
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.memory import memory_figure
-from ddp_lab.analysis.report.figures.times import loss_figure, loss_over_time_figure, parts_figure, step_time_figure
-from ddp_lab.analysis.report.figures.tradeoff import tradeoff_figure
-from ddp_lab.analysis.report.figures.traffic import traffic_figure
-from ddp_lab.analysis.report.page import Section, drawing, render, table
+from ddp_lab.analysis.report.figures.times import loss_figure
+from ddp_lab.analysis.report.page import Section, cell, drawing, render, titled, write_page
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, fairness_section, labels
+from ddp_lab.analysis.report.pages.opening import opening
+from ddp_lab.analysis.traces.collectives import KINDS
 
-HOW_PAIRED = (
-    "Step k of every choice trains on the same samples, so step times are compared step by step, over batches of "
-    "consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and Lehmann's; p is that of "
-    "Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is seen if p is at most "
-    f"0.05; below {FEWEST_PAIRS} pairs it is unknown. The limit: the choices ran one after the other, so a machine "
-    "that was slower during one run changes these figures. benchmarks/strategies.py alternates choices inside one "
-    "process group."
+HOW_TESTED = (
+    "Length of a bar: the median step without the profiler. Its parts have the shares that they have in the profiled "
+    "steps, which take longer. Step k of every choice trains on the same samples, so step times are compared step by "
+    "step, over batches of consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and "
+    "Lehmann's; p is that of Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is "
+    f"seen if p is at most 0.05; below {FEWEST_PAIRS} pairs it is unknown. The limit: the choices ran one after the "
+    "other, so a machine that was slower during one run changes these figures. benchmarks/strategies.py alternates "
+    "choices inside one process group."
 )
-SAME_CLASS = " over the same backend class"
 NOT_ACROSS = (
     "These runs are over more than one backend class. On a GPU the class decides whether PyTorch DDP overlaps its "
     "all-reduces with backward (docs/cuda.md), so step times are compared only among runs over one class."
@@ -51,6 +42,8 @@ HOW_DRAWN = (
     "median duration (of an even number, the shorter of the middle two). Collectives: at least one ran. If they do not "
     "lie under compute, the choice's own lane shows exposed communication. Drawn: "
 )
+FIGURE = Column("figure", "", "what it is of each choice")
+MEANING = Column("meaning", "", "and the CSV file's name of it")
 
 
 @dataclass(frozen=True)
@@ -96,70 +89,86 @@ def write_comparison(compared: Compared, folder: Path) -> Path:
     """
     write_csv(folder / "compare.csv", compared.table)
     page = folder / "compare.html"
-    write_text(page, comparison_page(compared))
+    write_page(page, comparison_page(compared))
     return page
 
 
 def comparison_page(compared: Compared) -> str:
+    """What every reader needs first, and below it what explains it, folded."""
+    parted = len(compared.groups) > 1
+    meshes = compared.table["mesh"].nunique(dropna=False)
+    more = [NOT_ACROSS] if parted else []
+    more += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
+    sections = [
+        Section("All figures", utilization_text(compared), table=full_table(compared.table)),
+        *lanes_section(compared.traced),
+        *memory_section(compared.table),
+        Section("Training loss", loss_text(compared), figure=drawing(loss_figure(compared.records))),
+        Section("How this was measured and tested", " ".join([HOW_TESTED, *more])),
+        fairness_section(
+            compared.differences, "choice and mesh" if meshes > 1 else "choice", [BACKEND_CLASS] if parted else []
+        ),
+    ]
+    return render(
+        "Strategies side by side",
+        summary_lines(compared),
+        [replace(section, folded=True) for section in sections],
+        banner(compared.differences, "choice"),
+        opening(verdicts(compared), compared.table),
+    )
+
+
+def summary_lines(compared: Compared) -> list[str]:
+    """What was run, in a line, and what went wrong."""
     first = next(iter(compared.records.values()))
     config = first["config"]
+    link = "" if (rate := config.get("link", "none")) == "none" else f", links of {rate}"
     classes = listed([next(iter(group.values()))["backend_class"] for group in by_class(compared.records)])
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
-        f"over {first['backend']} ({classes}) on {first['device_name']}; "
+        f"over {first['backend']} ({classes}) on {first['device_name']}{link}; "
         f"global batch {config['global_batch_size']} samples in {config['grad_accum_steps']} micro-batches a rank, "
         f"{config['precision']}.",
     ]
-    lines += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
-    if len(compared.groups) > 1:
-        lines.append(NOT_ACROSS)
-    if not compared.differences:
-        lines.append(
-            "Every choice trains the same model on the same samples: equal loss curves are part of the result."
-        )
     if compared.failed:
         lines.append(f"No result from: {', '.join(compared.failed)}.")
     if compared.incomplete:
         lines.append(
             f"Without figures of traces, since traces of some ranks are missing: {', '.join(compared.incomplete)}."
         )
-    lines += audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
-    sections = [
-        fairness_section(
-            compared.differences,
-            "choice and mesh" if compared.table["mesh"].nunique(dropna=False) > 1 else "choice",
-            [BACKEND_CLASS] if len(compared.groups) > 1 else [],
-        ),
-        conclusion_section(compared),
-        Section(
-            "Step time",
-            f"Ratios are to {compared.reference}{SAME_CLASS if len(compared.groups) > 1 else ''}. {HOW_PAIRED} "
-            f"{utilization_text(first)}",
-            table=table("speed", compared.table, CHOICE | SPEED_COLUMNS),
-            figure=drawing(step_time_figure(compared.table)),
-        ),
-        *tradeoff_section(compared.table, compared.reference),
-        *trace_sections(compared),
-        memory_section(compared.table),
-        *traffic_section(compared.table),
-        loss_section(compared),
-        Section(
-            "Training loss over time",
-            "The same losses over the wall time of the steps until then, the first one included. A step under the "
-            "profiler counts as a median step.",
-            figure=drawing(loss_over_time_figure(compared.records)),
-        ),
-    ]
-    return render("Strategies side by side", lines, sections, banner(compared.differences, "choice"))
+    return lines + audit_lines({choice: kept.failed_checks for choice, kept in compared.traced.items()})
 
 
-def with_mesh(comparison: pd.DataFrame) -> pd.DataFrame:
-    """The table with a column for the mesh only if a run has one."""
-    return comparison if comparison["mesh"].notna().any() else comparison.drop(columns="mesh")
+def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
+    """For each group of runs that are compared: which it is, its verdict, and what needs least memory."""
+    affects, found = affected(compared.differences), []
+    for group in compared.groups:
+        rows = compared.table[compared.table["choice"].isin(list(group))]
+        best = fastest(rows)
+        standing = standings(group, best) if best else {}
+        over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
+        lean = "" if MEMORY in affects else leanest(rows, {} if TIME in affects else standing)
+        found.append((over, verdict(rows, standing, affects), lean))
+    return found
 
 
-def utilization_text(record: dict[str, Any]) -> str:
+def full_table(comparison: pd.DataFrame) -> dict[str, Any]:
+    """A row for each column of the CSV, but for kinds of collectives that did not run and a mesh that no run has."""
+    silent = tuple(f"{kind}_" for kind in KINDS if kind not in kinds_run(comparison))
+    left_out = {"choice"} if comparison["mesh"].notna().any() else {"choice", "mesh"}
+    rows, shown = comparison.to_dict("records"), []
+    for name, column in COMPARISON_COLUMNS.items():
+        if name not in left_out and not name.startswith(silent):
+            figure = f"{column.label}, {column.unit}" if column.unit else column.label
+            values = [cell(name, row[name], column) for row in rows]
+            shown.append([cell("", figure, FIGURE), *values, cell("", f"{column.meaning} ({name})", MEANING)])
+    choices = [Column(row["choice"], "", "") for row in rows]
+    return titled("all", [FIGURE, *choices, MEANING], shown)
+
+
+def utilization_text(compared: Compared) -> str:
     """What model FLOPs and their utilization are of."""
+    record = next(iter(compared.records.values()))
     text = "Model FLOPs: what forward and backward of the samples need (docs/run-record.md), all ranks together."
     peak, device = peak_of(record), record["device_name"]
     if peak is None:
@@ -170,95 +179,33 @@ def utilization_text(record: dict[str, Any]) -> str:
     )
 
 
-def conclusion_section(compared: Compared) -> Section:
-    """In words, for each group of runs that are compared with each other."""
-    texts = []
-    for group in compared.groups:
-        rows = compared.table[compared.table["choice"].isin(list(group))]
-        best = fastest(rows)
-        text = conclusion(rows, standings(group, best) if best else {}, affected(compared.differences))
-        over = f"Over {next(iter(group.values()))['backend_class']}: " if len(compared.groups) > 1 else ""
-        texts.append(over + text)
-    return Section("What the figures say", " ".join(texts))
-
-
-def tradeoff_section(comparison: pd.DataFrame, reference: str) -> list[Section]:
-    """Memory against time, of the choices that have both."""
-    recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes", "step_time_ms_median"])
-    if not len(recorded):
+def lanes_section(traced: Mapping[str, Traced]) -> list[Section]:
+    """One step of each choice that has traces."""
+    if not traced:
         return []
-    text = (
-        "Lower needs less memory, further left is faster. A mark is the peak of a rank's tensors in a step; the dash "
-        "below it is what the rank's model states take between steps."
-    )
-    return [Section("Memory against step time", text, figure=drawing(tradeoff_figure(recorded, reference)))]
+    drawn = "; ".join(f"{name}, rank {kept.timeline.rank}, step {kept.step}" for name, kept in traced.items())
+    return [Section("One step of each choice", f"{HOW_DRAWN}{drawn}.", figure=drawing(lanes_by_choice_figure(traced)))]
 
 
-def trace_sections(compared: Compared) -> list[Section]:
-    """Parts of a step and lanes, of the choices that have traces."""
-    traced = compared.table.dropna(subset=["profiled_step_ms"])
-    if not len(traced):
-        return []
-    drawn = (f"{name}, rank {kept.timeline.rank}, step {kept.step}" for name, kept in compared.traced.items())
-    return [
-        Section(
-            "Where the time went",
-            "Means over ranks and profiled steps, which take longer than others; the parts in ms add up to the step. "
-            "Waiting: a collective runs, compute does not, and the last rank has not arrived. Transfer: the same after "
-            "its arrival. Shares in % are of the time from the first kernel to the last, by Holistic Trace Analysis "
-            "(HTA). Overlap: the share of communication time in which compute ran as well.",
-            table=table("parts", compared.table, CHOICE | PART_COLUMNS | SHARE_COLUMNS),
-            figure=drawing(parts_figure(traced["choice"], traced)),
-        ),
-        Section(
-            "One step of each choice",
-            f"{HOW_DRAWN}{'; '.join(drawn)}.",
-            figure=drawing(lanes_by_choice_figure(compared.traced)),
-        ),
-    ]
-
-
-def memory_section(comparison: pd.DataFrame) -> Section:
+def memory_section(comparison: pd.DataFrame) -> list[Section]:
     """Memory by component, of the choices that have it recorded."""
     recorded = comparison.dropna(subset=["peak_bytes", "model_states_bytes"])
+    if not len(recorded):
+        return []
     text = (
         "Model states at rest by component. Grey: the peak in a step. Line: the formula at rest of what a choice "
         "shards, without padding. Each figure is of the rank that has most."
     )
-    drawn = drawing(memory_figure(recorded["choice"], recorded)) if len(recorded) else None
-    return Section("Memory", text, table=table("memory", comparison, CHOICE | HELD_COLUMNS), figure=drawn)
+    return [Section("Memory", text, figure=drawing(memory_figure(recorded["choice"], recorded)))]
 
 
-def traffic_section(comparison: pd.DataFrame) -> list[Section]:
-    """Calls and payload, of the kinds that ran."""
-    kinds, traced = kinds_run(comparison), comparison.dropna(subset=["profiled_step_ms"])
-    if not kinds:
-        return []
-    columns = {name: column for name, column in TRAFFIC_COLUMNS.items() if name.startswith(tuple(kinds))}
-    return [
-        Section(
-            "Traffic",
-            "Collectives of one optimizer step in the traces, mean over ranks. A payload is the whole tensor that is "
-            "reduced, gathered or scattered, as nccl-tests counts it.",
-            table=table("traffic", comparison, CHOICE | columns),
-            figure=drawing(traffic_figure(traced["choice"], traced, ("calls", "bytes"))),
-        )
-    ]
-
-
-def loss_section(compared: Compared) -> Section:
-    """Losses on top of each other, and the largest difference between them."""
+def loss_text(compared: Compared) -> str:
+    """The largest difference between losses, which lie on top of each other in the figure."""
     known = compared.table[compared.table["choice"] != compared.reference].dropna(subset=["loss_difference"])
-    text = f"No losses of {compared.reference} to compare with."
-    if len(known):
-        apart = known.set_index("choice")["loss_difference"]
-        text = (
-            f"At no step does a choice's loss differ from {compared.reference}'s by more than {apart.max():.1e} nats "
-            f"({apart.idxmax()})."
-        )
-    return Section(
-        "Training loss",
-        text,
-        table=table("outcome", with_mesh(compared.table), CHOICE | OUTCOME_COLUMNS),
-        figure=drawing(loss_figure(compared.records)),
+    if not len(known):
+        return f"No losses of {compared.reference} to compare with."
+    apart = known.set_index("choice")["loss_difference"]
+    return (
+        f"At no step does a choice's loss differ from {compared.reference}'s by more than {apart.max():.1e} nats "
+        f"({apart.idxmax()})."
     )

@@ -7,14 +7,14 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column, kinds_run
 from ddp_lab.analysis.errors import listed
-from ddp_lab.analysis.files import failure_of, write_csv, write_text
+from ddp_lab.analysis.files import failure_of, write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.report.figures.lanes import kernels_sentence
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure
 from ddp_lab.analysis.report.figures.traffic import traffic_figure
-from ddp_lab.analysis.report.page import Section, drawing, render, table
+from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.exposure import exposure_sections
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.mesh import mesh_section
@@ -48,7 +48,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     write_csv(folder / "dimensions.csv", analysis.exposure.dimensions)
     write_csv(folder / "stragglers.csv", stragglers(analysis.exposure))
     page = folder / "summary.html"
-    write_text(page, summary_page(analysis, choice))
+    write_page(page, summary_page(analysis, choice))
     return page
 
 

@@ -40,12 +40,13 @@ function draw(plot, width) {
   }
 }
 
-const plots = [...document.querySelectorAll(".plot")];
+const plots = window.Plotly ? [...document.querySelectorAll(".plot")] : [];
 const PRINT_WIDTH_PX = 700;
-const drawAll = (width) => plots.forEach((plot) => draw(plot, width));
+const drawAll = (width) => plots.filter(shown).forEach((plot) => draw(plot, width));
 
+const shown = (plot) => !plot.closest("details:not([open])");
 async function drawInTurn() {
-  for (const plot of plots) {
+  for (const plot of plots.filter(shown)) {
     draw(plot);
     await new Promise((done) => setTimeout(done));
   }
@@ -71,15 +72,23 @@ button.addEventListener("click", () => {
 });
 dark.addEventListener("change", () => { if (!printing) { applyTheme(currentTheme()); drawAll(); } });
 
+let unfolded = [];
 function print(begins) {
   if (begins === printing) return;
   printing = begins;
+  if (begins) unfolded = [...document.querySelectorAll("details:not([open])")];
+  for (const part of unfolded) part.open = begins;
   applyTheme(begins ? "light" : currentTheme());
   drawAll(begins ? PRINT_WIDTH_PX : undefined);
 }
 addEventListener("beforeprint", () => print(true));
 addEventListener("afterprint", () => print(false));
 matchMedia("print").addEventListener("change", (event) => print(event.matches));
+
+/* What is folded is drawn when it is opened. */
+document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", () => {
+  if (part.open && !printing) plots.filter((plot) => part.contains(plot)).forEach((plot) => draw(plot));
+}));
 
 /* Zoom along the time axis, by drag (Plotly's own) and by buttons. */
 function tellRange(plot) {
@@ -128,12 +137,14 @@ let explained = null;
 
 function explain(target) {
   explained = target.closest?.("th, td") ?? null;
-  tip.hidden = !explained;
-  if (tip.hidden) return;
+  tip.hidden = true;
+  if (!explained) return;
   const heading = explained.closest("table").tHead.rows[0].cells[explained.cellIndex];
   const label = heading.querySelector("span").textContent;
   const unit = heading.querySelector("small")?.textContent;
-  tip.textContent = `${label}${unit && `, ${unit}`}: ${heading.querySelector("[hidden]").textContent}`;
+  const meaning = heading.querySelector("[hidden]").textContent;
+  tip.hidden = !meaning;
+  tip.textContent = `${label}${unit ? `, ${unit}` : ""}: ${meaning}`;
   placeTip();
 }
 
@@ -151,3 +162,4 @@ addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden 
 
 applyTheme(root.dataset.theme);
 drawInTurn();
+document.getElementById("no-script").hidden = window.Plotly || !document.querySelector(".plot");

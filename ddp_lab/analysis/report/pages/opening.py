@@ -1,0 +1,66 @@
+"""The first screen of `compare.html`: who won, one picture and one table. It needs no script."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from ddp_lab.analysis.columns import CHOICE, HELD_COLUMNS, SHARE_COLUMNS, SPEED_COLUMNS
+from ddp_lab.analysis.comparison.conclusion import PARTS, Row, Verdict, parts_of, shown
+from ddp_lab.analysis.report.page import table, templates
+
+NOT_TRACED = "not traced"
+WITH_NUMBER_PCT = 9
+"""Of the picture's width: a part as wide as this has its number in it."""
+COLUMNS = CHOICE | {
+    name: (SPEED_COLUMNS | HELD_COLUMNS | SHARE_COLUMNS)[name]
+    for name in (
+        "step_time_ms_median",
+        "step_time_ratio",
+        "verdict",
+        "peak_bytes",
+        "model_states_bytes",
+        "overlap_pct",
+        "collective_bytes_per_step",
+    )
+}
+"""A narrow screen shows the first five."""
+
+
+def opening(verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFrame) -> Markup:
+    """The first screen as HTML, with the fastest choice on top.
+
+    Args:
+        verdicts: For each group of runs that are compared: which it is, its verdict, and what needs least memory.
+        comparison: The table of `ddp_lab.analysis.comparison.compare.comparison`.
+    """
+    ranked = comparison.sort_values("step_time_ms_median", kind="stable")
+    timed = ranked.dropna(subset=["step_time_ms_median"])
+    bars = [bar(row, timed["step_time_ms_median"].max()) for row in timed.to_dict("records")]
+    drawn = {part for each in bars for part, _, _ in each["parts"]}
+    html = templates().get_template("opening.html.j2")
+    return Markup(
+        html.render(
+            verdicts=verdicts,
+            bars=bars,
+            legend=[part for part in (*PARTS, NOT_TRACED) if part in drawn],
+            table=table("choices", ranked[list(COLUMNS)], COLUMNS),
+        )
+    )
+
+
+def bar(row: Row, longest: float) -> dict[str, Any]:
+    """A choice's median step: its parts, each with its width in % of `longest` (ms), and the same in words."""
+    median = row["step_time_ms_median"]
+    parts: dict[str, float] = {NOT_TRACED: median} if pd.isna(row["profiled_step_ms"]) else parts_of(row)
+    widths = {part: 100 * ms / longest for part, ms in parts.items() if ms > 0}
+    return {
+        "choice": row["choice"],
+        "whole": shown(row, "step_time_ms_median"),
+        "label": ", ".join(f"{part} {parts[part]:,.1f} ms" for part in widths),
+        "parts": [
+            (part, round(width, 2), f"{parts[part]:,.{int(parts[part] < 10)}f}" if width >= WITH_NUMBER_PCT else "")
+            for part, width in widths.items()
+        ],
+    }
