@@ -74,7 +74,7 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
     judged = standing.verdict if standing else UNKNOWN
     if other["verdict"] == IS_REFERENCE:  # the table compares the other way round
         judged = {FASTER: SLOWER, SLOWER: FASTER}.get(best["verdict"], str(best["verdict"]))
-    rival = f"{other['choice']}, the reference," if other["verdict"] == IS_REFERENCE else other["choice"]
+    rival = f"the reference {other['choice']}" if other["verdict"] == IS_REFERENCE else other["choice"]
     if standing is None or judged == UNKNOWN:
         pairs, needed = standing.estimate.pairs if standing else 0, fewest_pairs(len(to_fastest))
         return Verdict(
@@ -85,9 +85,10 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
     spread = f"{found.low:.2f} to {found.high:.2f} (95 % interval)"
     if judged != SLOWER:
         apart = "cannot be told apart from it" if judged == ALIKE else "is faster step by step"
+        doubt = "The difference may be chance" if judged == ALIKE else "Medians mislead here"
         return Verdict(
             f"No choice wins: {best['choice']} has the lowest median step time, {mine} ms, but {rival} {apart}.",
-            f"Over {found.pairs} pairs of steps, {other['choice']} takes {spread} times as long.",
+            f"{doubt}: over {found.pairs} pairs of steps the ratio is {spread}.",
         )
     alike = [name for name, each in to_fastest.items() if each.verdict == ALIKE and name != other["choice"]]
     who = f"{best['choice']} is" if not alike else f"{listed([best['choice'], *alike])} cannot be told apart and are"
@@ -111,7 +112,8 @@ def reason(best: Row, other: Row) -> str:
         return "; the profiled steps do not show why"
     mine, theirs = parts_of(best), parts_of(other)
     gains = {part: theirs[part] - mine[part] for part in PARTS}
-    notable = [part for part in gains if abs(gains[part]) >= WORTH_NAMING * sum(gains.values())]
+    notable = sorted(gains, key=lambda part: -abs(gains[part]))
+    notable = [part for part in notable if abs(gains[part]) >= WORTH_NAMING * sum(gains.values())]
     less = [f"{gains[part]:,.1f} ms less {part}" for part in notable if gains[part] > 0]
     more = [f"{-gains[part]:,.1f} ms more {part}" for part in notable if gains[part] < 0]
     return f", thanks to {listed(less)}{f' and despite {listed(more)}' if more else ''}"

@@ -168,12 +168,12 @@ def words(records: dict[str, Any], parts: dict[str, Any] | None = None, affected
 
 
 def test_the_fastest_and_why() -> None:
-    """`fast` is exposed for 20 of 18 ms less (compute takes 2 more, too little to name): of profiled steps of 118."""
+    """Of 100.5 ms `fast` computes 0.6 and is exposed 0.3; of 201 ms `ref` computes 58 / 118, is exposed 50 / 118."""
     records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1), "alike": timed("alike", 0.1001, 0.01)}
     text = words(records, {"ref": SLOW_PARTS, "fast": FAST_PARTS}, ref=10, fast=20, alike=20)
     assert text == (
-        "fast and alike cannot be told apart and are fastest, 2.00 times as fast as ref, the reference, (100.0 ms a "
-        "step against 200.0 ms), thanks to 54.7 ms less exposed communication and 38.3 ms less compute. Believe it, "
+        "fast and alike cannot be told apart and are fastest, 2.00 times as fast as the reference ref (100.5 ms a "
+        "step against 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. Believe it, "
         "unless the machine changed between the runs: over 40 pairs of steps the ratio is 2.00 to 2.00 (95 % "
         "interval) and losses are at most 0 nats apart. ref needs least memory, 10.0 MiB at the peak of a step, 0.50 "
         "of what fast needs; ref takes 2.00 times as long."
@@ -182,7 +182,7 @@ def test_the_fastest_and_why() -> None:
 
 def test_the_reference_is_the_fastest() -> None:
     text = words({"ref": timed("ref", 0.1), "b": timed("b", 0.2), "c": timed("c", 0.3)}, ref=10, b=20, c=20)
-    assert text.startswith("ref is fastest, 2.00 times as fast as b (100.0 ms a step against 200.0 ms)")
+    assert text.startswith("ref is fastest, 2.00 times as fast as b (100.5 ms a step against 201.0 ms)")
     assert "ref needs least memory, 10.0 MiB at the peak of a step." in text
 
 
@@ -192,12 +192,15 @@ def test_nothing_is_said_of_why_without_traces_or_against_them() -> None:
     text = words(records, {"ref": FAST_PARTS, "fast": SLOW_PARTS})
     assert "; the profiled steps do not show why." in text and "thanks" not in text
     parts = {"ref": SLOW_PARTS | {"idle_ms": 60.0}, "fast": FAST_PARTS | {"compute_ms": 90.0}}
-    assert ", thanks to 33.9 ms less exposed communication and 63.7 ms less idle time. Believe" in words(records, parts)
+    assert ", thanks to 64.1 ms less idle time and 36.6 ms less exposed communication. Believe" in words(records, parts)
 
 
 def test_no_winner_where_it_cannot_be_told() -> None:
     text = words({"ref": timed("ref", 0.1001), "b": timed("b", 0.1, 0.01)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
-    assert re.match(r"No choice wins: b has the lowest .*, but ref, the reference, cannot be told apart from it", text)
+    assert re.match(
+        r"No choice wins: b has the lowest .*, but the reference ref cannot be told apart from it. The difference may",
+        text,
+    )
     assert "fastest" not in text and "less" not in text
     text = words({"ref": record("ref", 0.2), "b": record("b", 0.1)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
     assert text.startswith("b has the lowest median step time, 100.0 ms against 200.0 ms of ref. Do not believe it yet")
@@ -280,8 +283,10 @@ def test_a_class_without_the_reference_has_no_ratios() -> None:
 def test_the_page_keeps_the_classes_apart() -> None:
     text = comparison_page(Compared(over_two_classes(), {}, "pytorch_ddp", [], []))
     assert "(ProcessGroupNCCL2 and ProcessGroupNCCL)" in text
-    assert "Over ProcessGroupNCCL2: ours is fastest, 2.00 times as fast as pytorch_ddp, the reference" in text
-    assert "Over ProcessGroupNCCL: ours@nccl-legacy is fastest, 1.10 times as fast as pytorch_ddp@nccl-legacy" in text
+    assert "Over ProcessGroupNCCL2: ours is fastest, 2.00 times as fast as the reference pytorch_ddp" in text
+    assert (
+        "Over ProcessGroupNCCL: ours@nccl-legacy is fastest, 1.10 times as fast as the reference pytorch_ddp@" in text
+    )
     assert "compared only among runs over one class" in text
     assert "What differs besides the choice and backend class" in text and "backend, backend class" not in text
 
@@ -382,8 +387,8 @@ def compared(folder: Path, allowed: tuple[str, ...] = (), **changes: Any) -> Com
 
 def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     page = write_comparison(compared(tmp_path), tmp_path)
-    left_out = page_equals_csv(page) - {"mesh"}  # no run has one
     table = pd.read_csv(tmp_path / "compare.csv")
+    left_out = page_equals_csv(page) - set(table.columns[table.isna().all()])
     assert {name.rsplit("_", 3)[0] for name in left_out} == {
         "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce", "send_recv", "other"
     }  # fmt: skip
@@ -401,7 +406,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     ]
     assert body.count("<details>") == len(headings)
     assert "Nothing. The run records agree" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
-    assert "other is fastest, 2.00 times as fast as pytorch_ddp, the reference" in body
+    assert "other is fastest, 2.00 times as fast as the reference pytorch_ddp" in body
     assert "by more than 0.0e+00 nats" in body
     assert "failed<b>" not in body and "Warning" not in body
 

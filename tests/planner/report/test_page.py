@@ -8,11 +8,12 @@ from ddp_lab.planner.report.page import plan_page
 from tests.plans import made, simulation
 
 
-def test_page_says_all_and_loads_nothing() -> None:
+def test_page_says_all_and_loads_the_script_beside_it() -> None:
     page = plan_page(made(simple_ddp=simulation(90, 20, 30), flat_ddp=simulation(100, 10, 20), zero1=None))
     assert "Predicted: " in page and "Take flat_ddp" in page and "this one needs data" in page
     assert all(heading in page for heading in ("Memory over one step: flat_ddp", "One step of each choice"))
-    assert not re.search(r"<(script|link|img)\b[^>]{0,200}\b(src|href)=\"(?!data:)", page)
+    loaded = re.findall(r"<(?:script|link|img)\b[^>]{0,200}\b(?:src|href)=\"(?!data:)([^\"]*)", page)
+    assert loaded == ["plotly.min.js"]
     assert "nothing to recommend" in plan_page(made(zero1=None))
 
 

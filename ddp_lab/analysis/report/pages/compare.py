@@ -153,12 +153,11 @@ def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
 
 
 def full_table(comparison: pd.DataFrame) -> dict[str, Any]:
-    """A row for each column of the CSV, but for kinds of collectives that did not run and a mesh that no run has."""
+    """A row for each column of the CSV, but for empty ones and kinds of collectives that did not run."""
     silent = tuple(f"{kind}_" for kind in KINDS if kind not in kinds_run(comparison))
-    left_out = {"choice"} if comparison["mesh"].notna().any() else {"choice", "mesh"}
     rows, shown = comparison.to_dict("records"), []
     for name, column in COMPARISON_COLUMNS.items():
-        if name not in left_out and not name.startswith(silent):
+        if name != "choice" and comparison[name].notna().any() and not name.startswith(silent):
             figure = f"{column.label}, {column.unit}" if column.unit else column.label
             values = [cell(name, row[name], column) for row in rows]
             shown.append([cell("", figure, FIGURE), *values, cell("", f"{column.meaning} ({name})", MEANING)])
