@@ -204,7 +204,7 @@ def page_equals_csv(page: Path) -> set[str]:
         if name in shown:
             assert shown[name] == [row[name] for row in rows], name
     for name, value in ranked:
-        assert value in shown.get(name, [row["choice"] for row in rows]), name
+        assert value in shown.get(name, ["", *(row["choice"] for row in rows)]), name
     if ranked:
         shown["choice"] = [value for name, value in ranked if name == "choice"]
         assert sorted(shown["choice"]) == sorted(row["choice"] for row in rows)

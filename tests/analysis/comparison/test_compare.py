@@ -447,7 +447,7 @@ def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Pa
 def test_a_page_without_any_traces(tmp_path: Path) -> None:
     records = {name: timed(name, 0.1) for name in ("baseline", "zero1")}
     page = write_comparison(Compared(records, {}, "baseline", [], []), tmp_path)
-    assert {"profiled_step_ms", "compute_pct", "all_reduce_calls_per_step"} <= page_equals_csv(page)
+    assert {"profiled_step_ms", "overlap_pct", "all_reduce_calls_per_step"} <= page_equals_csv(page)
     assert "One step of each choice" not in page.read_text()
 
 
