@@ -3,7 +3,7 @@
 import sys
 
 from ddp import REGISTRY
-from ddp_lab.runtime.flags import train_from_command_line
+from ddp_lab.runtime.entrypoint import train_from_command_line
 
 if __name__ == "__main__":
     sys.exit(train_from_command_line("Train a model with one replicated (data-parallel) strategy.", REGISTRY))

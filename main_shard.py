@@ -2,7 +2,7 @@
 
 import sys
 
-from ddp_lab.runtime.flags import train_from_command_line
+from ddp_lab.runtime.entrypoint import train_from_command_line
 from sharding import REGISTRY
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ if __name__ == "__main__":
 
 from benchmarks.collective.sizes import parse_size, size_range
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
-from ddp_lab.runtime.config import BACKENDS, RunConfig, link_text
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import NONE, Link
+from ddp_lab.runtime.link.speed import NONE, Link, canonical
+from ddp_lab.runtime.settings.communication import BACKENDS
+from ddp_lab.runtime.settings.field import argument
 
 COLLECTIVES = (
     "all_reduce",
@@ -66,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backend", default="auto", help=f"{', '.join(BACKENDS)} (default: %(default)s)")
     add(
         "--link",
-        type=link_text,
+        type=argument(canonical),
         default=NONE,
         metavar="RATE[,LATENCY]",
         help="as of main_ddp.py (default: %(default)s)",

@@ -124,7 +124,7 @@ def plain_runner(
             for index, batch in enumerate(batches):
                 if name == BARE_LOOP:
                     model.require_backward_grad_sync = index == len(batches) - 1
-                with autocast(ranks.device.type, config.precision):
+                with autocast(ranks.device.type, config.strategy.precision):
                     loss = model(**batch).loss / len(batches)
                 marks.append(stopwatch.mark())
                 loss.backward()

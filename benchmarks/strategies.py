@@ -22,7 +22,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,12 @@ import sharding
 import tensor_parallel
 from benchmarks.variants import BARE_LOOP, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
-from ddp_lab.runtime.config import BACKENDS, RunConfig, link_text
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import NONE, Link
+from ddp_lab.runtime.link.speed import NONE, Link, canonical
+from ddp_lab.runtime.settings.communication import BACKENDS
+from ddp_lab.runtime.settings.field import argument
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 ALONE = (LOCAL, RUNTIME)
@@ -65,9 +66,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument("--link", type=link_text, default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
+    parser.add_argument(
+        "--link", type=argument(canonical), default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py"
+    )
     parser.add_argument("--nodes", type=at_least(1), help="as of main_shard.py")
-    parser.add_argument("--outer-link", type=link_text, metavar="RATE[,LATENCY]", help="as of main_shard.py")
+    parser.add_argument("--outer-link", type=argument(canonical), metavar="RATE[,LATENCY]", help="as of main_shard.py")
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
     parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
     parser.add_argument("--device", default="auto")
@@ -133,7 +136,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
         if mesh not in on_meshes:
             on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
         group = on_meshes[mesh].groups.data if mesh else dist.group.WORLD
-        own = replace(config, **fields)
+        own = config.but(**fields)
         runner = runners[label] = make_runner(own, on_meshes[mesh], load_strategy, group, load_parallelize)
         resting, peak = measure_memory(runner, ranks.device)
         rows.append(

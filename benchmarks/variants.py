@@ -1,13 +1,13 @@
 """Choices with settings of their own, as a benchmark's command line names them: `pytorch_ddp:bucket_cap_mb=1`."""
 
 import argparse
-import dataclasses
 import re
 from collections.abc import Sequence
 
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
-from ddp_lab.runtime.config import RunConfig, bucket_cap
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.strategy.options import bucket_cap
 
 LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
 """A step without communication, as a person writes it for one device; one through this project's training loop, with
@@ -55,7 +55,7 @@ def parse_variant(text: str, names: Sequence[str]) -> dict[str, object]:
             f"{text}: {choice} has no setting but precision, so {', '.join(sorted(unused))} would do nothing"
         )
     try:
-        dataclasses.replace(RunConfig(), **fields)
+        RunConfig.of(**fields)
     except UserError as error:
         exit_with_error(f"{text}: {error}")
     return fields

@@ -79,8 +79,10 @@ def parallelize_by_torch(
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
     ranks = Ranks(groups.model, device, cuts_tokens)
-    precision = Precision.of(config.precision, config.param_dtype)
-    traffic = Traffic(ranks, device, precision, Recomputed.of(module, config.activation_checkpointing), by_torch=True)
+    precision = Precision.of(config.strategy.precision, config.strategy.param_dtype)
+    traffic = Traffic(
+        ranks, device, precision, Recomputed.of(module, config.strategy.activation_checkpointing), by_torch=True
+    )
     announce(traffic, module, styles, cuts_tokens)
     module.register_forward_pre_hook(ranks.begin_forward, prepend=True, with_kwargs=True)
     if cuts_tokens:

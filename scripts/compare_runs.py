@@ -19,7 +19,8 @@ from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.runtime.cli import OneLineParser
-from ddp_lab.runtime.config import LEGACY_NCCL, split_label
+from ddp_lab.runtime.config import split_label
+from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from scripts.meshes import place
 from scripts.runs import FAMILIES, Family, report_root_of
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_lab.runtime.config import ASYNC, LEGACY_NCCL, SEQUENCE_PARALLEL, labelled
+from ddp_lab.runtime.config import ASYNC, SEQUENCE_PARALLEL, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 
 MOST_TENSOR = 4
 """Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""

@@ -10,10 +10,11 @@ from pathlib import Path
 import ddp
 import sharding
 import tensor_parallel
-from ddp_lab.runtime.config import LEGACY_NCCL, RunConfig, labelled, split_label
+from ddp_lab.runtime.config import RunConfig, labelled, split_label
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from ddp_lab.strategy.registry import Registry
 from scripts.meshes import mesh_flags, mesh_labels, mesh_setting
 
@@ -131,7 +132,7 @@ class Runs:
         config = self.config(label)
         strategy = self.family.registry.load(config.choice)
         try:
-            strategy.require_options(config.strategy_options())
+            strategy.require_options(config.strategy)
             strategy.require_mesh(Mesh.parse(config.mesh) if config.mesh else None)
         except UnsupportedError as error:
             return str(error)

@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.flags import with_config_file
 from ddp_lab.runtime.link.speed import NONE
 from ddp_lab.runtime.process.environment import quiet_libraries
+from ddp_lab.runtime.settings.file import with_config_file
 from scripts.runs import FAMILIES, Runs, train
 from scripts.sweep_state import SweepState
 

@@ -45,9 +45,9 @@ from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
     """`parallelize`, as a run's settings say."""
     plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.model_size)
-    options = config.strategy_options()
+    options = config.strategy
     precision = Precision.of(options.precision, options.param_dtype)
-    recomputed, pieces = config.activation_checkpointing, config.async_tensor_parallel or 1
+    recomputed, pieces = options.activation_checkpointing, config.async_tensor_parallel or 1
     return parallelize(module, plan, groups, device, config.sequence_parallel, precision, recomputed, pieces)
 
 

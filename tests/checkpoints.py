@@ -87,7 +87,7 @@ def train_to(
         planned: Steps of the whole run. Default: `last`.
     """
     saving = {"checkpoint_every": 2, "checkpoint_dir": str(folder)} if folder else {}
-    config = RunConfig(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
+    config = RunConfig.of(**{"choice": choice[1], "lr": 1e-2, "workload": "mlp", **saving, **changes})
     checkpoints = Checkpoints(config, here(), "a run", {})
     checkpoints.require_steps_left(last)
     strategy = make_strategy(choice, 17 * checkpoints.done, model, dropout)

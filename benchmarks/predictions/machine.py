@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
             collectives = measured_collectives(Path(temporary), ranks, link, start) if options.rounds else None
             for model in options.models.split(","):
                 config = replace(config_of(model, ranks, options.grad_accum_steps), link=link)
-                arguments = [str(path), ",".join(names), str(options.rounds), json.dumps(asdict(config))]
+                arguments = [str(path), ",".join(names), str(options.rounds), json.dumps(config.as_dict())]
                 complete([*start, str(ROOT / "benchmarks" / "predictions" / "ranks.py"), *arguments])
                 found = json.loads(path.read_text())
                 rows += compare(f"{model}, {ranks} ranks, {link}", config, found, collectives)
@@ -66,7 +66,7 @@ def config_of(model: str, ranks: int, grad_accum_steps: int) -> RunConfig:
     if model not in MODELS:
         raise UserError(f"--models: {unknown_name('model', model, MODELS)}")
     more = {"global_batch_size": 8, "grad_accum_steps": grad_accum_steps, "train_samples": 16, "eval_samples": 4}
-    config = RunConfig(**MODELS[model], **more, device="cpu", backend="gloo")
+    config = RunConfig.of(**MODELS[model], **more, device="cpu", backend="gloo")
     config.micro_batch_size(ranks)
     return config
 

@@ -42,7 +42,7 @@ from ddp_lab.runtime.run import batches_of_steps, build_strategy, seed_everythin
 def main() -> None:
     path, choices, rounds, settings = sys.argv[1:]
     silence_libraries()
-    config, rows = RunConfig(**json.loads(settings)), {}
+    config, rows = RunConfig.of(**json.loads(settings)), {}
     with joined_ranks(config) as ranks:
         record = record_operators(config, ranks) if int(rounds) else None
         for choice in choices.split(","):

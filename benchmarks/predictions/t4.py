@@ -70,7 +70,7 @@ def predictions(device: Device, contention: float) -> list[Held]:
 
 def simulated(name: str, device: Device, contention: float = 1.0) -> Simulated:
     _, choice, cap_mb = ROWS[name]
-    config = RunConfig(workload="transformer-medium", choice=choice, bucket_cap_mb=cap_mb)
+    config = RunConfig.of(workload="transformer-medium", choice=choice, bucket_cap_mb=cap_mb)
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     one = Setting(config, module_maker(config), lambda: [{"input_ids": ids, "labels": ids.clone()}])
     cluster = Cluster(device, 1, 2, Link("2 x T4", 0.0, 4e9))

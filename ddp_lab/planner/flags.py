@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_lab.runtime.cli import at_least
-from ddp_lab.runtime.config import CAUSAL_LM, CLASSIFICATION, TASKS, bucket_cap, mesh_text
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.strategy.options import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES
+from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, TASKS
+from ddp_lab.runtime.settings.field import argument
+from ddp_lab.runtime.settings.mesh import canonical_mesh
+from ddp_lab.strategy.options import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
 from ddp_lab.strategy.recompute import setting as recomputation
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_or_auto(text: str) -> str:
-    return text if text == AUTO else mesh_text(text)
+    return text if text == AUTO else argument(canonical_mesh)(text)
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:

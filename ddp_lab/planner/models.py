@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ddp_lab.runtime.cli import unknown_name
-from ddp_lab.runtime.config import CAUSAL_LM, CLASSIFICATION
 from ddp_lab.runtime.data.reviews import STARS
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
 from ddp_lab.strategy.interface import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")

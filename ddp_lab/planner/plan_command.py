@@ -101,7 +101,7 @@ def case_of(options: argparse.Namespace) -> Case:
     given = {name: getattr(options, name) for name in AS_THE_RUNNERS}
     if options.mesh == AUTO:
         given |= dict.fromkeys(("mesh", *WITH_TENSOR))
-    config = RunConfig(**given)
+    config = RunConfig.of(**given)
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     model = chosen_model(options)
     model.require_length(options.sequence_length)

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.planner import models
-from ddp_lab.runtime.config import CAUSAL_LM, RunConfig
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.sampling import epoch_windows, rank_micro_batches
 from ddp_lab.runtime.data.workloads import WORKLOADS, build_workload
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.settings.data import CAUSAL_LM
 from ddp_lab.strategy.interface import MicroBatch
 
 PAD_TOKEN = 0

@@ -22,7 +22,7 @@ from ddp_lab.planner.plan_command import printed, write
 from ddp_lab.planner.report.columns import SAVINGS_COLUMNS
 from ddp_lab.planner.runs import first_micro_batches, module_maker
 from ddp_lab.planner.simulation.simulate import simulate
-from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.profiling.memory import storage_bytes
 
@@ -53,9 +53,9 @@ def read_recorded(path: Path) -> tuple[Mapping[str, Any], RunConfig]:
         raise UserError(str(error)) from None
     if record is None:
         raise UserError(f"{path}: no run record (*.run.json) in this folder; give profile/<choice> of a run")
-    known = RunConfig.__dataclass_fields__
+    known = {field.name for field in FLAGS}
     try:
-        config = RunConfig(**{name: value for name, value in record["config"].items() if name in known})
+        config = RunConfig.of(**{name: value for name, value in record["config"].items() if name in known})
     except (TypeError, AttributeError):
         raise UserError(f"{path}: its settings cannot be read; train again") from None
     return record, replace(config, choice=record["choice"])
@@ -90,7 +90,7 @@ class Recorded:
         Raises:
             UserError: the choice refuses it, or choice or workload cannot be simulated.
         """
-        config = replace(self.config, **changes)
+        config = self.config.but(**changes)
         device = replace(hardware.device("cpu"), kind=self.kind)  # times do not matter
         cluster = Cluster(device, 1, self.world_size, Link("any", 0.0, 1e9), backend=self.backend)
         setting = Setting(config, module_maker(config), lambda: self._batches)
@@ -120,10 +120,10 @@ def savings(recorded: Recorded, measured_bytes: float | None, jobs: int | None =
     Raises:
         UserError: the recorded setting cannot be simulated.
     """
-    base = recorded.config
+    base = recorded.config.as_dict()
     tasks: dict[str, Mapping[str, Any]] = {RECORDED: {}}
     for name, changes in CHANGES.items():
-        if any(getattr(base, key) != value for key, value in changes.items()):
+        if any(base[key] != value for key, value in changes.items()):
             tasks[name] = changes
     if recorded.world_size > 1:
         tasks[", ".join(TOGETHER)] = {key: value for name in TOGETHER for key, value in CHANGES[name].items()}

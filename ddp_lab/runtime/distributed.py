@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.config import LEGACY_NCCL, NCCL, RunConfig
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.link.world import paced_groups
 from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.process.launcher import LOOKED_FOR, adopt_launcher
+from ddp_lab.runtime.settings.communication import LEGACY_NCCL, NCCL
 from ddp_lab.strategy.options import AUTO
 
 Result = TypeVar("Result")

@@ -1,60 +1,30 @@
-"""The flags of all entrypoints, built from the fields of `RunConfig`: on the command line, in `--help`, and in a TOML
-file.
-
-In a file a key is the name of a flag without its leading dashes: `ddp-choice = "zero3"`, `max-steps = 40`,
-`no-profile = true`.
-"""
+"""The command line of all entrypoints, built from the flags of `RunConfig`."""
 
 import argparse
 import dataclasses
 import importlib
-import os
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name
-from ddp_lab.runtime.config import RunConfig, bucket_cap, flag_name, link_text, log_targets, mesh_text, offload_text
+from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.data.workloads import WORKLOADS, is_own
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.process.environment import prepare_process
-from ddp_lab.runtime.process.launcher import adopt_launcher, without_local_rank
+from ddp_lab.runtime.process.launcher import without_local_rank
+from ddp_lab.runtime.settings.field import GROUPS, argument, flag_name
+from ddp_lab.runtime.settings.file import with_config_file
 from ddp_lab.strategy.options import AUTO
-from ddp_lab.strategy.recompute import setting as recomputation
 from ddp_lab.strategy.registry import Registry
 
 ENTRYPOINTS = {"main_ddp.py": "ddp", "main_shard.py": "sharding", "main_parallel.py": "tensor_parallel"}
 """Each with the package whose choices it trains."""
 
-METAVARS = {
-    int: "N",
-    float: "X",
-    str: "TEXT",
-    bucket_cap: f"{{MIB,{AUTO}}}",
-    link_text: "RATE[,LATENCY]",
-    mesh_text: "DIMENSION=RANKS,...",
-    log_targets: "TARGETS",
-    recomputation.text: "BLOCKS",
-    offload_text: "WHAT[:FOLDER]",
-}
-
-
-def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
-    """The whole of an entrypoint: train as the command line says, and return the exit code."""
-    adopt_launcher(os.environ)
-    config = parse_config(description, registry, aliases)
-    prepare_process()
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from ddp_lab.runtime.run import run  # imports torch, which --help does without
-
-    return (
-        record(run)(config, registry.load, registry.load_parallelize) or 0
-    )  # torchrun shows the traceback of an unforeseen error
+METAVARS: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def parse_config(
@@ -81,7 +51,7 @@ def parse_config(
             exit_with_error(f"strategy '{values.choice}' is not installed; run: {registry.missing[values.choice]}")
         if not (values.workload in (AUTO, *WORKLOADS) or is_own(values.workload)):
             parser.error(unknown_name("workload", values.workload, WORKLOADS))
-        return RunConfig(**{field.name: getattr(values, field.name) for field in dataclasses.fields(RunConfig)})
+        return RunConfig.of(**{field.name: getattr(values, field.name) for field in FLAGS})
     except UserError as error:
         parser.error(str(error))
 
@@ -107,11 +77,9 @@ def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence
         allow_abbrev=False,
         add_help=False,
     )
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(RunConfig):
-        title = field.metadata["group"]
-        groups[title] = groups.get(title) or parser.add_argument_group(title)
-        _add_flag(groups[title], field, aliases if field.name == "choice" else ())
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for field in FLAGS:
+        _add_flag(groups[field.metadata["group"]], field, aliases if field.name == "choice" else ())
     run = groups["run"]
     run.add_argument("--config", metavar="FILE", help="TOML file of flags; those on the command line win")
     run.add_argument("-h", "--help", action="help", help="print this and stop")
@@ -120,13 +88,13 @@ def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence
 
 
 def _add_flag(group: Any, field: "dataclasses.Field[Any]", aliases: Sequence[str]) -> None:
-    flag, about, kind = flag_name(field.name), field.metadata, typing.get_type_hints(RunConfig)[field.name]
-    if kind is bool:
+    flag, about = flag_name(field.name), field.metadata
+    if field.type is bool:
         opposite = flag.replace("--no-", "--") if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
         group.add_argument(flag, opposite, dest=field.name, action=_Switch, default=False, help=about["help"])
         return
-    read = about["parse"] or _plain_type(kind)
-    metavar = "{" + ",".join(about["choices"]) + "}" if about["choices"] else METAVARS[read]
+    known = "{" + ",".join(about["choices"]) + "}" if about["choices"] else None
+    read = about["read"] or (argument(about["normal"]) if about["normal"] else _plain_type(field.type))
     group.add_argument(
         flag,
         *aliases,
@@ -134,7 +102,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", aliases: Sequence[str
         type=read,
         default=field.default,
         required=field.name == "choice",
-        metavar="NAME" if field.name in ("choice", "workload") else metavar,
+        metavar=about["metavar"] or known or METAVARS.get(read, "TEXT"),
         **({} if about["alone"] is None else {"nargs": "?", "const": about["alone"]}),
         help=about["help"] + (f" (default: {field.default})" if field.default not in (None, "") else ""),
     )
@@ -171,56 +139,3 @@ def _plain_type(annotation: object) -> type:
         (annotation,) = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     assert isinstance(annotation, type)
     return annotation
-
-
-# Files of flags ------------------------------------------------------------------------------------------------------
-
-
-def with_config_file(arguments: Sequence[str], ignored: Collection[str] = ()) -> list[str]:
-    """`arguments`, in front of them the flags of the file that `--config` names, so that `arguments` win.
-
-    Args:
-        ignored: Keys to leave out.
-
-    Raises:
-        UserError: the file cannot be read, or has a key or a value that is not a flag's.
-    """
-    finder = OneLineParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    found, rest = finder.parse_known_args(arguments)
-    return rest if found.config is None else [*_flags_in(found.config, ignored), *rest]
-
-
-def _flags_in(path: Path, ignored: Collection[str]) -> list[str]:
-    import msgspec
-
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not even text
-        raise UserError(f"--config {path}: not a TOML file: {error}") from error
-    kinds = {_key(name): annotation for name, annotation in typing.get_type_hints(RunConfig).items()}
-    flags = []
-    for key, value in content.items():
-        if key not in kinds:
-            raise UserError(f"--config {path}: {unknown_name('key', key, kinds)}")
-        try:
-            msgspec.convert(value, kinds[key])
-        except msgspec.ValidationError as error:
-            raise UserError(f"--config {path}: {key}: {error}") from error
-        if key not in ignored and value is not False:
-            flags.append(f"--{key}" if value is True else f"--{key}={value}")
-    return flags
-
-
-def to_toml(config: RunConfig, comment: str) -> str:
-    """A file for `--config` with all settings of a run, without those that are None."""
-    import tomli_w
-
-    content = {_key(name): value for name, value in config.as_dict().items() if value is not None}
-    return f"# {comment}\n{tomli_w.dumps(content)}"
-
-
-def _key(field_name: str) -> str:
-    return flag_name(field_name).removeprefix("--")

@@ -23,7 +23,6 @@ from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.distributed import Ranks, from_rank0, joined_ranks, meshed, on_every_rank
 from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
-from ddp_lab.runtime.flags import to_toml
 from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
 from ddp_lab.runtime.mesh import Mesh, MeshGroups
@@ -45,6 +44,7 @@ from ddp_lab.runtime.records.record import (
 )
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.schedule import learning_rates
+from ddp_lab.runtime.settings.file import to_toml
 from ddp_lab.runtime.watch.cause import COMPLETED, STOPPED, Ending
 from ddp_lab.runtime.watch.names import RankNames
 from ddp_lab.runtime.watch.phases import between_steps
@@ -120,7 +120,7 @@ def train_and_record(
     if config.tf32 and ranks.device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
-    if config.compile:
+    if config.strategy.compile:
         on_every_rank(lambda: require_compiler(ranks.device))
     workload = build_workload(config)
     require_generates(config, workload)
@@ -260,7 +260,7 @@ def build_strategy(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
         replace(
-            config.strategy_options(),
+            config.strategy,
             model_parallel=model_parallel,
             shard_groups=ranks.groups.shard_groups if ranks.groups else None,
         ),

@@ -1,11 +1,13 @@
 """What a strategy may be told. Imports nothing heavy."""
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddp_lab.runtime.errors import require
+from ddp_lab.runtime.settings.field import Rules, check, flag, one_of
 from ddp_lab.strategy.recompute import setting as recomputation
 
 if TYPE_CHECKING:
@@ -18,33 +20,87 @@ PRECISIONS = ("fp32", "bf16", FP16)
 PARAM_DTYPES, REDUCE_DTYPES, MASTER_DTYPES = ("bf16", "fp16"), ("fp32", "bf16"), ("bf16",)
 COMPRESSIONS = ("int8", "powersgd")
 OFFLOADS = ("optimizer", "parameters")
+INDUCTOR = "inductor"
+_precision, _memory, _communication = (partial(flag, group) for group in ("precision", "memory", "communication"))
+
+
+def bucket_cap(text: str) -> float | str:
+    """What `--bucket-cap-mb` takes: a number, or `auto`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a size in MiB nor {AUTO}") from None
+
+
+def offload_text(text: str) -> str:
+    """What `--offload` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it names neither of `OFFLOADS`.
+    """
+    one_of(OFFLOADS, text.partition(":")[0], ", with or without :FOLDER")
+    return text
+
+
+def is_size(value: float | str) -> bool:
+    return not isinstance(value, str) and 0 < value < float("inf")
+
+
+RULES: Rules = (
+    (
+        lambda o: o.bucket_cap_mb == AUTO or is_size(o.bucket_cap_mb),
+        f"--bucket-cap-mb {{0.bucket_cap_mb}}: must be a size above 0 MiB, or {AUTO}",
+    ),
+    (
+        lambda o: o.offload is None or o.offload.partition(":")[0] in OFFLOADS,
+        f"--offload {{0.offload}}: must be one of {', '.join(OFFLOADS)}",
+    ),
+    (
+        lambda o: not o.param_dtype or o.precision == "fp32",
+        "--param-dtype {0.param_dtype} with --precision {0.precision}: must be one or the other: autocast is "
+        "over fp32 parameters",
+    ),
+    (
+        lambda o: o.master_dtype in (None, o.param_dtype),
+        "--master-dtype {0.master_dtype}: must be with --param-dtype {0.master_dtype}",
+    ),
+    (
+        lambda o: not o.compile_backend or o.activation_checkpointing != recomputation.SELECTIVE,
+        f"--activation-checkpointing {recomputation.SELECTIVE} with --compile: must be one or the other: a "
+        "policy does not see the operators of a compiled block",
+    ),
+    (
+        lambda o: not (o.compress and o.reduce_dtype),
+        "--compress {0.compress} with --reduce-dtype {0.reduce_dtype}: must be one or the other",
+    ),
+    (
+        lambda o: not (o.overlap_optimizer and o.precision == FP16),
+        f"--overlap-optimizer with --precision {FP16}: must be one or the other, since a step is skipped if "
+        "any gradient of it overflows",
+    ),
+    (
+        lambda o: not (o.compress and o.precision == FP16),
+        f"--compress {{0.compress}} with --precision {FP16}: must be one or the other, since an overflow would"
+        " stay in the error feedback",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Settings of a strategy beyond the module and its optimizer.
+    """Settings of a strategy beyond the module and its optimizer. Those with a flag say what they do there.
 
     Attributes:
         bucket_cap_mb: Largest gradient bucket in MiB, for strategies that fill buckets. `auto` is the strategy's own
             default: `bucket_ddp_async` measures the link and plans its buckets, unless gradients are compressed; most
             others take 25 MiB (with a first bucket of 1 MiB in PyTorch DDP).
-        overlap_optimizer: Update a bucket's parameters while others are still being reduced.
-        precision: `fp32`, or `bf16` or `fp16` for autocast over fp32 parameters, gradients and optimizer states.
-        loss_scale: With fp16, what the loss is multiplied by in the first step (`communication.loss_scale`).
+        compile_backend: The backend of torch.compile that compiles the module's blocks (`strategy.compilation`).
+            Default: inductor with `compile`, else none.
         growth_interval: With fp16, after how many steps without overflow in a row the loss scale is doubled.
-        activation_checkpointing: Which blocks free their activations in forward and compute them again in backward
-            (`ddp_lab.strategy.recompute.setting`).
-        param_dtype: `bf16` or `fp16`: strategies that shard gather parameters, and compute, in this dtype; their shards
-            keep the parameters' own. Default: compute with the parameters as they are.
-        master_dtype: `bf16`, with `param_dtype` bf16: shards are in bf16 too, and updates are rounded to it at random
-            (`sharding.stochastic_rounding`). Default: shards keep the parameters' own dtype.
-        reduce_dtype: `fp32` or `bf16`: in which gradients are reduced. Default: fp32 with `param_dtype`, otherwise that
-            of the gradients.
-        find_unused_parameters: Passed to PyTorch DDP; the hand-written strategies do not need it.
-        offload: `optimizer` or `parameters`, perhaps with `:FOLDER`: keep optimizer states, and with `parameters` also
-            parameters, in host memory or in files (`sharding.offload`).
-        compile_backend: Compile the module's blocks with this backend of torch.compile (`strategy.compilation`).
-        compress: `int8` or `powersgd`: compress gradients for the all-reduce (`communication.compression`).
         parameter_groups: Function from the module to optimizer parameter groups, as `torch.optim` takes them.
             Default: one group of all trainable parameters.
         model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
@@ -53,18 +109,64 @@ class StrategyOptions:
         clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
-    bucket_cap_mb: float | str = AUTO
-    precision: str = "fp32"
-    loss_scale: float = 2.0**16
+    precision: str = _precision(
+        "fp32",
+        "bf16 and fp16 are autocast over fp32 master states, fp16 with a dynamic loss scale "
+        "(docs/how-it-works/loss_scaling.md)",
+        choices=PRECISIONS,
+    )
+    loss_scale: float | None = _precision(
+        None, "fp16: the loss scale of the first step (default: 65536)", above_zero=True
+    )
+    param_dtype: str | None = _precision(
+        None,
+        "ZeRO and FSDP2 gather parameters and compute in this dtype, over shards in the model's own (default: no cast)",
+        choices=PARAM_DTYPES,
+    )
+    reduce_dtype: str | None = _precision(
+        None,
+        "reduce gradients in this dtype (default: fp32 with --param-dtype, else that of the gradients)",
+        choices=REDUCE_DTYPES,
+    )
+    master_dtype: str | None = _precision(
+        None,
+        "with --param-dtype bf16, ZeRO keeps shards in bf16 too, without fp32 masters, and rounds each update at "
+        "random: lossy (default: the model's own)",
+        choices=MASTER_DTYPES,
+    )
+    compile: bool = _precision(
+        False, "compile each block of the model with torch.compile; needs a C++ compiler (docs/compile.md)"
+    )
+    activation_checkpointing: str = _memory(
+        recomputation.NONE,
+        "free activations of these blocks in forward and compute them again in backward: block is all, every:N each "
+        "N-th, selective all but matrix products and attention; torch:block and torch:every:N by torch's own code",
+        read=recomputation.text,
+        metavar="BLOCKS",
+    )
+    offload: str | None = _memory(
+        None,
+        "keep optimizer states, or also parameters, in host memory and update them there, or in files with :FOLDER "
+        "(default: keep all on the device)",
+        read=offload_text,
+        metavar="WHAT[:FOLDER]",
+    )
+    bucket_cap_mb: float | str = _communication(
+        AUTO,
+        "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 MiB with "
+        "--compress), others take their own default, mostly 25 MiB",
+        read=bucket_cap,
+        metavar=f"{{MIB,{AUTO}}}",
+    )
+    overlap_optimizer: bool = _communication(
+        False, "bucket_ddp_async: update a bucket's parameters while others are still being reduced"
+    )
+    compress: str | None = _communication(
+        None, "compress gradients for the all-reduce, with loss (default: do not)", choices=COMPRESSIONS
+    )
+    find_unused_parameters: bool = _communication(False, "let PyTorch DDP search for parameters that get no gradient")
+
     growth_interval: int = 2000
-    activation_checkpointing: str = recomputation.NONE
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    master_dtype: str | None = None
-    offload: str | None = None
-    find_unused_parameters: bool = False
-    overlap_optimizer: bool = False
-    compress: str | None = None
     compile_backend: str | None = None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     model_parallel: "ModelParallel | None" = None
@@ -72,60 +174,9 @@ class StrategyOptions:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        cap = self.bucket_cap_mb
-        require(
-            cap == AUTO or (not isinstance(cap, str) and 0 < cap < float("inf")),
-            "--bucket-cap-mb",
-            cap,
-            f"a size above 0 MiB, or {AUTO}",
-        )
-        for flag, value, known in (
-            ("--precision", self.precision, PRECISIONS),
-            ("--param-dtype", self.param_dtype, (None, *PARAM_DTYPES)),
-            ("--reduce-dtype", self.reduce_dtype, (None, *REDUCE_DTYPES)),
-            ("--master-dtype", self.master_dtype, (None, *MASTER_DTYPES)),
-            ("--compress", self.compress, (None, *COMPRESSIONS)),
-            ("--offload", self.offload and self.offload.partition(":")[0], (None, *OFFLOADS)),
-        ):
-            require(value in known, flag, value, f"one of {', '.join(name for name in known if name)}")
-        require(
-            not (self.param_dtype and self.precision != "fp32"),
-            "--param-dtype",
-            f"{self.param_dtype} with --precision {self.precision}",
-            "one or the other: autocast is over fp32 parameters",
-        )
-        require(
-            self.master_dtype in (None, self.param_dtype),
-            "--master-dtype",
-            self.master_dtype,
-            f"with --param-dtype {self.master_dtype}",
-        )
-        require(
-            not (self.compile_backend and self.activation_checkpointing == recomputation.SELECTIVE),
-            "--activation-checkpointing",
-            f"{recomputation.SELECTIVE} with --compile",
-            "one or the other: a policy does not see the operators of a compiled block",
-        )
-        require(
-            not (self.compress and self.reduce_dtype),
-            "--compress",
-            f"{self.compress} with --reduce-dtype {self.reduce_dtype}",
-            "one or the other",
-        )
-        recomputation.Recomputation.parse(self.activation_checkpointing)
-        if self.precision == FP16:
-            require(
-                not self.overlap_optimizer,
-                "--overlap-optimizer",
-                f"with --precision {FP16}",
-                "one or the other, since a step is skipped if any gradient of it overflows",
-            )
-            require(
-                not self.compress,
-                "--compress",
-                f"{self.compress} with --precision {FP16}",
-                "one or the other, since an overflow would stay in the error feedback",
-            )
+        if self.compile and self.compile_backend is None:
+            object.__setattr__(self, "compile_backend", INDUCTOR)
+        check(self, RULES)
 
     @property
     def fixed_bucket_bytes(self) -> float | None:

@@ -36,7 +36,7 @@ TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 80, "eval_s
 
 def train(folder: str, choice: str, load: Any, **changes: Any) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig(**(TINY | changes), choice=choice, output_dir=folder), ranks, load)  # type: ignore[arg-type]
+    train_and_record(RunConfig.of(**(TINY | changes), choice=choice, output_dir=folder), ranks, load)  # type: ignore[arg-type]
 
 
 # Faults in strategies ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import ddp
 import sharding
 import tensor_parallel
-from ddp_lab.runtime.flags import train_from_command_line
+from ddp_lab.runtime.entrypoint import train_from_command_line
 from ddp_lab.strategy.registry import Registry
 
 HOOK_ID = 4_711

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ddp_lab.planner import models
-from ddp_lab.runtime.config import CAUSAL_LM
 from ddp_lab.runtime.data import hub
 from ddp_lab.runtime.data.packing import collate_sequences
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.data import CAUSAL_LM
 
 
 def test_names_of_models() -> None:

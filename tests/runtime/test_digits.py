@@ -67,7 +67,7 @@ def test_the_commands_of_the_tutorial_make_sense() -> None:
 
 def test_held_out_images_are_the_same_whatever_the_seed() -> None:
     def shades(**settings: Any) -> list[float]:
-        return [sample["images"].sum().item() for sample in build(RunConfig(**settings)).evaluation]
+        return [sample["images"].sum().item() for sample in build(RunConfig.of(**settings)).evaluation]
 
     assert shades(seed=3) == shades() and shades(eval_samples=7) == shades()[:7]
 

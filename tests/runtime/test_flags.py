@@ -1,6 +1,5 @@
 """Flags on the command line, in `--help` and the docs, and in a TOML file; mistakes are one line."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,13 @@ from hypothesis import strategies as st
 
 import ddp
 import sharding
-from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.flags import build_parser, parse_config, to_toml, with_config_file
+from ddp_lab.runtime.flags import build_parser, parse_config
+from ddp_lab.runtime.settings.field import GROUPS
+from ddp_lab.runtime.settings.file import to_toml, with_config_file
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
-GROUPS = ["model and data", "mesh", "batch", "precision", "memory", "communication", "profiling", "checkpoints", "run"]
 
 
 def parsed(*arguments: str) -> RunConfig:
@@ -25,7 +25,7 @@ def test_help_and_docs_have_every_flag_in_its_group() -> None:
     """The docs say what --help says, word for word."""
     parser = build_parser("", ddp.REGISTRY.sentences)
     groups = [group for group in parser._action_groups if group._group_actions]
-    assert [group.title for group in groups] == GROUPS
+    assert [group.title for group in groups] == list(GROUPS)
     expected = []
     for group in groups:
         expected += ["", f"| {group.title} | |", "|---|---|"]
@@ -33,8 +33,8 @@ def test_help_and_docs_have_every_flag_in_its_group() -> None:
             value = "" if action.nargs == 0 else f" [{action.metavar}]" if action.nargs == "?" else f" {action.metavar}"
             expected.append(f"| `{action.option_strings[-1 if action.dest == 'help' else 0]}{value}` | {action.help} |")
     assert "\n".join(expected) in DOCS.read_text(), "docs/command-line.md needs:\n" + "\n".join(expected)
-    fields = {field.name for field in dataclasses.fields(RunConfig)}
-    assert {action.dest for action in parser._actions} == fields | {"config", "help", "version"}
+    names = [field.name for field in FLAGS]
+    assert sorted(action.dest for action in parser._actions) == sorted([*names, "config", "help", "version"])
     assert "--precision {fp32,bf16,fp16}" in parser.format_help()
 
 
@@ -92,7 +92,7 @@ def written(folder: Path, text: str) -> str:
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, FILE.replace("zero3", "flat_ddp"))
     config = parsed("--config", path)
-    assert config == RunConfig(
+    assert config == RunConfig.of(
         choice="flat_ddp", max_steps=7, lr=1.0, no_profile=True, overlap_optimizer=True, model="--odd name"
     )
     flags = [
@@ -105,9 +105,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         "simple_ddp",
     ]
     changed = parsed(*flags)
-    assert changed == dataclasses.replace(
-        config, choice="simple_ddp", max_steps=9, no_profile=False, overlap_optimizer=False
-    )
+    assert changed == config.but(choice="simple_ddp", max_steps=9, no_profile=False, overlap_optimizer=False)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_mistakes_in_a_file_name_it(tmp_path: Path, text: str | None, expected: 
 
 positive = st.floats(1e-12, 1e6)
 CONFIGS = st.builds(
-    RunConfig,
+    RunConfig.of,
     choice=st.sampled_from(ddp.CHOICES),
     workload=st.sampled_from(["auto", "mlp"]),
     dataset=st.none() | st.text(min_size=1),

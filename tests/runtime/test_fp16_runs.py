@@ -56,7 +56,7 @@ def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool,
 
 def test_a_loss_scale_is_for_fp16_alone() -> None:
     with pytest.raises(UserError, match=r"--loss-scale 8\.0: must be with --precision fp16"):
-        RunConfig(precision="bf16", loss_scale=8.0)
+        RunConfig.of(precision="bf16", loss_scale=8.0)
 
 
 def make(choice: str, seed: int, scale: float, precision: str = "fp16") -> Strategy:

@@ -87,7 +87,7 @@ def test_text_in_every_format(ranks: RankPool, local: Path, dataset: str, stream
 
 
 def workload_here(settings: dict[str, Any]) -> dict[str, Any]:
-    workload = build_workload(resolve_workload(RunConfig(**settings), has_gpu=False))
+    workload = build_workload(resolve_workload(RunConfig.of(**settings), has_gpu=False))
     return {
         "samples": (len(workload.train), len(workload.evaluation)),
         "lengths": [len(sample["input_ids"]) for sample in workload.train],
@@ -125,7 +125,7 @@ def generated_here(settings: dict[str, Any]) -> str | None:
     from ddp_lab.runtime.run import train_and_record
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig(**settings), ranks, sharding.load)
+    train_and_record(RunConfig.of(**settings), ranks, sharding.load)
     return None
 
 

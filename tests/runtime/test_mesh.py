@@ -79,7 +79,7 @@ def test_picture() -> None:
 )
 def test_settings_that_do_not_fit(settings: dict, wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
-        RunConfig(choice="tp", **settings)
+        RunConfig.of(choice="tp", **settings)
 
 
 def test_labels_name_the_mesh() -> None:

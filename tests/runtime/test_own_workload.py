@@ -51,7 +51,7 @@ GOOD = "Workload(Model(), samples(12), samples(5), loss=mean, classifies=True)"
 
 def message_here(name: str, **settings: Any) -> str | None:
     try:
-        own.build(RunConfig(workload=name, device="cpu", **settings))
+        own.build(RunConfig.of(workload=name, device="cpu", **settings))
     except UserError as error:
         return str(error)
     return None
@@ -67,7 +67,7 @@ def run_here(settings: dict[str, Any]) -> None:
 
     os.chdir(ROOT)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig(**settings), ranks, sharding.load)
+    train_and_record(RunConfig.of(**settings), ranks, sharding.load)
 
 
 def trained(ranks: RankPool, folder: Path, choice: str, **settings: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def run_here(settings: dict[str, Any]) -> str | None:
     """Train on this rank, a part of a whole run; the error that a user would see, if any."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     try:
-        train_and_record(RunConfig(**settings), ranks, ddp.load)
+        train_and_record(RunConfig.of(**settings), ranks, ddp.load)
     except UserError as error:
         return str(error)
     return None
@@ -54,7 +54,7 @@ def run_here(settings: dict[str, Any]) -> str | None:
 
 def run_sharded(settings: dict[str, Any]) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    train_and_record(RunConfig(**settings), ranks, sharding.load)
+    train_and_record(RunConfig.of(**settings), ranks, sharding.load)
 
 
 def batches_of_evaluation(config: RunConfig) -> list[dict[str, torch.Tensor]]:
@@ -217,7 +217,7 @@ def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path
     )
     model = PeftModel.from_pretrained(base, str(adapter)).eval()
     assert model.peft_config["default"].base_model_name_or_path == str(local / "model")
-    config = RunConfig(**{**settings, "lora_rank": None})
+    config = RunConfig.of(**{**settings, "lora_rank": None})
     workload = ranks.run(1, batches_of_evaluation, config)[0]
     with torch.no_grad():
         loss = sum(model(**batch).loss.item() * len(batch["labels"]) for batch in workload) / 10
@@ -368,7 +368,7 @@ def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
 )
 def test_settings_are_checked_when_built(field: str, value: Any) -> None:
     with pytest.raises(UserError, match="--" + field.replace("_", "-")):
-        RunConfig(**{field: value})
+        RunConfig.of(**{field: value})
     assert dataclasses.is_dataclass(RunConfig())
 
 
@@ -406,9 +406,9 @@ def test_device_and_backend(
     on_machine(monkeypatch, gpus, local_ranks=2)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            choose_device_and_backend(RunConfig(**flags))
+            choose_device_and_backend(RunConfig.of(**flags))
     else:
-        device, backend = choose_device_and_backend(RunConfig(**flags))
+        device, backend = choose_device_and_backend(RunConfig.of(**flags))
         assert (str(device), backend) == expected
 
 
@@ -422,7 +422,7 @@ def test_device_and_backend(
 )
 def test_links_between_nodes_are_beside_those_within(flags: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        RunConfig(**flags)
+        RunConfig.of(**flags)
 
 
 def test_ranks_divide_into_nodes() -> None:

@@ -1,6 +1,5 @@
 """The command lines as a user runs them: real processes, exit codes, and what they say."""
 
-import dataclasses
 import json
 import os
 import re
@@ -201,7 +200,7 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
     assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
     repeated = parse_config("", ddp.REGISTRY, arguments=["--config", str(path).replace(".run.json", ".config.toml")])
-    assert dataclasses.asdict(repeated) == record["config"]
+    assert repeated.as_dict() == record["config"]
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")
     flags = ["--select", "all", "--enable-multiprocessing", "--include-last-step"]
     reported = command("scripts/analyze_traces_ddp.py", "--trace-dir", trace_dir, *flags)

@@ -150,7 +150,7 @@ def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
 )
 def test_settings_that_do_not_fit_together(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
-        RunConfig(**settings)
+        RunConfig.of(**settings)
 
 
 class CountsByGroup(torch.optim.SGD):

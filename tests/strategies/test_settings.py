@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ddp_lab.runtime.config import flag_name
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.field import flag_name
 from tests import parity
 from tests.models import build
 from tests.parity import OPTIMIZERS, load, message_of, options_of

@@ -52,7 +52,7 @@ def strategy_on_mesh(
         module = build(model, seed=dist.get_rank() if seed is None else seed)
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
         if choice.startswith("pytorch"):
-            config = RunConfig(
+            config = RunConfig.of(
                 choice=choice, mesh=mesh, sequence_parallel=sequence_parallel, precision=settings.precision
             )
             parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)

@@ -3,7 +3,7 @@
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import LINK_ERROR
 from ddp_lab.planner.plan import Plan
-from ddp_lab.runtime.config import flag_name
+from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.recompute.setting import NONE
 
 NAMED = (
@@ -20,10 +20,11 @@ def headline(plan: Plan) -> str:
     between = f", {cluster.between.name} between nodes" if cluster.between and cluster.nodes > 1 else ""
     samples = f"{case.sequence_length} tokens" if case.model.kind == "tokens" else "224 x 224 pixels"
     sizes = " or ".join(map(str, sorted({each.micro_batch_size for each in plan.cases})))
-    given = {name: getattr(config, name) for name in NAMED if not (several and name == "mesh")}
+    values = config.as_dict()
+    given = {name: values[name] for name in NAMED if not (several and name == "mesh")}
     settings = [
         *[case.model.task] * (case.model.kind == "tokens"),
-        config.precision,
+        config.strategy.precision,
         *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
     ]
@@ -52,7 +53,7 @@ def certainty(plan: Plan) -> list[str]:
     spare = (
         "of a device's memory, less 1 GiB for CUDA itself" if is_cuda else "of a rank's part of the machine's memory"
     )
-    has_host = is_cuda and plan.case.config.offload
+    has_host = is_cuda and plan.case.config.strategy.offload
     host = [f"Host: {hardware.host(cluster.ranks_per_node).source}."] if has_host else []
     return [
         f"Intervals: operators off by {costs.compute_error:.0%} at most and collectives by {LINK_ERROR:.0%}. "

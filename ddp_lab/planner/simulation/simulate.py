@@ -104,7 +104,7 @@ class Simulation:
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
-            options = replace(config.strategy_options(), clock=lambda: self.clock.now_s)
+            options = replace(config.strategy, clock=lambda: self.clock.now_s)
             options = replace(options, offload=options.offload and options.offload.partition(":")[0])  # no real file
             options = on_mesh(options, module, config, groups)
             if options.compile_backend:

@@ -16,9 +16,11 @@ from ddp_lab.runtime.checkpoint.manifest import (
     several,
     verify_files,
 )
-from ddp_lab.runtime.config import LATEST, RunConfig, flag_name
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, from_rank0, on_every_rank
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.checkpoints import LATEST
+from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO
 
 MUST_EQUAL = (

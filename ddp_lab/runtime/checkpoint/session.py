@@ -112,10 +112,11 @@ class Checkpoints:
                 f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
                 "samples and their order are the same, the random numbers of dropout are new"
             )
-        if config.compress:
+        if config.strategy.compress:
             strategy.notes.append(
-                f"resumed after step {self.done} without the error feedback of --compress {config.compress}, which is "
-                "not saved: later steps differ from those of a run that was not stopped"
+                f"resumed after step {self.done} without the error feedback of --compress "
+                f"{config.strategy.compress}, which is not saved: later steps differ from those of a "
+                "run that was not stopped"
             )
         # Step times are those of another process, so they stay in its record and in the manifest.
         return TrainingResult.resumed(list(manifest.train_loss), list(manifest.step_samples))

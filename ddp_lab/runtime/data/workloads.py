@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddp_lab.runtime.config import CAUSAL_LM, RunConfig, flag_name
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.data import CAUSAL_LM
+from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO
 
 if TYPE_CHECKING:

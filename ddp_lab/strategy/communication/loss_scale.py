@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.options import FP16, StrategyOptions
 
+FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 """What the scale is multiplied by: after `growth_interval` finite steps in a row, and after one that was not."""
 
@@ -28,7 +29,7 @@ class LossScaler:
     """
 
     def __init__(self, options: StrategyOptions, device: torch.device) -> None:
-        self.scale = torch.full((), options.loss_scale, device=device)
+        self.scale = torch.full((), options.loss_scale or FIRST_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.times = 1
         self._interval = options.growth_interval

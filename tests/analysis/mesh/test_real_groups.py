@@ -93,7 +93,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
     here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
-    config = RunConfig(**(settings | changes), output_dir=folder)  # type: ignore[arg-type]
+    config = RunConfig.of(**(settings | changes), output_dir=folder)  # type: ignore[arg-type]
     with recorded_collectives(FlightRecorder.create(rank)), meshed(here, mesh) as ranks:
         train_and_record(config, ranks, REGISTRY.load, None, REGISTRY.load_parallelize)
 

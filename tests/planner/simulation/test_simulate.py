@@ -65,7 +65,7 @@ def cluster(ranks: int = 2, kind: str = "cpu") -> Cluster:
 
 def setting(choice: str, model: str = "plain", micro_batches: int = 1, **options: Any) -> Setting:
     batches = lambda: [make_batch(model, 3, index) for index in range(micro_batches)]  # noqa: E731
-    return Setting(RunConfig(choice=choice, **options), lambda: build(model), batches)
+    return Setting(RunConfig.of(choice=choice, **options), lambda: build(model), batches)
 
 
 def simulated(

@@ -38,7 +38,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def run_on_mesh(settings: dict[str, Any]) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    config = RunConfig(**settings)
+    config = RunConfig.of(**settings)
     with meshed(ranks, config.mesh) as on_mesh:
         train_and_record(config, on_mesh, tensor_parallel.load, None, tensor_parallel.REGISTRY.load_parallelize)
 

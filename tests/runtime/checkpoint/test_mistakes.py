@@ -169,4 +169,4 @@ def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
 )
 def test_flags_that_make_no_sense(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        RunConfig(**settings)
+        RunConfig.of(**settings)

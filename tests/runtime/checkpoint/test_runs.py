@@ -82,7 +82,7 @@ def test_every_field_of_the_manifest_is_documented() -> None:
     fields |= {f"files.*.{name}" for name in content["files"]["rank_0.safetensors"]}
     assert set(documented) == fields and MANIFEST in text
     from ddp_lab.runtime.checkpoint.origin import MAY_DIFFER, MUST_EQUAL
-    from ddp_lab.runtime.config import flag_name
+    from ddp_lab.runtime.settings.field import flag_name
 
     for name in (*MUST_EQUAL, *MAY_DIFFER):
         assert f"`{flag_name(name).replace('--choice', '--ddp-choice')}`" in text, name

@@ -140,7 +140,7 @@ def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture
         ("tb", "'tb' is none", None),
         ("wandb,wandb", "'wandb,wandb' names wandb twice", mock.Mock()),
     ):
-        with mock.patch("ddp_lab.runtime.config.find_spec", return_value=spec), pytest.raises(SystemExit):
+        with mock.patch("ddp_lab.runtime.settings.training.find_spec", return_value=spec), pytest.raises(SystemExit):
             parsed("--ddp-choice", "flat_ddp", "--log-to", value)
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and expected in said

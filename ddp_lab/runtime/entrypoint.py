@@ -1,0 +1,23 @@
+"""The body of main_ddp.py, main_shard.py and main_parallel.py. What a run does is in `ddp_lab.runtime.run`."""
+
+import os
+from collections.abc import Sequence
+
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.process.environment import prepare_process
+from ddp_lab.runtime.process.launcher import adopt_launcher
+from ddp_lab.strategy.registry import Registry
+
+
+def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
+    """The whole of an entrypoint: train as the command line says, and return the exit code."""
+    adopt_launcher(os.environ)
+    config = parse_config(description, registry, aliases)
+    prepare_process()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from ddp_lab.runtime.run import run  # imports torch, which --help does without
+
+    return (
+        record(run)(config, registry.load, registry.load_parallelize) or 0
+    )  # torchrun shows the traceback of an unforeseen error
