@@ -82,13 +82,15 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
             f"Do not believe it yet: {pairs} steps were timed in both, and to tell this from chance takes {needed}.",
         )
     found = standing.estimate
-    spread = f"{found.low:.2f} to {found.high:.2f} (95 % interval)"
+    measured = (
+        f"over {found.pairs} pairs of steps it is {found.low:.2f} to {found.high:.2f} times as fast (95 % interval)"
+    )
     if judged != SLOWER:
         apart = "cannot be told apart from it" if judged == ALIKE else "is faster step by step"
         doubt = "The difference may be chance" if judged == ALIKE else "Medians mislead here"
         return Verdict(
             f"No choice wins: {best['choice']} has the lowest median step time, {mine} ms, but {rival} {apart}.",
-            f"{doubt}: over {found.pairs} pairs of steps the ratio is {spread}.",
+            f"{doubt}: {measured}.",
         )
     alike = [name for name, each in to_fastest.items() if each.verdict == ALIKE and name != other["choice"]]
     who = f"{best['choice']} is" if not alike else f"{listed([best['choice'], *alike])} cannot be told apart and are"
@@ -100,7 +102,7 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
         return Verdict(
             claim, f"Doubt it: {best['choice']} fails its audit, so it may be fast because it does too little."
         )
-    evidence = listed([f"over {found.pairs} pairs of steps the ratio is {spread}", *checks(table)])
+    evidence = listed([measured, *checks(table)])
     return Verdict(claim, f"Believe it, unless the machine changed between the runs: {evidence}.", True)
 
 
