@@ -56,31 +56,16 @@ def three_elements(rank: int) -> Any:
     return mock.patch.dict(operations.OPERATIONS, {"all_reduce": replace(original, make=make)})
 
 
-def little_memory(rank: int) -> Any:
-    return mock.patch.object(loop, "available_memory", lambda: 100_000 if rank == 1 else None)
-
-
-def failing(message: str, succeeding_calls: int | None) -> Any:
-    """A context in which `reduce` fails: when it is made, or after some calls."""
+def connection_lost(rank: int) -> Any:
+    """`reduce` fails after the first call, on all ranks, so that the pool's own connections stay as they are."""
 
     def make(*_: Any) -> operations.Call:
-        if succeeding_calls is None:
-            raise RuntimeError(message)
-        calls = iter(range(succeeding_calls))
+        calls = iter(range(1))
 
         def run() -> None:
             if next(calls, None) is None:
-                raise RuntimeError(message)
+                raise RuntimeError("Connection closed by peer\nand so on")
 
         return operations.Call(run)
 
     return mock.patch.dict(operations.OPERATIONS, {"reduce": operations.Operation(make)})
-
-
-def unsupported(rank: int) -> Any:
-    return failing("no such thing\nand so on", None)
-
-
-def connection_lost(rank: int) -> Any:
-    """After the first call, on all ranks, so that the pool's own connections stay as they are."""
-    return failing("Connection closed by peer\nand so on", 1)

@@ -1,5 +1,6 @@
 import os
 import sys
+import tomllib
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,10 +29,72 @@ settings.load_profile("unhurried")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers of `-n auto`: one more than cores, since tests also wait; not more than files are named; none for one."""
     paths = {argument.partition("::")[0] for argument in config.args}
-    workers = min((os.cpu_count() or 1) + 1, 4)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores + 1, 4)
     if all(path.endswith(".py") for path in paths):
         workers = min(workers, len(paths))
     return workers if workers > 1 else 0
+
+
+HERE = Path(__file__).parent
+DURATIONS: dict[str, float] = tomllib.loads((HERE / "durations.toml").read_text())
+LONGEST_S, LONGEST_IN_CI_S = 20, 60
+"""Of a case of the default suite: as recorded in `durations.toml`, and on whatever machine CI has."""
+ON_ANY_PROCESSOR = {
+    "planner/simulation/test_meshed.py",
+    "planner/simulation/test_simulate.py",
+    "planner/test_accounting.py",
+    "runtime/checkpoint/test_mesh_runs.py",
+    "runtime/link/test_group.py",
+    "runtime/profiling/test_memory.py",
+    "runtime/recompute/test_checkpoint.py",
+    "runtime/test_fp16_runs.py",
+    "runtime/test_masks.py",
+    "strategies/test_compression.py",
+    "strategies/test_fitted_buckets.py",
+    "strategies/test_fp16.py",
+    "strategies/test_hsdp.py",
+    "strategies/test_int8.py",
+    "strategies/test_late_reads.py",
+    "strategies/test_low_precision.py",
+    "strategies/test_mixed_precision.py",
+    "strategies/test_offload.py",
+    "strategies/test_recompute.py",
+    "strategies/test_stochastic_rounding.py",
+    "strategies/test_traps.py",
+    "tensor_parallel/test_traps.py",
+}
+"""Files that measure memory, or compare bits of what different code computes: `-m processor` chooses them."""
+
+
+def is_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "exhaustive"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what must hold on any processor.
+
+    Raises:
+        pytest.UsageError: a listed file is gone, or a case takes long and is not marked slow.
+    """
+    if missing := [name for name in sorted(ON_ANY_PROCESSOR) if not (HERE / name).is_file()]:
+        raise pytest.UsageError(f"tests/conftest.py, ON_ANY_PROCESSOR: no such file: {', '.join(missing)}")
+    for item in items:
+        if item.path.relative_to(HERE).as_posix() in ON_ANY_PROCESSOR:
+            item.add_marker("processor")
+        if DURATIONS.get(item.nodeid, 0) > LONGEST_S and not is_long(item):
+            raise pytest.UsageError(f"{item.nodeid} takes {DURATIONS[item.nodeid]} s: make it shorter, or mark it slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """In CI, a case of the default suite that takes very long fails."""
+    report: Any = yield
+    if os.environ.get("CI") and report.passed and call.duration > LONGEST_IN_CI_S and not is_long(item):
+        report.outcome = "failed"
+        report.longrepr = f"{call.duration:.0f} s: make it shorter, or mark it slow"
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS, kinds_run
-from ddp_lab.analysis.command import main, report_folder
+from ddp_lab.analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS
+from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison, keep
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.memory import memory_row, memory_timeline
-from ddp_lab.analysis.report.figures.memory import memory_figure, memory_timeline_figure
-from ddp_lab.analysis.report.figures.traffic import traffic_figure
+from ddp_lab.analysis.report.figures.memory import memory_timeline_figure
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
 from ddp_lab.analysis.traces.collectives import KINDS, gloo_collectives
 from ddp_lab.analysis.traces.finding import find_windows
+from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,7 +58,7 @@ def test_interval_sets_against_brute_force(first: Any, second: Any) -> None:
 # Figures worked out by hand ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+@each_row("make", [cpu_trace, cuda_trace])
 def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> None:
     """Docstring of `cpu_trace`: two analysed steps; between them nothing runs from t+900 to t+1100.
 
@@ -80,16 +80,7 @@ def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> Non
     assert (compute["sum"], compute["mean"], compute["max"]) == (600, 300, 300)
 
 
-def test_the_last_step_counts_where_asked_for(tmp_path: Path) -> None:
-    for make in (cpu_trace, cuda_trace):
-        (window,) = find_windows(write_run(tmp_path / make.__name__, make))
-        summary = analyse_window(window, include_last_step=True).summary
-        assert summary["steps"].tolist() == [3, 3] and summary["compute_ms"].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    "name", ["ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclDevKernel_AllReduce_Sum"]
-)
+@each_row("name", ["ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclDevKernel_AllReduce_Sum"])
 def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
     sizes = {"Collective name": "allreduce", "In msg nelems": 500, "Out msg nelems": 500, "dtype": "BFloat16"}
     trace_dir = write_run(tmp_path, lambda rank: cuda_trace(rank, name, **sizes))
@@ -115,20 +106,6 @@ def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
 # Finding and reading -------------------------------------------------------------------------------------------------
 
 
-def test_windows_are_grouped_by_run_and_step(tmp_path: Path) -> None:
-    write_run(tmp_path, run_id="20261121-090000-aaaa")
-    write_run(tmp_path, run_id="20261121-100000-bbbb")
-    windows = find_windows(tmp_path)
-    assert [window.run_id for window in windows] == ["20261121-090000-aaaa", "20261121-100000-bbbb"]
-    assert [list(window.files) for window in windows] == [[0, 1], [0, 1]]
-
-
-def test_other_files_beside_a_run_are_no_traces_of_it(tmp_path: Path) -> None:
-    write(write_run(tmp_path) / "rank_9" / "notes.json", {"a": 1})
-    (window,) = find_windows(tmp_path)
-    assert list(window.files) == [0, 1]
-
-
 def gloo_on_cuda(rank: int) -> dict[str, Any]:
     """Compute on a device, communication on Gloo's CPU threads."""
     device = [e for e in cuda_trace(rank)["traceEvents"] if not e["name"].startswith("nccl")]
@@ -142,14 +119,6 @@ def test_communication_that_the_device_does_not_show_is_unknown_not_zero(tmp_pat
         assert row["compute_ms"] == 0.5 and row["all_reduce_calls_per_step"] == 1
         assert np.isnan([row["non_compute_ms"], row["idle_pct"], row["overlap_pct"]]).all()
     assert "Gloo's CPU threads" in analysis.kind_sentence
-
-
-def test_report_folders() -> None:
-    assert report_folder(Path("profile_runpod/pytorch_zero3"), "reports_sharding") == Path(
-        "reports_sharding/pytorch_zero3"
-    )
-    assert report_folder(Path("/a/profile/x"), "reports") == Path("/a/reports/x")
-    assert report_folder(Path("elsewhere"), "reports") == Path("reports/elsewhere")
 
 
 def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,11 +248,6 @@ def summary(content: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def by_name(figure: Any, axis: str = "x") -> dict[str, Any]:
-    """The traces of one panel by their names."""
-    return {trace.name: trace for trace in figure.data if (trace.xaxis or "x") == axis}
-
-
 def test_memory_over_the_step_stacks_up_to_what_was_allocated() -> None:
     content = record("zero2", 0.1)
     figure = memory_timeline_figure(content, summary(content))
@@ -309,24 +273,3 @@ def test_a_timeline_never_shows_less_than_model_states() -> None:
     assert found is not None
     assert (found[0]["total"] == found[0][list(COMPONENTS)].sum(axis="columns")).all()
     assert memory_timeline_figure(None, summary(content)) is None and np.isnan(memory_row(None, 0)["peak_bytes"])
-
-
-def test_collectives_by_kind() -> None:
-    table = summary(record("zero2", 0.1))
-    assert kinds_run(table) == ["all_gather", "scatter"]
-    figure = traffic_figure(["rank 0", "rank 1"], table, ("ms", "bytes"))
-    assert list(by_name(figure)["all-gather"].x) == [5.0, 5.0] and list(by_name(figure)["scatter"].x) == [0.0, 7.0]
-    assert list(by_name(figure, "x2")["all-gather"].x) == [3.0, 3.0]
-
-
-def test_memory_by_choice() -> None:
-    records = {name: record(name, step) for name, step in (("baseline", 0.2), ("zero1", 0.1), ("pytorch_zero1", 0.3))}
-    for row in records["zero1"]["memory"]:
-        row["peak_bytes"] //= 2
-    table = comparison(records, {}, "baseline")
-    bars = by_name(memory_figure(table["choice"], table))
-    assert list(bars["peak in a step"].x) == [200.0, 100.0, 200.0]
-    assert [bars[label].x[0] for label in COMPONENTS.values()] == [40.0, 20.0, 80.0, 4.0]
-    assert list(bars["gradients"].base) == [40.0] * 3
-    assert list(bars["formula, at rest"].x) == (table["expected_model_states_bytes"] / MIB).tolist()
-    assert table["peak_ratio"].tolist() == [1.0, 0.5, 1.0] and table["model_states_ratio"].tolist() == [1.0] * 3

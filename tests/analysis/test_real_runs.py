@@ -147,7 +147,7 @@ def mutated(data: st.DataObject, content: bytes) -> bytes:
 
 
 @settings(
-    max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(data=st.data())
 def test_mutated_real_traces(data: st.DataObject, zero3: Path, tmp_path_factory: Any) -> None:
@@ -197,9 +197,9 @@ def reduce_late(folder: str, late: int, delay_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def late(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of two ranks, of which rank 1 sleeps 40 ms in each step."""
+    """Traces of two ranks, of which rank 1 sleeps 300 ms in each step: longer than a loaded machine delays a rank."""
     folder = tmp_path_factory.mktemp("late")
-    ranks.run(2, reduce_late, str(folder), 1, 0.04)
+    ranks.run(2, reduce_late, str(folder), 1, 0.3)
     return folder
 
 
@@ -209,9 +209,9 @@ def test_a_planted_straggler_is_named(late: Path, tmp_path: Path) -> None:
     table = pd.read_csv(tmp_path / "stragglers.csv")
     assert table["step"].nunique() == 5 and table["collectives"].eq(2).all()
     of_late = table[table["rank"] == 1]
-    assert of_late["last"].ge(1).all() and of_late["lateness_ms"].gt(20).all()
-    costs = of_late["costs_ms"]  # the other rank waits about 40 ms, less what its own compute and start took
-    assert costs.gt(20).all() and costs.mean() > 5 * table.loc[table["rank"] == 0, "costs_ms"].mean()
+    assert of_late["last"].ge(1).all() and of_late["lateness_ms"].gt(150).all()
+    costs = of_late["costs_ms"]  # the other rank waits about 300 ms, less what its own compute and start took
+    assert costs.gt(150).all() and costs.mean() > 5 * table.loc[table["rank"] == 0, "costs_ms"].mean()
 
 
 def test_a_real_run_against_its_raw_traces(late: Path) -> None:

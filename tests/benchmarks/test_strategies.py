@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.strategies import measure, parse, show
-from benchmarks.variants import parse_variant
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 FLAGS = ["--workload", "mlp", "--depth", "2", "--width", "8", "--rounds", "1"]
@@ -46,12 +46,7 @@ def test_loops_beside_the_choices_compute_in_their_precision(ranks: RankPool) ->
     assert plain["peak_bytes"]["local"] != table["peak_bytes"]["local"]
 
 
-def test_a_plain_loop_has_no_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--choices", "local:compress=int8"])
-    assert "local has no setting but precision" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_meshes_are_compared_in_one_run(ranks: RankPool) -> None:
     choices = "tp:mesh=tp2,tp:mesh=tp2:sequence_parallel=on"
     for table in ranks.run(2, on_meshes, choices):
@@ -68,7 +63,7 @@ def on_meshes(choices: str) -> pd.DataFrame:
         return measure(options, config, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"), stack)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "expected"),
     [
         ("zero9", "unknown strategy 'zero9'"),
@@ -81,8 +76,3 @@ def test_mistakes_in_a_choice(capsys: pytest.CaptureFixture[str], choice: str, e
         parse(["--choices", choice])
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
-
-
-def test_a_setting_s_value_may_have_colons() -> None:
-    found = parse_variant("zero3:activation_checkpointing=torch:every:2:offload=optimizer", ["zero3"])
-    assert found == {"choice": "zero3", "activation_checkpointing": "torch:every:2", "offload": "optimizer"}

@@ -2,18 +2,14 @@
 
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import pytest
-
-from ddp_lab.doctor.report import cut
 from scripts import doctor as script
 from tests.in_process import run_in_process
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "doctor"
@@ -46,21 +42,6 @@ def test_this_projects_flags_only_for_its_runs(tmp_path: Path) -> None:
     assert "In this project" in (said := doctor(str(log), str(own)).stdout) and "--timeout-minutes" in said
 
 
-def test_a_quoted_line_is_cut_around_what_was_found() -> None:
-    text = "x" * 500 + " Duplicate GPU detected " + "y" * 500
-    shown = cut(text, 60, text.index("Duplicate"))
-    assert len(shown) == 60 and "Duplicate GPU detected" in shown and shown.startswith("...") and shown.endswith("...")
-    assert cut("  short ", 60) == "short"
-
-
-def test_unknown_says_what_was_looked_at() -> None:
-    answer = doctor(str(DATA / "clean" / "nccl_2_21.log"))
-    assert answer.returncode == 0 and answer.stderr == ""
-    assert answer.stdout.startswith(
-        "Verdict: unknown.\nNo rule found anything wrong in NCCL's log of 2 ranks, 15 lines"
-    )
-
-
 def test_topology_from_standard_input_is_drawn() -> None:
     topology = (DATA / "socket-despite-infiniband" / "with_topology" / "topology.txt").read_bytes()
     answer = doctor("-", stdin=topology)
@@ -68,19 +49,6 @@ def test_topology_from_standard_input_is_drawn() -> None:
     assert re.search(r"^GPU0 +X +NV18 +PIX +SYS +0 *$", answer.stdout, re.MULTILINE)
     assert "GPU1: nearest network card mlx5_bond_0" in answer.stdout
     assert "pairs across NUMA nodes, over PCIe: none" in answer.stdout
-
-
-def test_a_matrix_wider_than_the_terminal_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 GPUs and 8 cards: every row with its name and all its links."""
-    monkeypatch.setenv("COLUMNS", "80")
-    names = [*(f"GPU{index}" for index in range(16)), *(f"mlx5_{index}" for index in range(8))]
-    rows = ["\t" + "\t".join(names)]
-    for one in names:
-        rows.append("\t".join([one, *(" X " if one == other else "NV18" for other in names)]))
-    answer = doctor("-", stdin="\n".join(rows).encode())
-    for one in names:
-        (row,) = re.findall(rf"^{one} .*$", answer.stdout, re.MULTILINE)
-        assert row.split() == [one, *("X" if one == other else "NV18" for other in names)]
 
 
 def test_json_has_what_the_page_documents() -> None:
@@ -106,7 +74,7 @@ def test_every_flag_is_documented() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         ([], "nothing to look at; name files or folders, - for standard input, or --live"),
@@ -122,7 +90,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "content", "expected"),
     [
         ("empty.log", b" \n\n", ": empty"),
@@ -144,13 +112,6 @@ def test_hostile_files_are_one_line(name: str, content: bytes, expected: str, tm
     assert expected in answer.stderr and answer.stderr.count("\n") == 1 and "Traceback" not in answer.stderr
 
 
-def test_a_truncated_log_with_a_huge_line_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "train.log"
-    path.write_bytes(b"loss 0.1\r" * 200_000 + b"\n\xff\xfe" + (DATA / "memlock" / "2_19.log").read_bytes()[:110])
-    answer = doctor(str(path))
-    assert answer.returncode == 3 and "rule memlock" in answer.stdout and f"{path}:2: " in answer.stdout
-
-
 def test_nothing_from_a_log_reaches_the_terminal_as_code(tmp_path: Path) -> None:
     path = tmp_path / "evil.log"
     path.write_text("h:1:1 [0] NCCL WARN \x1b]0;title\x07\x1b[2J\x9b31m\u202eDuplicate GPU detected [bold]x[/bold]\n")
@@ -170,52 +131,6 @@ def test_a_flight_record_forges_no_lines(tmp_path: Path) -> None:
     assert [line for line in answer.stdout.splitlines() if line.startswith("Verdict")] == answer.stdout.splitlines()[:1]
 
 
-def test_a_broken_topology_hides_no_verdict(tmp_path: Path) -> None:
-    log = tmp_path / "all.log"
-    log.write_text("\tGPU0\tGPU1\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
-    answer = doctor(str(log))
-    assert answer.returncode == 3 and "rule gpu-out-of-memory" in answer.stdout
-    assert "no row of it follows" in answer.stderr
-
-
-@pytest.mark.parametrize("end", ["<&-", "> /dev/full"])
-def test_streams_that_do_not_work_are_one_line(end: str) -> None:
-    command = f"{sys.executable} {ROOT / 'scripts' / 'doctor.py'} - {end}"
-    answer = subprocess.run(["bash", "-c", f"echo 'step 1' | {command}"], capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 1 and answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
-
-
-def test_a_name_that_is_too_long_is_one_line() -> None:
-    answer = doctor("x" * 300)
-    assert answer.returncode == 1 and answer.stderr.endswith(": File name too long\n")
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    """As `| head` does."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--rules"]
-    answer = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(writing)
-    assert answer.returncode == 1 and answer.stderr == ""
-
-
-def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
-    """As a shell makes one of <(dmesg)."""
-    os.mkfifo(tmp_path / "pipe")
-    content = (DATA / "memlock" / "2_19.log").read_bytes()
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,), daemon=True)
-    writer.start()
-    answer = doctor(str(tmp_path / "pipe"))
-    assert answer.returncode == 3 and "rule memlock" in answer.stdout
-
-
-def test_a_record_of_another_editor_is_read(tmp_path: Path) -> None:
-    record = {"version": 1, "rank": 3, "world_size": 4, "step": 1, "entries": []}
-    (tmp_path / "a.flight.json").write_text(json.dumps(record), encoding="utf-8-sig")
-    assert "flight recorder of rank 3" in doctor(str(tmp_path / "a.flight.json")).stdout
-
-
 def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
     """As a run leaves it. Useless files are skipped without a word."""
     folder = tmp_path / "profile" / "zero3"
@@ -230,11 +145,6 @@ def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     answer = doctor(str(tmp_path / "nothing"))
     assert answer.returncode == 1 and "has no log, topology, run record or flight-recorder dump" in answer.stderr
-
-
-def test_found_and_a_file_that_is_missing() -> None:
-    answer = doctor("missing.log", str(DATA / "memlock" / "2_19.log"))
-    assert answer.returncode == 3 and answer.stderr == "error: missing.log: no such file or folder\n"
 
 
 def test_help_and_reading_need_no_torch() -> None:

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from ddp_lab.doctor.complaints import Complaint, unexplained
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
@@ -12,6 +10,7 @@ from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import to_text
 from scripts import doctor as script
 from tests.in_process import run_in_process
+from tests.tables import each_row
 
 CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 HARMLESS = {"NET/OFI OFI fi_getinfo() call failed: No data available", "Failed to open libibverbs.so[.1]"}
@@ -23,7 +22,7 @@ def complaints_of(log: str, with_rules: bool = False) -> list[Complaint]:
     return unexplained(facts, diagnose(facts) if with_rules else [])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "kind", "text"),
     [
         ("node1:11:12 [0] misc/x.cc:61 NCCL WARN Lost its way", "NCCL warning", "Lost its way"),
@@ -76,29 +75,6 @@ def test_every_wording_is_heard(line: str, kind: str, text: str) -> None:
     assert complaint.lines[0].number == 2
 
 
-def test_lines_that_differ_in_numbers_are_one() -> None:
-    lines = [f"[rank{rank}]: ValueError: batch {rank} of {7 * rank} at 0x{rank:x}" for rank in (2, 0, 5)]
-    (complaint,) = complaints_of("\n".join(lines))
-    assert complaint.summary == "3 times, ranks 0, 2, 5, first at train.log:1"
-
-
-def test_codes_that_differ_are_not_one() -> None:
-    said = {complaint.text for complaint in complaints_of("exitcode  : 1\nexitcode  : 77\nexitcode  : 1")}
-    assert said == {"exitcode  : 1", "exitcode  : 77"}
-    (left,) = complaints_of("[rank3]: ValueError: batch 3\nexitcode  : 77 (pid: 20)", with_rules=True)
-    assert left.text == "exitcode  : 77"
-
-
-@pytest.mark.parametrize(
-    "name", ["requests.exceptions.ReadTimeout", "zipfile.BadZipFile", "torch._dynamo.exc.Unsupported"]
-)
-@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "[1,0]<stderr>:", "2024-05-01T10:11:12.123456789Z ", "worker-1: "])
-def test_an_exception_of_any_name_ends_a_traceback(name: str, prefix: str) -> None:
-    lines = ["Traceback (most recent call last):", '  File "a.py", line 3, in get', "    fetch()", f"{name}: no answer"]
-    (complaint,) = complaints_of("\n".join(prefix + line for line in lines))
-    assert (complaint.kind, complaint.text, complaint.where) == ("exception", f"{name}: no answer", "a.py:3 (get)")
-
-
 def test_a_traceback_says_where_it_was_raised() -> None:
     log = """[rank1]: Traceback (most recent call last):
 [rank1]:   File "train.py", line 9, in <module>
@@ -119,7 +95,7 @@ def test_what_a_rule_explains_is_not_said_again() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "UserWarning: this is deprecated",
@@ -136,7 +112,7 @@ def test_what_is_no_complaint(line: str) -> None:
     assert complaints_of(line) == []
 
 
-@pytest.mark.parametrize("path", sorted(CLEAN.iterdir()), ids=lambda path: path.name)
+@each_row("path", sorted(CLEAN.iterdir()))
 def test_clean_inputs_have_only_harmless_warnings(path: Path) -> None:
     facts = read_inputs([str(path)]).facts
     assert {complaint.text for complaint in unexplained(facts, [])} <= HARMLESS
@@ -152,17 +128,3 @@ def test_the_report_begins_with_them(tmp_path: Path) -> None:
     assert "  and 6 other complaints" in lines and "Verdict: unknown." in lines and "wrong" not in answer.stdout
     assert "Odd k" in run_in_process(script, "--all", str(log)).stdout
     assert len(json.loads(run_in_process(script, str(log), "--json").stdout)["unexplained"]) == 11
-
-
-def test_beside_a_verdict_they_come_after_it(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(f"{OUT_OF_MEMORY}\na:1:2 [0] x.cc:1 NCCL WARN Odd")
-    said = run_in_process(script, str(log)).stdout
-    assert said.startswith("Verdict: A GPU has no memory left")
-    assert "The log says as well, and no rule explains:\n  Odd\n    NCCL warning; " in said
-
-
-def test_a_known_warning_has_its_meaning() -> None:
-    (complaint,) = complaints_of("n1:1:2 [0] misc/ibvwrap.cu:61 WARN Failed to open libibverbs.so[.1]")
-    assert complaint.meaning and "Harmless without RDMA cards" in complaint.meaning.says
-    assert complaints_of("n1:1:2 [0] misc/x.cc:61 NCCL WARN Odd")[0].meaning is None

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddp_lab.doctor.comparison import compare
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import InputError
+from tests.tables import each_row
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 
@@ -66,7 +65,7 @@ AHEAD = own(0, [*CALLS, ("all_reduce", 1)], last_state="issued")
 AHEAD["entries"][2]["state"] = "issued"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("contents", "expected"),
     [
         ([own(0, CALLS), own(1, CALLS)], None),
@@ -83,18 +82,7 @@ def test_where_ranks_diverge(contents: list[Any], expected: Any) -> None:
     assert [(found.what, found.seq, found.ranks) for found in divergences(*contents)] == [expected] * bool(expected)
 
 
-def test_a_rank_that_is_behind_in_words() -> None:
-    (found,) = divergences(own(0, CALLS, last_state="issued"), own(1, CALLS[:1]))
-    assert found.sentences[0].startswith("Rank 0 waits in collective 2 of group ranks 0,1, broadcast of 4 x float32")
-    assert found.sentences[1] == "The last that rank 1 issued is collective 1, all_reduce of 8 x float32."
-
-
-def test_a_device_that_is_behind_in_words() -> None:
-    (found,) = divergences(own(0, CALLS, last_state="started"), own(1, CALLS, last_state="queued"))
-    assert found.what == "stuck" and found.sentences[1].startswith("The device of rank 1 has not come to it")
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("group", "members"),
     [
         ("ranks 0,1", {0, 1}),
@@ -114,26 +102,6 @@ def test_who_is_in_a_group(group: str, members: set[int]) -> None:
     assert [found.what for found in divergences(*contents)] == ["stuck"]
 
 
-def test_numbers_that_no_job_has() -> None:
-    """Neither time nor memory grows with a number that somebody has written down."""
-    far = [own(rank, CALLS) for rank in (0, 1)]
-    far[1]["entries"][-1]["seq"] = 10**15
-    assert [found.what for found in divergences(*far)] == ["behind"]
-    for name, value in (("world_size", 10**12), ("world_size", 0), ("rank", -1)):
-        with pytest.raises(InputError, match="not a flight-recorder dump of a layout that is known"):
-            read_dump("rank_0.flight.json", own(0, CALLS) | {name: value})
-
-
-@given(st.lists(st.tuples(st.sampled_from(["all_reduce", "broadcast"]), st.integers(1, 9)), min_size=2), st.data())
-def test_the_first_divergence_is_found(calls: list[tuple[str, int]], data: st.DataObject) -> None:
-    """Three ranks issue the same calls, but for one call of one rank: that is where they part."""
-    at, rank = data.draw(st.integers(0, len(calls) - 1)), data.draw(st.integers(0, 2))
-    wrong = [*calls[:at], ("reduce", 1), *calls[at + 1 :]]
-    contents = [own(index, wrong if index == rank else calls, 3) for index in range(3)]
-    (found,) = divergences(*contents)
-    assert (found.what, found.seq, found.ranks) == ("differ", at + 1, [rank])
-
-
 def test_dumps_of_torch_2_15_on_gloo() -> None:
     """Real ones: rank 1 slept while the others reduced; its Gloo dump says nothing true of the groups' members."""
     facts = read_inputs([str(DATA / "rank-behind" / "torch_2_15_gloo")]).facts
@@ -150,7 +118,7 @@ def test_torch_still_dumps_this_layout(tmp_path: Path) -> None:
         assert is_dump(content) and read_dump("trace_rank_3.json", content).rank == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "expected"),
     [
         (
@@ -179,13 +147,6 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
         inputs = read_inputs([str(tmp_path)])
         assert inputs.facts.dumps == [] and "a pickle, which is not loaded" in inputs.problems[0]
         assert not (tmp_path / "loaded").exists()
-
-
-def test_two_records_of_one_rank_are_not_mixed(tmp_path: Path) -> None:
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text(json.dumps(own(0, CALLS)))
-    inputs = read_inputs([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
-    assert "another dump of rank 0 was read already" in inputs.problems[0]
 
 
 def test_of_a_folder_the_latest_run(tmp_path: Path) -> None:

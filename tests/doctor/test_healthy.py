@@ -1,10 +1,9 @@
 """No verdict on a job that went on: frightening words, errors that were caught, runs and attempts in one log."""
 
-import pytest
-
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.texts import to_text
+from tests.tables import each_row
 
 STEPS = [f"step {step} loss {2.5 - step / 100:.3f}" for step in range(60)]
 INFO = "n1:{pid}:{pid} [0] NCCL INFO {said}"
@@ -15,7 +14,7 @@ def verdicts(*lines: str) -> list[str]:
     return [f"{finding.rule.name} {finding.rule.confidence}" for finding in diagnose(facts)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "Logging system not yet initialized, buffering",
@@ -56,34 +55,6 @@ def test_a_second_run_in_one_log_is_no_other_rank() -> None:
     assert verdicts(*first, ranks[0], *STEPS, *second, ranks[1], *STEPS) == []
 
 
-def test_what_the_program_says_of_versions_is_not_nccls() -> None:
-    lines = [INFO.format(pid=1, said="NCCL version 2.26.2"), "environment: torch 2.6, built with NCCL version 2.21.5"]
-    other = "n1:2:2 [1] NCCL INFO comm 0x1 rank 1 nranks 2 cudaDev 1 - Init COMPLETE"
-    assert verdicts(*lines, other, *STEPS) == []
-
-
-def gave_up(rank: int, local: int, kind: str) -> list[str]:
-    """A rank of the job, and its number in its group."""
-    start = f"[rank{rank}]:[E109 22:46:25.93 ProcessGroupNCCL.cpp:632] "
-    return [
-        f"{start}[Rank {local}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType={kind}, "
-        "NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600044 milliseconds before timing out.",
-        f"{start}[PG ID 1 PG GUID 1(mesh_tp) Rank {local}] failure detected by watchdog at work sequence id: 40 "
-        "PG status: last enqueued work: 40, last completed work: 39",
-    ]
-
-
-def test_attempts_of_torchrun_are_not_compared() -> None:
-    again = "I1105 agent.py] [default] Worker group FAILED. 2/3 attempts left; will restart worker group"
-    one, other = gave_up(0, 0, "ALLREDUCE"), gave_up(1, 1, "BROADCAST")
-    assert verdicts(*one, again, *other) == ["watchdog-timeout None"]
-    assert verdicts(*one, *other)[0] == "different-collectives certain"
-
-
-def test_groups_of_one_name_on_other_ranks_are_not_compared() -> None:
-    assert verdicts(*gave_up(0, 0, "ALLREDUCE"), *gave_up(2, 0, "BROADCAST")) == ["watchdog-timeout None"]
-
-
 def test_a_caught_error_is_not_why_the_job_ended_later() -> None:
     ended = ["ValueError: checkpoint is not writable", "exitcode  : 1 (pid: 20)"]
     caught = ["RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "batch size 32 fits"]
@@ -96,12 +67,6 @@ def test_a_caught_error_is_not_why_the_job_ended_later() -> None:
         ended[1],
     ]
     facts = Facts(texts=[to_text("train.log", "\n".join(early).encode())])
-    assert diagnose(facts)[0].details == ["It is KeyError: 'labels'."]
-
-
-def test_the_first_of_a_chain_of_exceptions_is_named() -> None:
-    chain = ["KeyError: 'labels'", "During handling of the above exception, another exception occurred:"]
-    facts = Facts(texts=[to_text("train.log", "\n".join([*STEPS, *chain, "RuntimeError: batch failed"]).encode())])
     assert diagnose(facts)[0].details == ["It is KeyError: 'labels'."]
 
 

@@ -1,8 +1,5 @@
 """A pattern is searched only in lines that have the text that it demands: it must demand no more than it matches."""
 
-import re
-
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,37 +14,8 @@ SEARCHED = [*OF_RULES, *_PATTERNS.values()]
 WITH_TEXTS = [pattern for pattern in SEARCHED if demanded(pattern)[0] and not demanded(pattern)[1]]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (r"NCCL WARN .{0,9}lost", {"nccl warn "}),
-        (r"error 12\b", {"error 00"}),
-        (r"(?:cannot open|was closed)(?: by peer)?", {"cannot open", "was closed"}),
-        (r"(?:cannot open|\d+)", set()),
-        (r"(?:not here)?x", set()),
-        (r"(?:not here){2}", {"not here"}),
-        (r"(?i)Bus Error", {"bus error"}),
-        (r"first\nsecond", {"second"}),
-        (r"first[ \n]second", {"second"}),
-        (r"first[^\n]{0,9}second", {"second"}),
-    ],
-)
-def test_what_a_pattern_demands(pattern: str, expected: set[str]) -> None:
-    assert demanded(re.compile(pattern)) == (expected, r"\n" in pattern and "^" not in pattern)
-
-
-def test_lines_with_one_of_several_texts() -> None:
-    shapes = Shapes(["a ERROR 7", "b", "c error 12", "d error 00", "Closed"])
-    assert shapes.with_one_of(frozenset({"error 00", "closed"})) == [2, 3, 4]
-    assert shapes.with_one_of(frozenset({"open"})) == []
-
-
-def test_most_patterns_demand_a_text() -> None:
-    assert len(WITH_TEXTS) > 0.9 * len(SEARCHED)
-
-
 @given(data=st.data())
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_whatever_a_pattern_matches_has_one_of_its_texts(data: st.DataObject) -> None:
     pattern = data.draw(st.sampled_from([pattern for pattern in WITH_TEXTS if "*+" not in pattern.pattern]))
     line = data.draw(st.from_regex(pattern)).replace("\n", " ")

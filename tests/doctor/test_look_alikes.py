@@ -3,12 +3,11 @@
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.texts import to_text
 from ddp_lab.doctor.rulebook import all_rules
+from tests.tables import each_row
 
 CASES = Path(__file__).parents[1] / "data" / "doctor" / "cases"
 MEASURED = {"slow-pair", "run-record", "rank-without-record", "stuck-together"}
@@ -25,12 +24,12 @@ def logs(kind: str) -> list[tuple[str, str]]:
     return [(rule, log) for rule, case in cases.items() for log in case.get(kind, [])]
 
 
-@pytest.mark.parametrize(("rule", "log"), logs("fires"))
+@each_row(("rule", "log"), logs("fires"))
 def test_a_rule_is_the_verdict_on_its_own_lines(rule: str, log: str) -> None:
     assert verdicts(log)[:1] == [rule]
 
 
-@pytest.mark.parametrize(("rule", "log"), logs("silent"))
+@each_row(("rule", "log"), logs("silent"))
 def test_what_looks_alike_does_not_fire(rule: str, log: str) -> None:
     assert rule not in verdicts(log)
 

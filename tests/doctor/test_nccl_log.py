@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.nccl_log import Process, differences, read_processes
 from ddp_lab.doctor.reading.texts import to_text
+from tests.tables import each_row
 
 CLEAN = Path(__file__).parents[1] / "data" / "doctor" / "clean"
 
@@ -17,20 +16,6 @@ def read(*names: str) -> list[Process]:
 
 def parse(*lines: str) -> list[Process]:
     return read_processes([to_text("log", "\n".join(lines).encode())])
-
-
-def test_2_4() -> None:
-    zero, one = read("nccl_2_4.log")
-    assert (zero.rank, zero.world_size, zero.version, zero.interface) == (0, 2, "2.4.8", "eth0")
-    assert dict(zero.transports[0, 1]) == {"SHM": 1} and dict(one.transports[1, 0]) == {"P2P/IPC": 1}
-    assert len(zero.warnings) == 1 and one.rank == 1
-
-
-def test_2_10_under_mpirun() -> None:
-    zero, one = read("nccl_2_10.log")
-    assert [process.host for process in (zero, one)] == ["n1", "n2"]
-    assert (zero.version, zero.fabric, zero.gdr, zero.interface) == ("2.10.3", "InfiniBand", True, "bond0")
-    assert zero.address == "10.0.0.1" and zero.used("NET/IB") and "mlx5_1:1/IB" in (zero.cards or "")
 
 
 def test_2_21() -> None:
@@ -59,7 +44,7 @@ def test_2_2_without_the_word_nccl() -> None:
     assert [line.number for line in process.warnings] == [5]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "pair", "transport"),
     [
         ("Ring 00 : 3 -> 4 [receive] via NET/IB/0", (3, 4), "NET/IB"),
@@ -86,15 +71,6 @@ def test_rank_is_that_of_the_largest_communicator() -> None:
     assert (process.rank, process.world_size) == (11, 16)
 
 
-def test_one_process_with_two_devices_shares_what_is_said_once() -> None:
-    zero, one = parse(
-        "h:1:2 [0] NCCL INFO Using network IB",
-        "h:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 - Init COMPLETE",
-        "h:1:3 [1] NCCL INFO comm 0x2 rank 1 nranks 2 cudaDev 1 - Init COMPLETE",
-    )
-    assert zero.network == one.network == "IB"
-
-
 def test_which_ranks_differ() -> None:
     lines = []
     for rank, (version, network, interface) in enumerate([("2.21.5", "IB", "ib0"), ("2.27.3", "Socket", "eth0")] * 2):
@@ -108,8 +84,3 @@ def test_which_ranks_differ() -> None:
         "interface differs: ib0 (ranks 0, 2); eth0 (ranks 1, 3)",
     ]
     assert differences(parse(*lines[:4])) == []
-
-
-def test_environment_and_dots_at_the_end() -> None:
-    (process,) = parse("h:1:1 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 1.")
-    assert process.environment == {"NCCL_IB_DISABLE": "1"}

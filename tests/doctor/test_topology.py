@@ -1,12 +1,12 @@
 """`nvidia-smi topo -m` in every form: what is rendered is read back the same."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import InputError, to_text
 from ddp_lab.doctor.reading.topology import Topology, find_topologies
+from tests.tables import each_row
 
 LINKS = ["NV1", "NV4", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]
 NIC_NAMES = ["mlx5_0", "mlx5_1", "mlx5_bond_0", "ibp12s0", "bnxt_re0", "rdmap16s27", "mlx4_0"]
@@ -53,13 +53,6 @@ def test_read_back(topology: Topology, tabs: bool, numbered: bool, ansi: bool) -
     assert find_topologies(to_text("topo", render(topology, tabs, numbered, ansi).encode())) == [topology]
 
 
-@settings(max_examples=10)
-@given(topologies(), topologies())
-def test_two_machines_in_one_text(one: Topology, other: Topology) -> None:
-    text = render(one) + render(other, tabs=False)
-    assert find_topologies(to_text("topo", text.encode())) == [one, other]
-
-
 @settings(max_examples=50)
 @given(st.binary(max_size=400), topologies(), st.integers(0, 2000))
 def test_hostile_text_is_read_or_refused(noise: bytes, topology: Topology, cut: int) -> None:
@@ -97,12 +90,7 @@ def test_nearest_card_and_pairs_across_numa_nodes() -> None:
     assert topology.pairs_across_numa() == [("GPU0", "GPU2"), ("GPU1", "GPU2")]
 
 
-def test_peer_access_matrix_is_another_thing() -> None:
-    text = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tGNS\tX\t\n"
-    assert find_topologies(to_text("p2p", text.encode())) == []
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("text", "expected"),
     [
         ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0\n", ":1: the header names GPU1, but no row of it follows"),

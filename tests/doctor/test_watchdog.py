@@ -1,11 +1,9 @@
 """What torch's watchdog prints: which rank, which group, which number; and who is behind or did something else."""
 
-import pytest
-
 from ddp_lab.doctor.diagnosis import Finding, diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.texts import to_text
-from ddp_lab.doctor.reading.watchdog import Timeout
+from tests.tables import each_row
 
 FILE = "ProcessGroupNCCL.cpp:632"
 
@@ -49,7 +47,7 @@ def test_rank_of_the_job_and_group() -> None:
     assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (5, True, "3(mesh_tp)", 40)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "rank", "seq"),
     [
         ("[E ProcessGroupNCCL.cpp:485] [Rank 6] Watchdog caught collective operation timeout: "
@@ -65,12 +63,6 @@ def test_wordings_without_a_group(line: str, rank: int | None, seq: int | None) 
     assert verdict(line).rule.name == "watchdog-timeout"
 
 
-def test_what_is_said_twice_is_one_timeout() -> None:
-    line = gave_up(3, 9, "ALLREDUCE")
-    again = f"  what():  {line.split('] ', 1)[1]}"
-    assert len([one for one in facts_of(line, again).timeouts if one.in_job]) == 1
-
-
 def test_different_collectives_in_one_group() -> None:
     lines = [gave_up(0, 40, "ALLREDUCE"), status(0, "0(default_pg)", 40, 40)]
     finding = verdict(*lines, gave_up(1, 40, "BROADCAST"), status(1, "0(default_pg)", 40, 40))
@@ -80,7 +72,7 @@ def test_different_collectives_in_one_group() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("one", "other", "groups"),
     [
         (("ALLREDUCE", 8), ("BROADCAST", 8), ("1(mesh_dp)", "2(mesh_tp)")),  # two groups with equal numbers
@@ -114,16 +106,3 @@ def test_a_rank_is_behind_what_ran_out_of_time() -> None:
         "Collective 57 of group 0(default_pg) ran out of time; rank 2 issued only 56 of that group."
     ]
     assert diagnose(facts_of(*lines, was_told(2, "4(mesh_tp)", 56)))[0].rule.name == "watchdog-timeout", "another group"
-
-
-def test_early_and_late_hangs_differ() -> None:
-    assert "suspect the connection" in verdict(gave_up(0, 1, "BROADCAST")).details[1]
-    assert "worked 4,999 times before" in verdict(gave_up(0, 5000, "ALLREDUCE")).details[1]
-
-
-def test_timeouts_are_compared_in_the_job_only() -> None:
-    """`[Rank 0]` of two groups may be two processes."""
-    one = Timeout(0, False, 0, 0, "1", 4, "ALLREDUCE", ("8", "8"), facts_of("x").texts[0].lines[0])
-    facts = Facts()
-    facts.timeouts = [one, Timeout(1, False, 1, 0, "1", 4, "BROADCAST", ("8", "8"), one.line)]
-    assert "different-collectives" not in [finding.rule.name for finding in diagnose(facts)]

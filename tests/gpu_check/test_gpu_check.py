@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
-from ddp_lab.gpu_check.page import page
-from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
+from ddp_lab.gpu_check.parts import FAIL, PASS, ROOT, Broken, Machine, Part, Verdict
 from scripts import gpu_check as script
 from tests.in_process import run_in_process
+from tests.tables import each_row
 
 
 def machine(folder: Path, ranks: int = 2, has_gpus: bool = False) -> Machine:
@@ -28,7 +28,7 @@ def raising(error: Exception) -> Part:
     return Part("broken", look)
 
 
-@pytest.mark.parametrize("error", [Broken("not done after 3 s"), ZeroDivisionError("planted"), OSError("planted")])
+@each_row("error", [Broken("not done after 3 s"), ZeroDivisionError("planted"), OSError("planted")])
 def test_a_part_that_fails_stops_no_other(error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = Part("whole", lambda _: Verdict(PASS, "fine", [{"choice": "a|b", "": PASS}]))
     assert script.check(machine(tmp_path), [raising(error), whole]) == 1
@@ -52,24 +52,6 @@ def test_the_page_tells_what_a_failed_command_said(tmp_path: Path) -> None:
     assert "bad.txt:" in report and "    an early error\n    ...\n" in report and "    89\n    last line\n" in report
     assert "good.txt" not in report and report.count("bad.txt:") == 1
     assert "    Traceback (most recent call last)" in report and "in look" in report
-
-
-def test_too_few_gpus_skip_a_part(tmp_path: Path) -> None:
-    pair = Part("pair", lambda _: Verdict(PASS, ""), least_gpus=2)
-    assert script.look(pair, machine(tmp_path, ranks=1, has_gpus=True)).how == SKIPPED
-    assert script.look(pair, machine(tmp_path, ranks=2, has_gpus=True)).how == PASS
-    assert script.look(pair, machine(tmp_path, ranks=2)).how == PASS
-
-
-def test_what_a_command_says_is_kept(tmp_path: Path) -> None:
-    where = machine(tmp_path)
-    assert where.run_well("good", ["-c", "print('said')"], limit_s=30) == "said\n"
-    assert (tmp_path / "good.txt").read_text() == "said\n"
-    with pytest.raises(Broken, match=r"exit code 3: error: planted; see bad\.txt"):
-        where.run_well("bad", ["-c", "print('error: planted'); raise SystemExit(3)"], limit_s=30)
-    with pytest.raises(Broken, match=r"not done after 1 s; see slow\.txt"):
-        where.run("slow", ["-c", "import time; print('began', flush=True); time.sleep(60)"], limit_s=1)
-    assert "began" in (tmp_path / "slow.txt").read_text()
 
 
 def test_a_command_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
@@ -119,10 +101,6 @@ def test_a_wrong_command_line(tmp_path: Path) -> None:
         assert done.returncode == 2 and said in done.stderr
 
 
-def test_the_page_of_nothing_found(tmp_path: Path) -> None:
-    assert "| a | measured | 1 GB/s |" in page(machine(tmp_path), {"a": Verdict(MEASURED, "1 GB/s")}, 1.0)
-
-
 def test_every_part_is_documented() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     missing = [part.name for part in script.PARTS if f"| `{part.name}` |" not in text]
@@ -142,7 +120,7 @@ def test_parts_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_of_it(tmp_path: Path) -> None:
     """Ten minutes on two cores that do nothing else; the limit is for a hang."""
     command = [sys.executable, "scripts/gpu_check.py", "--output-dir", str(tmp_path / "out")]

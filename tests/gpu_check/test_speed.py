@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import ddp
-from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.gpu_check import proofs, speed
 from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.run import planned_steps
 from tests.gpu_check.pretended import Pretended
-from tests.traces import cuda_trace, record_of_eight_steps, timeline_of
+from tests.tables import each_row
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -31,7 +30,7 @@ def test_batches_fit_any_number_of_ranks(size: int, tmp_path: Path, monkeypatch:
             assert config.train_samples and planned_steps(config, config.train_samples) == config.max_steps
 
 
-@pytest.mark.parametrize(("lower", "how"), [(1.01, MEASURED), (1.03, FAIL)])
+@each_row(("lower", "how"), [(1.01, MEASURED), (1.03, FAIL)])
 def test_only_what_is_surely_slower_fails(lower: float, how: str, tmp_path: Path) -> None:
     class Timed(Pretended):
         def answer(self, log: str, command: Sequence[str]) -> str:
@@ -50,7 +49,7 @@ def check_row(unit: str, result: str) -> dict[str, str]:
     return {"subject": "x", "rank": "1", "unit": unit, "expected": "9", "measured": "0.0", "result": result}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("checks", "says"),
     [
         ([check_row("bytes", "pass"), check_row("calls/step", "pass"), check_row("bytes/step", "unknown")], ""),
@@ -62,11 +61,3 @@ def check_row(unit: str, result: str) -> dict[str, str]:
 def test_a_run_that_nobody_checked_is_no_pass(checks: list[dict[str, str]], says: str) -> None:
     problem = speed.problem_of(checks, {"bytes", "calls/step"})
     assert problem.startswith(says) and bool(problem) == bool(says)
-
-
-@pytest.mark.parametrize(("world_size", "has_traffic"), [(1, False), (2, True)])
-def test_one_rank_on_a_gpu_has_no_traffic_to_check(world_size: int, has_traffic: bool) -> None:
-    record = {**record_of_eight_steps("x", 0.1), "world_size": world_size}
-    table = audit([timeline_of(cuda_trace(0, comm_name="Memcpy DtoD"))], record)
-    assert ("calls/step" in set(table["unit"])) == has_traffic
-    assert ("fail" in set(table["result"])) == has_traffic

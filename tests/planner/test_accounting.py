@@ -21,6 +21,7 @@ from ddp_lab.strategy.precision import autocast
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 GIB = 2**30
 LARGEST_BUILT = 10e9
@@ -52,12 +53,12 @@ def test_ranks_that_a_large_model_needs() -> None:
     assert least_ranks(100 / 16, "zero3", "fp32", 30, activation_bytes=40) is None
 
 
-@pytest.mark.parametrize(("stage", "shards"), STAGES.items())
+@each_row(("stage", "shards"), STAGES.items())
 def test_states_are_those_that_runs_are_held_against(stage: str, shards: tuple[str, ...]) -> None:
     assert state_bytes(1000, 4, stage, "fp32") == expected_state_bytes(ModelSize(1000, 1000, 4000, 4000), 4, shards)
 
 
-@pytest.mark.parametrize("name", models.table())
+@each_row("name", models.table())
 def test_published_models(name: str) -> None:
     """Each built-in shape has as many parameters as the published model; the formula counts the classifier's."""
     model = models.table()[name]
@@ -111,8 +112,8 @@ def kept_bytes(module: nn.Module, samples: int, tokens: int, precision: str) -> 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
+@each_row("precision", PRECISIONS)
+@each_row(("samples", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
 def test_activation_terms_are_what_autograd_keeps(precision: str, samples: int, kv_heads: int) -> None:
     """But for a few numbers a sample, at the head."""
     module = llama(kv_heads)

@@ -10,19 +10,18 @@ from ddp_lab.planner import models
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
-from ddp_lab.planner.savings import Recorded
-from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.plans import case
+from tests.tables import each_row
 
 FOUR = ["--gpus", "4xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gpus", "meshes"),
     [
         ("1xL4", ["dp=1"]),
@@ -90,15 +89,13 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert "zero1@dp2-tp2" in (tmp_path / "plan.html").read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         (["--mesh", "dp=4,pp=2"], "--mesh dp=4,pp=2: 'pp' is none of dp, replicate, shard, tp"),
-        (["--mesh", "automatic"], "--mesh automatic: 'automatic' is none of"),
         (["--mesh", "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
         (["--mesh", "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
         (["--mesh", "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),
-        (["--mesh", "dp=4", "--choices", "tp"], "--choices: tp does not go with dp=4; these do: simple_ddp"),
         (["--mesh", "dp=2,tp=2", "--heads", "2", "--choices", "flat_ddp"], "flat_ddp does not go with dp=2,tp=2"),
         (["--mesh", "auto", "--global-batch-size", "3"], "--mesh auto: no mesh fits; dp=4: --global-batch-size 3"),
     ],
@@ -107,15 +104,3 @@ def test_wrong_meshes_are_one_line(arguments: list[str], expected: str) -> None:
     answer = run_in_process(script, *TINY, *FOUR, *arguments)
     assert answer.returncode == 2 and answer.stdout == "", answer.stdout
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
-# Recorded runs ------------------------------------------------------------------------------------------------------
-
-
-def test_savings_of_a_run_on_a_mesh() -> None:
-    """Shards over 2 of 4 ranks: as much as over 2 of 2, with half of the samples."""
-    config = RunConfig(choice="zero3", workload="mlp", depth=2, width=64, global_batch_size=8, grad_accum_steps=2)
-    on_mesh = Recorded(replace(config, mesh="replicate=2,shard=2"), 4, "cpu", "gloo").memory({})
-    of_two = Recorded(replace(config, global_batch_size=4), 2, "cpu", "gloo").memory({})
-    assert on_mesh.at_rest["parameters"] == of_two.at_rest["parameters"] > 0
-    assert on_mesh.at_rest["optimizer_state"] == of_two.at_rest["optimizer_state"] > 0

@@ -13,11 +13,7 @@ from ddp_lab.runtime.data import hub
 from ddp_lab.runtime.data.packing import collate_sequences
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM
-
-
-def test_names_of_models() -> None:
-    for name in ("SmolLM2-360M", "smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"):
-        assert models.find(name) is models.table()["HuggingFaceTB/SmolLM2-360M"]
+from tests.tables import each_row
 
 
 def test_local_configuration(tmp_path: Path) -> None:
@@ -31,7 +27,7 @@ def test_local_configuration(tmp_path: Path) -> None:
     assert models.find(str(file)).elements() == found.elements()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "expected"),
     [
         ("{", "cannot be read"),

@@ -3,8 +3,6 @@
 import json
 import re
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,12 +15,13 @@ from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
-from ddp_lab.planner.plan import interval, outcomes, row
+from ddp_lab.planner.plan import interval
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from scripts import plan as script
 from tests.in_process import run_in_process
-from tests.plans import GIB, case, made, simulation
+from tests.plans import GIB, made, simulation
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 WHERE = ["--gpus", "2xL4", "--link", "pcie4"]
@@ -56,12 +55,6 @@ def test_interval() -> None:
         assert (low * 1e3, high * 1e3) == (pytest.approx(100 - half), pytest.approx(100 + half))
 
 
-def test_choices_are_those_of_both_families() -> None:
-    names = choices()
-    assert names[0] == "simple_ddp" and "zero3" in names and "deepspeed_zero3" in names
-    assert choices(["zero3", "flat_ddp"]) == ["flat_ddp", "zero3"]
-
-
 # Recommendation -----------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +68,7 @@ def test_the_fastest_that_fits_is_recommended() -> None:
     assert "zero3 has the smallest peak: 5.00 GiB, at 1.50 times the step time" in text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("peaks", "taken", "why"),
     [
         ((9, 8, 1), "simple_ddp", "flat_ddp; simple_ddp is taken since it is the simplest of them with ample room."),
@@ -101,13 +94,6 @@ def test_where_nothing_fits_or_is_known() -> None:
     assert "nothing to recommend" in reasons(made(zero1=None).rows)[0]
 
 
-def test_operators_without_costs_are_named() -> None:
-    plan = made(zero1=replace(simulation(10, 1, 1), without_costs={"aten.mm.default": 2, "aten.bmm.default": 1}))
-    (of_zero1,) = plan.rows
-    assert of_zero1["note"] == "no cost known, taken as 0: aten.mm.default (2x), aten.bmm.default (1x)"
-    assert row(made(zero1=simulation(1, 0, 1)).outcomes[0], plan.case)["note"] == ""
-
-
 # The command --------------------------------------------------------------------------------------------------------
 
 
@@ -130,33 +116,6 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert (known.step_time_low_ms < known.step_time_ms).all() and (known.step_time_high_ms > known.step_time_ms).all()
     reason = "not installed; run: uv sync" if sharding.REGISTRY.missing else "DeepSpeed compiles extensions of its own"
     assert reason in table.note[3] and reason in (tmp_path / "plan.html").read_text()
-
-
-def test_a_language_model_needs_room_for_its_logits(tmp_path: Path) -> None:
-    """Of 4 sequences of 16 tokens, over 5,000 words in fp32: at least three tensors of that size are there at once."""
-    peaks, logits = {}, 4 * 16 * 5000 * 4
-    for task in ("classification", "causal-lm"):
-        files, words = ["--csv", str(tmp_path / task)], ["--vocab", "5000"]
-        answer = plan("--task", task, *TINY, *words, *WHERE, *files, "--choices", "baseline", "--grad-accum-steps", "1")
-        assert answer.returncode == 0 and f"; {task}, fp32." in answer.stdout, answer.stderr
-        peaks[task] = pd.read_csv(tmp_path / task)["peak_activations_bytes"][0]
-    assert peaks["causal-lm"] > 3 * logits > 2 * peaks["classification"]
-
-
-def test_simulations_side_by_side_are_the_same() -> None:
-    costs = costs_of(hardware.cluster("2xL4", "pcie4"), "fp32")
-    small = replace(case(), model=models.from_sizes(64, 96, 1, vocab=50), costs=costs)
-    (alone,) = outcomes([(small, "flat_ddp")], jobs=1)
-    beside = [each.simulated.step_time_s for each in outcomes([(small, "flat_ddp")] * 2, jobs=2)]
-    assert beside == [alone.simulated.step_time_s] * 2
-
-
-def test_memory_prints_terms_and_ranks() -> None:
-    answer = plan("memory", "--parameters", "7.5e9", "--ranks", "64", "--precision", "mixed")
-    rows = [line.split() for line in answer.stdout.splitlines() if line.startswith(("replicated", "zero"))]
-    assert [row[-4] for row in rows] == ["120.0", "31.4", "16.6", "1.9"] and "Psi = 7,500,000,000" in answer.stdout
-    answer = plan("memory", *TINY, "--ranks", "2")
-    assert answer.returncode == 0 and "feed-forward  " in answer.stdout and "log-sum-exp" in answer.stdout
 
 
 def test_record_then_plan_with_it(tmp_path: Path) -> None:
@@ -198,39 +157,24 @@ def test_contention_is_assumed_on_gpus_alone_or_given() -> None:
 SMOL = ["--model", "SmolLM2-360M"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         (["pln"], "unknown command 'pln'; did you mean plan"),
-        ([*SMOL, *WHERE, "--gpu", "2xL4"], "unknown argument '--gpu'; did you mean --gpus"),
         ([*SMOL], "the following arguments are required: --gpus, --link"),
         (["--model", "SmolLM2-361M", *WHERE], "unknown model 'SmolLM2-361M'; did you mean SmolLM2-360M"),
         (WHERE, "no model: give --model, or --d-model, --d-ff and --layers"),
         (["--d-model", "64", "--layers", "1", *WHERE], "--d-ff is missing"),
-        ([*SMOL, "--layers", "3", *WHERE], "--layers is for a model by sizes"),
-        (["--d-model", "100", "--d-ff", "1", "--layers", "1", *WHERE], "--d-model 100: not a multiple of 64"),
         (
             ["--task", "causal-lm", "--model", "resnet-50", *WHERE],
             "resnet-50 takes images; leave the flag out",
         ),
         ([*TINY, "--heads", "5", *WHERE], "--heads 5: --d-model 64 must divide"),
-        ([*TINY, "--heads", "4", "--kv-heads", "3", *WHERE], "--kv-heads 3: must divide --heads 4"),
-        (
-            ["--d-model", "64", "--d-ff", "0", "--layers", "1", *WHERE],
-            "--d-ff: 0: must be a whole number of at",
-        ),
         ([*SMOL, "--gpus", "2xL40", "--link", "pcie4"], "unknown device 'L40'; did you mean L4"),
         ([*SMOL, *WHERE, "--global-batch-size", "6"], "--global-batch-size 6 does not divide"),
-        ([*SMOL, *WHERE, "--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
         ([*SMOL, *WHERE, "--choices", "zero4"], "--choices: unknown strategy 'zero4'; did you mean zero"),
         (["--model", "gpt2", *WHERE, "--sequence-length", "2048"], "openai-community/gpt2 has 1024 positions"),
-        ([*SMOL, *WHERE, "--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: must be a size above 0"),
-        ([*SMOL, *WHERE, "--efficiency", "1.5"], "--efficiency 1.5: give a part above 0 and at most 1"),
-        ([*SMOL, *WHERE, "--record", "r.json", "--efficiency", "0.5"], "--efficiency is for rates of a table"),
         ([*SMOL, *WHERE, "--record", "nowhere.json"], "nowhere.json"),
-        ([*SMOL, *WHERE, "--price", "-1"], "--price: -1: must be a number of at least 0"),
-        (["memory", "--parameters", "7e9", "--model", "gpt2"], "--parameters: does not go with a model"),
-        (["record", *SMOL, "--output", "x.json", "--micro-batch-sizes", "1,b"], "--micro-batch-sizes 1,b: up to 6"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
@@ -251,20 +195,6 @@ def test_flags_and_columns_are_documented() -> None:
     for heading, columns in (("| column |", PLAN_COLUMNS), ("| column of savings |", SAVINGS_COLUMNS)):
         rows = text.split(heading)[1].split("\n\n")[0]
         assert re.findall(r"^\| `([a-z_]+)` \| ", rows, re.MULTILINE) == list(columns)
-
-
-def test_help_loads_no_torch() -> None:
-    code = (
-        "import sys; from scripts import plan; print([len(plan.build_parser(c).format_help()) for c in plan.COMMANDS]);"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code + "print('torch' in sys.modules, 'pandas' in sys.modules)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert answer.stdout.endswith("False False\n"), answer.stderr
 
 
 def test_commands_of_the_guide_can_be_planned() -> None:

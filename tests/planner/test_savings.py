@@ -57,13 +57,3 @@ def test_of_a_run_on_gpus(run_folder: Path) -> None:
     assert on_gpu["peak_bytes"] > on_cpu["peak_bytes"] and on_gpu["peak_bytes"] % CUDA_BLOCK == 0
     offloaded = recorded[1].row("", {"offload": "optimizer"})
     assert offloaded["peak_optimizer_state_bytes"] == 0 < on_gpu["peak_optimizer_state_bytes"]
-
-
-def test_what_cannot_be_simulated_is_one_line(run_folder: Path) -> None:
-    path = next(run_folder.glob("*.run.json"))
-    content = json.loads(path.read_text())
-    content["config"]["compile"] = True
-    path.write_text(json.dumps(content))
-    answer = run_in_process(script, "savings", str(path), "--jobs", "1")
-    assert answer.returncode == 2 and len(answer.stderr.splitlines()) == 1
-    assert "--compile: what a compiler makes of a block cannot be simulated" in answer.stderr

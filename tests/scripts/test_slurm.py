@@ -66,11 +66,6 @@ def test_a_job_that_was_stopped_requeues_itself_alone(
     assert [call for call in calls if "requeue" in call] == ([f"scontrol requeue {own}"] if is_requeued else [])
 
 
-def test_a_sweep_without_arguments_says_how_it_is_called() -> None:
-    done = subprocess.run(["bash", "scripts/slurm/sweep.sh"], cwd=ROOT, capture_output=True, text=True, timeout=10)
-    assert done.returncode == 2 and done.stderr.startswith("usage: scripts/slurm/sweep.sh ddp|sharding")
-
-
 def test_without_slurm_it_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("benchmarks.slurm_cluster.SBIN", "")

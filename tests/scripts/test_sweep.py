@@ -21,7 +21,7 @@ from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
 from scripts import sweep as script
 from scripts.meshes import mesh_flags, mesh_labels, mesh_setting, place
-from scripts.runs import report_root_of
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 CHOICES = list(ddp.CHOICES)
@@ -180,47 +180,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
         assert parse_config("", ddp.REGISTRY, (), arguments[1:]).link == link
 
 
-LEGACY = ["bucket_ddp_async@nccl-legacy", "pytorch_ddp@nccl-legacy"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "variable", "labels"),
-    [
-        ([], None, [*CHOICES, *LEGACY]),
-        (["--backend", "nccl"], "1", [*CHOICES, *LEGACY]),
-        (["--backend", "nccl"], "0", CHOICES),  # torch's nccl is the older class then
-        (["--backend", "nccl-legacy"], None, [f"{choice}@nccl-legacy" for choice in CHOICES]),
-        (["--backend", "gloo"], None, CHOICES),
-        (["--device", "cpu"], None, CHOICES),
-    ],
-)
-def test_references_that_do_not_overlap_run_over_both_classes(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str | None, labels: list[str]
-) -> None:
-    """On a machine with GPUs, and what they are compared with; each run in folders of its own."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
-    assert sweep.run(*flags, train=stopped_in(labels[-1])).returncode == 130
-    assert list(sweep.asked) == labels
-    for label, arguments in sweep.asked.items():
-        config = parse_config("", ddp.REGISTRY, (), arguments[1:])
-        assert config.label == label and config.choice == label.split("@")[0]
-    assert sweep.run(*flags, "--resume").returncode == 0 and list(sweep.asked) == labels[-1:]
-
-
-def test_an_older_class_has_checkpoints_of_its_own(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    sweep.run("--checkpoint-every", "2", train=stopped_in(LEGACY[0]))
-    (sweep.checkpoints(LEGACY[0]) / folder_name(2)).mkdir(parents=True)
-    (sweep.checkpoints("pytorch_ddp") / folder_name(2)).mkdir(parents=True)
-    sweep.run("--checkpoint-every", "2", "--resume")
-    assert [label for label, arguments in sweep.asked.items() if "--resume" in arguments] == LEGACY[:1]
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         (["--resume", "latest"], "--resume latest: a sweep continues with its own choices, so give --resume alone"),
@@ -241,7 +201,7 @@ def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         (["sharding", "0"], "RANKS 0: must be at least 1 (see run_experiment_shard.sh --help)"),
@@ -300,7 +260,7 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
         assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][1:]).workload == workload
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6, 8, 12, 64])
+@each_row("ranks", [2, 3, 6, 8, 12, 64])
 def test_meshes_of_the_short_list_fit(ranks: int) -> None:
     labels = mesh_labels(ranks)
     assert labels == sorted(set(labels), key=lambda label: place(label, tensor_parallel.CHOICES))
@@ -339,12 +299,7 @@ def test_a_sweep_over_one_mesh_runs_every_choice(mesh_sweep: Sweep, mesh: str, l
     assert answer.stdout.count("left out") == len(left_out)
 
 
-def test_sequence_parallel_goes_with_one_mesh(mesh_sweep: Sweep) -> None:
-    assert mesh_sweep.run("--mesh=dp=2,tp=2", "--sequence-parallel").returncode == 0
-    assert "zero2@dp2-tp2-sp" in mesh_sweep.asked and "zero2@dp2-tp2" not in mesh_sweep.asked
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "arguments", "expected"),
     [
         ("4", ["--sequence-parallel"], "--sequence-parallel: goes with --mesh; without it, some runs have it"),
@@ -360,26 +315,6 @@ def test_mistakes_in_meshes_are_one_line(mesh_sweep: Sweep, ranks: str, argument
     answer = mesh_sweep.run(*arguments)
     assert answer.returncode == 2 and answer.stdout == "" and not mesh_sweep.asked
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("label", "root"),
-    [
-        ("zero3", "reports_sharding"),
-        ("zero3@dp2-tp2-sp", "reports_parallel"),
-        ("zero3@replicate2-shard2", "reports_parallel"),
-        ("pytorch_zero3@replicate2-shard2", "reports_sharding"),
-        ("pytorch_ddp@nccl-legacy", "reports"),
-        ("simple_ddp", "reports"),
-        ("no_such_choice", "reports"),
-    ],
-)
-def test_where_reports_on_a_run_belong(label: str, root: str) -> None:
-    assert report_root_of(label) == root
-
-
-def test_ranks_may_stand_behind_resume(sweep: Sweep) -> None:
-    assert script.given_to_resume(["ddp", "--resume", "2", "--lr", "0.1"]) == ""
 
 
 # Ranks under torchrun ------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding, summary
+from ddp_lab.analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding
 from ddp_lab.analysis.comparison.compare import Traced
 from ddp_lab.analysis.traces.collectives import KINDS as LABELS
 from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.analysis.test_analysis import Cells
 from tests.in_process import compare_runs
+from tests.tables import each_row
 from tests.traces import cpu_trace, record, record_of_eight_steps, write, write_run
 
 OLD, NEW = "20261121-090000-aaaa", "20261121-100000-bbbb"
@@ -95,22 +96,6 @@ def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted() -> None:
     assert by_figure(new, old)["collectives"]["result"] == "better"
 
 
-def test_something_from_nothing_is_more_than_any_percentage() -> None:
-    old, new = Run(record("a", 0.1), traced([1.0], 0)), Run(record("a", 0.1), traced([1.0], 2))
-    table = changes(old, new)
-    assert table.set_index("figure").loc["all-reduce: calls", "change_pct"] == np.inf
-    assert "all-reduce: calls" in exceeding(table, 1e9)["figure"].tolist()
-    assert "all-reduce: calls (from nothing)" in summary(table)
-
-
-def test_single_figures_are_equal_or_unknown() -> None:
-    other = record("a", 0.1) | {"train_loss": [2.0, 1.5], "eval": {"loss": 1.0, "accuracy": None, "samples": 8}}
-    rows = by_figure(Run(record("a", 0.1), None), Run(other, None))
-    assert rows["final training loss"]["change_pct"] == 50 and rows["final training loss"]["result"] == "unknown"
-    assert rows["largest difference of training losses at one step"]["change"] == 0.5
-    assert rows["eval loss"]["result"] == "equal" and np.isnan(rows["accuracy"]["run"])
-
-
 def test_only_what_got_worse_by_more_counts() -> None:
     slow = changes(Run(timed("a", 0.1), None), Run(timed("a", 0.11), None))
     assert exceeding(slow, 9.0)["figure"].tolist() == ["step time", "throughput"]
@@ -166,7 +151,7 @@ def test_changes_of_two_runs(zero3: Path) -> None:
     assert "Worse: collectives (+100.0 %)" in text and not (folder / "summary.html").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "named"),
     [
         (["--fail-above", "5"], 3, ["step time got worse by more than 5 %: +10.0 %", "collectives", "throughput"]),
@@ -195,19 +180,7 @@ def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> 
     assert table.loc["collectives", "result"] == "unknown"
 
 
-def test_runs_that_differ_are_refused_or_marked(zero3: Path) -> None:
-    run_in(zero3, NEW, timed("zero3", 0.1) | {"threads": 4})
-    run_in(zero3, OLD, timed("zero3", 0.1) | {"threads": 1})
-    answer = compare_runs(str(zero3), "--baseline", OLD)
-    assert answer.returncode == 1 and answer.stderr.count("\n") == 1
-    assert f"threads (1: baseline {OLD}; 4: run {NEW}); train them alike, or give --allow-diff" in answer.stderr
-    answer = compare_runs(str(zero3), "--baseline", OLD, "--allow-different", "threads")
-    assert answer.returncode == 0, answer.stderr
-    page = zero3.parent.parent / "reports_sharding" / "zero3" / "changes.html"
-    assert "These runs differ in more than their run: threads" in page.read_text()
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "expected"),
     [
         (["FOLDER"], 2, "for a folder --baseline is missing"),
@@ -229,17 +202,7 @@ def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, exp
     assert expected.replace("FOLDER", str(zero3)) in answer.stderr
 
 
-def test_one_run_alone_and_runs_of_two_choices(tmp_path: Path) -> None:
-    folder = tmp_path / "profile" / "zero3"
-    run_in(folder, OLD, timed("zero3", 0.1))
-    answer = compare_runs(str(folder), "--baseline", OLD)
-    assert answer.returncode == 1 and "has no completed run besides the baseline; train again, or" in answer.stderr
-    run_in(folder, NEW, timed("zero2", 0.1))
-    answer = compare_runs(str(folder), "--baseline", OLD)
-    assert answer.returncode == 1 and "is of zero3, but" in answer.stderr and answer.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("are_fitted", "of_calls"), [(False, "worse"), (True, "unknown")])
+@each_row(("are_fitted", "of_calls"), [(False, "worse"), (True, "unknown")])
 def test_calls_of_fitted_buckets_differ_by_chance(are_fitted: bool, of_calls: str) -> None:
     """Each run fits its buckets to what it has measured; bytes are the same in any number of buckets."""
     calls = {"collectives", *(f"{label}: calls" for label in LABELS.values())}

@@ -15,7 +15,6 @@ from ddp_lab.analysis.comparison.conclusion import PARTS, fastest, leanest, part
 from ddp_lab.analysis.comparison.fairness import FIELDS, SETTINGS, affected, differences, require_comparable
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
-from ddp_lab.analysis.report.figures.lanes_figure import lanes_by_choice_figure
 from ddp_lab.analysis.report.figures.times import parts_figure
 from ddp_lab.analysis.report.figures.traffic import traffic_figure
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
@@ -25,6 +24,7 @@ from ddp_lab.analysis.report.pages.summary import summary_page
 from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
 from tests.analysis.test_analysis import page_equals_csv
+from tests.tables import each_row
 from tests.traces import record, record_of_eight_steps, write, write_run
 
 RHYTHM = np.tile([1.0, 1.02, 0.98, 1.01], 11)[:41]
@@ -62,7 +62,7 @@ def test_step_times_are_held_against_the_reference_step_by_step() -> None:
     assert table["step_time_ratio"].tolist()[:3] == pytest.approx([1, 1.1, 0.9])
 
 
-@pytest.mark.parametrize("steps", [2, 18])
+@each_row("steps", [2, 18])
 def test_too_few_steps_and_no_reference_are_unknown(steps: int) -> None:
     few = {"a": timed("a", 0.1, steps=steps), "b": timed("b", 0.2, steps=steps)}
     table = comparison(few, {}, "a").set_index("choice")
@@ -99,7 +99,7 @@ def steps_of(rows: list[tuple[int, int, float]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["rank", "step", "step_ms"])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "expected"),
     [
         ([(0, 5, 30.0), (1, 5, 30.0), (0, 6, 20.0), (1, 6, 22.0), (0, 7, 10.0), (1, 7, 10.0)], (6, 0)),
@@ -113,21 +113,6 @@ def test_the_step_and_rank_that_stand_for_all(tmp_path: Path, rows: Any, expecte
     exposure = type("Exposure", (), {"steps": steps_of(rows)})()
     kept = keep(type("Analysis", (), {**vars(analysis), "timelines": timelines, "exposure": exposure})())  # type: ignore[arg-type]
     assert (kept.step, kept.timeline.rank) == expected
-
-
-def test_lanes_of_all_choices_begin_at_nought(tmp_path: Path) -> None:
-    """Docstring of `cpu_trace`: in each step compute 0.1 .. 0.4 and 0.5 .. 0.7 ms, all-reduce 0.6 .. 0.9."""
-    kept = {choice: keep(analysed(tmp_path, choice)) for choice in ("a", "b")}
-    figure = lanes_by_choice_figure(kept)
-    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for trace in figure.data:
-        for lane, begin, width in zip(trace.y, trace.base, trace.x, strict=True):
-            spans.setdefault((lane, trace.name), []).append((round(begin, 3), round(begin + width, 3)))
-    for choice in ("a", "b"):
-        assert spans[choice, "backward"] == [(0.1, 0.4), (0.5, 0.7)]
-        assert spans[choice, "exposed communication"] == [(0.7, 0.9)]
-        assert spans[f"{choice}  collectives", "collective"] == [(0.6, 0.9)]
-        assert spans[choice, "idle"] == [(0.0, 0.1), (0.4, 0.5), (0.9, 0.999)]
 
 
 def test_a_bar_is_the_median_step_in_the_shares_of_the_profiled_ones() -> None:
@@ -226,11 +211,6 @@ def test_ties_single_choices_and_untimed_runs() -> None:
     assert words(none).startswith("Fewer than two choices have timed steps")
 
 
-def test_without_the_reference_the_next_choice_is_the_rival() -> None:
-    text = words({"b": timed("b", 0.1), "c": timed("c", 0.3), "d": timed("d", 0.2)})
-    assert text.startswith("b is fastest, 2.00 times as fast as d (")
-
-
 def test_a_fast_choice_that_fails_its_audit_is_suspected() -> None:
     records = {"ref": timed("ref", 0.2), "b": timed("b", 0.1)}
     table = comparison(records, {}, "ref")
@@ -270,25 +250,6 @@ def test_ratios_are_among_runs_over_one_class() -> None:
     assert table["paired_ratio"].tolist()[::2] == [0.5, 0.9091]
     assert table["verdict"].tolist() == ["faster", "reference"] * 2
     assert table["backend_class"].tolist() == ["ProcessGroupNCCL2"] * 2 + ["ProcessGroupNCCL"] * 2
-
-
-def test_a_class_without_the_reference_has_no_ratios() -> None:
-    records = over_two_classes()
-    del records["pytorch_ddp@nccl-legacy"]
-    row = comparison(records, {}, "pytorch_ddp").set_index("choice").loc["ours@nccl-legacy"]
-    assert row["verdict"] == "unknown" and np.isnan(row["step_time_ratio"]) and np.isnan(row["paired_ratio"])
-    assert np.isnan(row["peak_ratio"]) and row["step_time_ms_median"] > 0
-
-
-def test_the_page_keeps_the_classes_apart() -> None:
-    text = comparison_page(Compared(over_two_classes(), {}, "pytorch_ddp", [], []))
-    assert "(ProcessGroupNCCL2 and ProcessGroupNCCL)" in text
-    assert "Over ProcessGroupNCCL2: ours is fastest, 2.00 times as fast as the reference pytorch_ddp" in text
-    assert (
-        "Over ProcessGroupNCCL: ours@nccl-legacy is fastest, 1.10 times as fast as the reference pytorch_ddp@" in text
-    )
-    assert "compared only among runs over one class" in text
-    assert "What differs besides the choice and backend class" in text and "backend, backend class" not in text
 
 
 def test_classes_are_compared_if_the_user_says_so() -> None:
@@ -333,7 +294,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
+@each_row("case", DIFFERENT)
 def test_runs_that_differ_stand_in_no_table(case: str) -> None:
     changes, expected = DIFFERENT[case]
     said = {"host": "here", "threads": 1, "versions": {"torch": "2.15", "nccl": "2.30"}}
@@ -449,14 +410,3 @@ def test_a_page_without_any_traces(tmp_path: Path) -> None:
     page = write_comparison(Compared(records, {}, "baseline", [], []), tmp_path)
     assert {"profiled_step_ms", "overlap_pct", "all_reduce_calls_per_step"} <= page_equals_csv(page)
     assert "One step of each choice" not in page.read_text()
-
-
-def test_the_page_says_whose_peak_utilization_refers_to(tmp_path: Path) -> None:
-    on_gpus = {name: timed(name, 0.1) | {"device_name": "Tesla T4"} for name in ("pytorch_ddp", "b")}
-    on_gpus["b"]["model_flops_per_second"] = 1.62e12
-    page = comparison_page(Compared(on_gpus, {}, "pytorch_ddp", [], []))
-    assert "MFU is their share of 2 times 8.1 TFLOP/s, the peak of Tesla T4 in float32 (NVIDIA T4" in page
-    table = comparison(on_gpus, {}, "pytorch_ddp").set_index("choice")
-    assert table.loc["b", "mfu_pct"] == 10.0
-    unknown = comparison_page(Compared({"b": timed("b", 0.1)}, {}, "pytorch_ddp", [], []))
-    assert "no utilization (MFU), since ddp_lab/planner/hardware.toml has no peak of cpu" in unknown

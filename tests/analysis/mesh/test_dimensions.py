@@ -13,7 +13,6 @@ from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.dimensions import dimensions, waits
 from ddp_lab.analysis.metrics.exposure import exposure
-from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.mesh_waits import mesh_waits_figure
 from ddp_lab.analysis.traces.collectives import gloo_collectives
 from ddp_lab.analysis.traces.groups import ranks_of, shown
@@ -21,6 +20,7 @@ from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
 from ddp_lab.runtime.watch.group_marks import ranks_text
 from ddp_lab.strategy.communication.traffic import EVERYONE, Collective, on_mesh
 from tests.analysis.metrics.test_exposure import timeline
+from tests.tables import each_row
 from tests.traces import event, parsed, record_of_eight_steps
 
 MESHES = ("dp=2,tp=2", "dp=4", "tp=4", "dp=1,tp=2", "replicate=2,shard=2", "replicate=2,shard=3,tp=2", "dp=3,tp=1")
@@ -50,7 +50,7 @@ def test_names_of_groups() -> None:
         assert ranks_of(unknown, 4) == ()
 
 
-@pytest.mark.parametrize("text", MESHES)
+@each_row("text", MESHES)
 def test_coordinates_and_dimensions_agree_with_those_of_training(text: str) -> None:
     theirs, mesh = Mesh.parse(text), of_text(text)
     assert [coordinates(mesh, rank) for rank in range(theirs.size)] == [
@@ -111,11 +111,6 @@ def test_equal_calls_of_two_groups_are_told_apart_by_their_threads() -> None:
     assert seen["group_size"].eq(2).all() and seen["bytes"].tolist() == [12, 16, 36, 36]
 
 
-def test_no_call_is_lost_where_threads_cannot_be_told_apart() -> None:
-    events = [*call(0, DP, 9), *call(5, TP, 9), *call(10, DP, 9), span(20, 8, 9), span(21, 7, 9), span(40, 8, 9)]
-    assert gloo_collectives(parsed(*events).events, 4, "")["group"].tolist() == [DP, TP, DP]
-
-
 def test_exposed_time_by_dimension() -> None:
     """Compute until 40. dp from 30 to 70, tp from 60 to 90: exposed 50 in all, of which 10 are of both."""
     calls = [("all_reduce", 8, 30, 70, DP, 2), ("all_reduce", 16, 60, 90, TP, 2)]
@@ -153,15 +148,6 @@ def test_who_waits_for_whom() -> None:
     assert (dp.name, tp.name) == ("dp", "tp") and tp.x == ("tp 0", "tp 1") and tp.y == ("dp 0", "dp 1")
     assert [list(row) for row in tp.z] == [[0, 0], [0.02, 0]]
     assert tp.text[1][0] == "rank 2 waits 0.02 ms a step, 0.02 of them for rank 3"
-
-
-def test_lanes_by_dimension() -> None:
-    (first, *_) = on_square({0: 10})
-    streams = ["gloo 7", "gloo 8"]
-    kernels = first.kernels.assign(stream=["compute", *streams])
-    first = replace(first, kernels=kernels, collectives=first.collectives.assign(stream=streams))
-    figure = lanes_figure([first], 0, SQUARE)
-    assert set(figure.layout.yaxis.ticktext) == {"<b>rank 0</b>", "kernels", "dp collectives", "tp collectives"}
 
 
 def test_the_audit_tells_dimensions_apart() -> None:

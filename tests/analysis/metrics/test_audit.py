@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.traces.timeline import RankTimeline
+from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, record_of_eight_steps, timeline_of
 
 
@@ -34,11 +34,7 @@ def test_a_right_run_passes_every_check() -> None:
     assert list(results(table)) == [*((subject, None) for subject in whole), *each]
 
 
-def test_without_a_record_nothing_is_expected() -> None:
-    assert audit(timelines(), None).empty
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("change", "failing"),
     [
         ({"expected_traffic": []}, {("all-reduce: calls", 0), ("all-reduce: calls", 1)}),

@@ -3,7 +3,6 @@
 Against an independent reading of raw traces: `test_against_hta.py` and `test_real_runs.py`.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from ddp_lab.analysis.report.figures.lanes import bounds
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
 from ddp_lab.analysis.traces.finding import find_windows
-from ddp_lab.analysis.traces.matching import KEY, clock_offsets
 from ddp_lab.analysis.traces.timeline import RankTimeline
-from tests.traces import ahead_trace, cpu_trace, cuda_trace, event, launched, timeline_of, write_run
+from tests.tables import each_row
+from tests.traces import ahead_trace, cpu_trace, cuda_trace, launched, timeline_of, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -54,7 +53,7 @@ def timeline(
     )
 
 
-@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+@each_row("make", [cpu_trace, cuda_trace])
 def test_a_trace_worked_out_by_hand(make: Any) -> None:
     """Docstring of `cpu_trace`: 500 us of compute and 300 of communication in a step, 100 of it under compute. Both
     ranks arrive together, so all that is exposed is transfer. On a CPU a step has 999 us, of which 299 are idle. On the
@@ -95,22 +94,6 @@ def test_a_collective_that_outlives_its_step_may_be_hidden_by_the_next() -> None
     assert [second[part] for part in PARTS] == pytest.approx([0.9, 0, 0.3, 0.05, 0.15])
 
 
-def test_a_step_that_launches_nothing_has_no_time_on_the_device() -> None:
-    trace = ahead_trace()
-    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["args"].get("correlation") not in (11, 12, 13, 14)]
-    steps = exposure([timeline_of(trace)]).steps
-    assert steps["step_ms"].tolist() == pytest.approx([0.9, 0]) and steps["idle_ms"].tolist() == pytest.approx([0.1, 0])
-
-
-def test_on_a_device_backward_ends_with_the_last_kernel_that_it_launched() -> None:
-    """The host is through with backward at 50; the kernel that it launched at 40 ends at 90."""
-    one = timeline(0, [(0, 120)], [(0, 60), (60, 90)], [("all_reduce", 2000, 70, 110)])
-    launched = one.kernels.assign(launch=[10.0, 40.0, 45.0][: len(one.kernels)])
-    for kind, after in (("cuda", -0.02), ("cpu", 0.02)):
-        row = exposure([replace(one, kind=kind, kernels=launched)]).collectives.iloc[0]
-        assert row["after_backward_ms"] == pytest.approx(after)
-
-
 def test_waiting_is_laid_to_the_late_rank() -> None:
     """Rank 1 arrives at 80; rank 0 is there from 20 on and computes until 40. Both end at 100.
 
@@ -129,12 +112,6 @@ def test_waiting_is_laid_to_the_late_rank() -> None:
     assert rows["algbw_gbps"].tolist() == pytest.approx([0.1, 0.1])
 
 
-def test_of_two_under_way_the_first_issued_is_to_blame() -> None:
-    calls = [("all_reduce", 8, 10, 50), ("all_reduce", 8, 20, 70)]
-    found = exposure([timeline(rank, [(0, 100)], [(0, 15)], calls) for rank in range(2)])
-    assert found.collectives["exposed_ms"].tolist() == pytest.approx([0.035, 0.02] * 2)
-
-
 def test_clocks_of_two_hosts_are_aligned() -> None:
     """Rank 1's clock is 5 ms ahead; on one clock, it is 10 us late in each of three all-reduces, which end together."""
     calls = [("all_reduce", 8, start, start + 60) for start in (100, 200, 300)]
@@ -143,16 +120,6 @@ def test_clocks_of_two_hosts_are_aligned() -> None:
     assert found.clocks["offset_ms"].tolist() == [0, 5] and found.clocks["residual_ms"].tolist() == [0, 0]
     assert found.collectives["late_rank"].eq(1).all()
     assert found.collectives.groupby("rank")["wait_ms"].max().tolist() == pytest.approx([0.01, 0])
-
-
-def test_ends_that_scatter_are_no_difference_of_clocks() -> None:
-    rng = np.random.default_rng(0)
-    ends = rng.normal(0, 1000, size=(2, 40)) + 1e6 * np.arange(40)
-    calls = pd.DataFrame(
-        [(rank, 0, EVERYBODY, place, "all_reduce", ends[rank, place]) for rank in range(2) for place in range(40)],
-        columns=["rank", *KEY, "kind", "end"],
-    )
-    assert clock_offsets(calls, [0, 1])["offset_ms"].tolist() == [0, 0]
 
 
 def test_what_ranks_do_not_share_is_not_split() -> None:
@@ -180,34 +147,7 @@ def test_a_call_that_was_not_recorded_pairs_none_of_its_step_wrongly() -> None:
     assert found.collectives.loc[found.collectives["step"] == 0, "wait_ms"].isna().all()
 
 
-def test_kernels_launched_before_the_first_step_are_no_part_of_it() -> None:
-    """One launched before the window, and one whose launch was not recorded, run from 0 to 60 and from 70 to 90. So the
-    first step has the time from 90 to 900."""
-    trace = cuda_trace()
-    trace["traceEvents"] += launched("late", -500, 0, 60, correlation=77)
-    trace["traceEvents"].append(event("kernel", "lost", 70, 20, tid=7, stream=7, correlation=78))
-    first = exposure([timeline_of(trace)]).steps.iloc[0]
-    assert first["step_ms"] == pytest.approx(0.81)
-    assert (first["compute_ms"], first["idle_ms"]) == pytest.approx((0.5, 0.11))
-
-
-def test_where_ranks_are_missing_nobody_is_called_late() -> None:
-    """Two of three ranks, whose world the traces give as three; and two whose third file could not be read."""
-    calls = [("all_reduce", 8, 10, 20)]
-    for world_size, is_complete in ((3, True), (2, False)):
-        made = [timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=world_size) for rank in range(2)]
-        found = exposure(made, is_complete).collectives
-        assert found[["late_rank", "wait_ms", "busbw_gbps"]].isna().all(axis=None) and len(found) == 2
-
-
-def test_a_rank_that_communicates_nothing() -> None:
-    found = exposure([timeline(0, [(0, 100)], [(0, 60)], [])])
-    assert found.collectives.empty and found.steps[PARTS].iloc[0].tolist() == pytest.approx([0.06, 0, 0, 0, 0.04])
-
-
-@pytest.mark.parametrize(
-    ("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)]
-)
+@each_row(("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0), ("scatter", 0.75)])
 def test_bus_factors_are_those_of_nccl_tests(kind: str, factor: float) -> None:
     assert bus_factor(kind, 4) == factor
     assert np.isnan(bus_factor("all_reduce", float("nan")))

@@ -18,6 +18,7 @@ from ddp_lab.analysis.metrics.significance import (
     paired,
     paired_ratio,
 )
+from tests.tables import each_row
 
 
 def test_an_estimate_worked_out_by_hand() -> None:
@@ -34,17 +35,7 @@ def test_batches_are_of_consecutive_pairs_and_the_first_are_left_out() -> None:
     assert len(batch_means(np.arange(35.0))) == 11 and len(batch_means(np.arange(1000.0))) == 10
 
 
-@pytest.mark.parametrize("pairs", [0, 1, 17])
-def test_too_few_pairs_are_unknown(pairs: int) -> None:
-    found = paired(np.ones(pairs))
-    assert found.pairs == pairs and np.isnan(found[:4]).all()
-
-
-def test_equal_values_are_no_difference() -> None:
-    assert paired(np.zeros(30))[:4] == (0.0, 0.0, 0.0, 1.0)
-
-
-@pytest.mark.parametrize("count", [6, 9, 12])
+@each_row("count", [6, 9, 12])
 def test_the_interval_misses_in_at_most_5_percent_of_all_signs(count: int) -> None:
     """By brute force: signs of 1 .. count at random, the sum of the positive ones."""
     sums = np.array([np.dot(signs, range(1, count + 1)) for signs in product((0, 1), repeat=count)])
@@ -96,7 +87,7 @@ def noise(generator: Any, runs: int, steps: int, neighbours: float) -> Any:
     return shocks
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("steps", "neighbours", "most", "least"),
     [(18, 0.3, 0.07, 0.75), (31, 0.0, 0.07, 0.97), (31, 0.3, 0.1, 0.97), (31, 0.5, 0.14, 0.95), (200, 0.5, 0.07, 1.0)],
 )
@@ -109,13 +100,3 @@ def test_simulated_runs(steps: int, neighbours: float, most: float, least: float
     assert np.mean([found.p_value <= 0.05 for found in equal]) <= most
     assert np.mean([found.low <= 0 <= found.high for found in equal]) >= 1 - most
     assert np.mean([found.p_value <= 0.05 and found.value > 0 for found in slower]) >= least
-
-
-def test_a_simulated_sweep_of_equal_choices() -> None:
-    """Six choices against a seventh: in few sweeps is any of them called different."""
-    generator = np.random.default_rng(7)
-    wrong = 0
-    for _ in range(100):
-        runs = noise(generator, 7, 35, 0.3)
-        wrong += any(sign for _, sign in directions([paired(run - runs[6]) for run in runs[:6]], null=0.0))
-    assert wrong / 100 <= 0.10

@@ -10,24 +10,13 @@ import pytest
 
 from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
 from ddp_lab.analysis.metrics.exposure import exposure
-from ddp_lab.analysis.metrics.stragglers import by_rank, stragglers, verdict
+from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.collectives import only_group
 from ddp_lab.analysis.traces.finding import find_windows
 from tests.analysis.metrics.test_exposure import timeline
 from tests.traces import cpu_trace, write
-
-
-def test_ranks_that_are_alike_are_not_named() -> None:
-    """Rank 1 is 1 us late in each of two collectives of a step of 1000 us, which is too little to name it."""
-    calls = [("all_reduce", 8, 100, 200), ("all_reduce", 8, 300, 400)]
-    shifted = [(kind, size, start + 1, end) for kind, size, start, end in calls]
-    found = exposure([timeline(0, [(0, 1000)], [(0, 9)], calls), timeline(1, [(0, 1000)], [(0, 9)], shifted)])
-    ranks = by_rank(stragglers(found))
-    assert ranks["last_pct"].tolist() == [0, 100] and ranks["costs_ms"].tolist() == pytest.approx([0, 0.002])
-    assert verdict(found, ranks).startswith("No rank stands out")
-
 
 # Groups --------------------------------------------------------------------------------------------------------------
 

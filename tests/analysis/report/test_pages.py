@@ -16,9 +16,8 @@ from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.compare import keep
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
-from ddp_lab.analysis.report.page import Section, drawing, readable, render, table, write_page
+from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
-from ddp_lab.analysis.report.pages.ranks import representatives
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import Window, find_windows
@@ -238,20 +237,6 @@ def test_pages_of_a_report_root_share_the_script(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_print_is_light_and_whole(folder: Path, open_page: Opener) -> None:
-    page = open_page(folder / "summary.html", color_scheme="dark", viewport={"width": 390, "height": 800})
-    widths = "() => [...document.querySelectorAll('.main-svg')].map(svg => +svg.getAttribute('width'))"
-    page.emulate_media(media="print")
-    expect(page.locator("html")).to_have_attribute("data-theme", "light")
-    assert set(page.evaluate(widths)) == {700}
-    assert not page.locator("#theme, nav, .zoom").filter(visible=True).count()
-    assert page.locator(".scroll").first.evaluate("box => getComputedStyle(box).overflowX") == "visible"
-    page.emulate_media(media="screen", color_scheme="dark")
-    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-    assert min(page.evaluate(widths)) < 390
-
-
-@needs_browser
 def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opener) -> None:
     page = open_page(small_page)
     heading = page.get_by_role("columnheader", name="size")
@@ -263,39 +248,6 @@ def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opene
     page.get_by_role("columnheader", name="name").get_by_role("button").press("Space")
     assert order(page, "sizes", "name") == ["a", "b", "c", "d"] and heading.get_attribute("aria-sort") == "none"
     assert order(page, "sizes", "size") == ["", "9.0", "10.0", "9.0"]
-
-
-@needs_browser
-def test_headings_say_what_they_mean_by_mouse_keyboard_and_touch(small_page: Path, open_page: Opener) -> None:
-    page = open_page(small_page)
-    tip, button = page.get_by_role("tooltip"), page.get_by_role("columnheader", name="size").get_by_role("button")
-    page.get_by_role("columnheader", name="name").get_by_role("button").focus()
-    page.keyboard.press("Tab")
-    expect(tip).to_have_text("size, MiB: how much it holds")
-    page.keyboard.press("Escape")
-    expect(tip).to_be_hidden()
-    page.locator("#sizes tbody td").nth(1).hover()
-    expect(tip).to_have_text("size, MiB: how much it holds")
-    assert page.locator(f"#{button.get_attribute('aria-describedby')}").text_content() == "how much it holds"
-    phone = open_page(small_page, has_touch=True, is_mobile=True, viewport={"width": 390, "height": 800})
-    phone.get_by_role("columnheader", name="size").get_by_role("button").tap()
-    expect(phone.get_by_role("tooltip")).to_be_visible()
-
-
-@needs_browser
-def test_everything_is_reached_by_keyboard(small_page: Path, open_page: Opener) -> None:
-    page = open_page(small_page)
-    page.reload()
-    reached = []
-    for _ in range(7):
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.innerText.trim().split('\\n')[0]"))
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", reached
-    assert reached[:3] == ["Skip to the figures", "Theme: light", "Sizes"]
-    assert reached[4:7] == ["name", "name", "size"], "the box that scrolls, and both headings"
-    page.locator("nav a").first.press("Enter")
-    assert page.url.endswith("#s1") and page.locator("section#s1 h2").text_content() == "Sizes"
-    assert page.get_by_role("note").text_content().startswith("Incomplete: rank 1 <script>")
 
 
 @needs_browser
@@ -337,18 +289,6 @@ def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opene
         assert "\x1b" not in page.content() and "\u202e" not in page.content()
         assert page.locator("img, main a[href^=javascript]").count() == 0
     assert (folder / "summary.html").stat().st_size < LARGEST_PAGE
-
-
-def test_readable() -> None:
-    assert readable("a\x00b\ud800c\u202ed\tè\n") == "a\ufffdb\ufffdc\ufffdd\tè\n"
-    assert readable("x" * 2_000_000) == "x" * 119 + "…" and readable("x" * 120) == "x" * 120
-
-
-def test_the_slowest_is_not_who_waits() -> None:
-    """Rank 0 waits 8 of its 10 ms; rank 2 waits for nobody."""
-    steps = pd.DataFrame({"rank": [0, 1, 2], "step_ms": [10.0, 10.0, 9.0], "exposed_wait_ms": [8.0, 5.0, 0.0]})
-    assert representatives(steps, most=2) == {0: "fastest", 1: "median", 2: "slowest"}
-    assert representatives(steps) == {0: "", 1: "", 2: ""}
 
 
 RANKS = 64

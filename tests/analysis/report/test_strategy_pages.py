@@ -9,12 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.columns import MIB
-from ddp_lab.analysis.report.figures.step_picture import draw, rows_of
 from ddp_lab.analysis.report.figures.traced_step import TracedStep
 from ddp_lab.analysis.report.pages.strategy_page import (
-    BEGIN,
-    END,
     PICTURE,
     filled,
     problems,
@@ -23,6 +19,7 @@ from ddp_lab.analysis.report.pages.strategy_page import (
 )
 from ddp_lab.analysis.traces.collectives import COLUMNS
 from scripts.draw_pages import MESHED, PAGES, hand_written
+from tests.tables import each_row
 from tests.traces import cpu_trace, event, parsed, record, timeline_of
 
 MIB_BYTES = 2**20
@@ -50,7 +47,7 @@ def rewritten(change: Callable[[str], str]) -> Callable[[Path], None]:
     return lambda page: page.write_text(change(page.read_text())) and None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("damage", "said"),
     [
         (Path.unlink, "no page"),
@@ -68,14 +65,6 @@ def test_what_is_missing_is_named(damage: Callable[[Path], None], said: str, tmp
     damage(tmp_path / "zero1.md")
     (problem,) = problems(tmp_path, ["zero1"])
     assert "zero1.md" in problem and said in problem
-
-
-def test_figures_are_replaced_between_the_markers() -> None:
-    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
-    assert filled(filled(page, "new"), "newer") == f"above\n{BEGIN}\nnewer\n{END}\nbelow\n"
-    for broken in ("", BEGIN, f"{END}{BEGIN}", f"{page}{page}"):
-        with pytest.raises(ValueError, match="once each"):
-            filled(broken, "new")
 
 
 def traced_step() -> TracedStep:
@@ -137,30 +126,12 @@ def test_memory_lies_where_the_traced_step_did_the_same() -> None:
     assert memory.to_dict() == pytest.approx(expected)
 
 
-def test_memory_of_another_step_is_refused() -> None:
-    step = traced_step()
-    del step.record["memory"][0]["timeline"]["phases"][0]
-    with pytest.raises(ValueError, match="no memory of the step"):
-        step.memory()
-
-
 def test_calls_over_gloo_are_shown_as_the_collective_that_they_stand_for() -> None:
     gather, reduction = traced_step().collectives().to_dict("records")
     assert (gather["name"], gather["bytes"], gather["is_of_step"]) == ("all-gather", 4 * MIB_BYTES, False)
     assert (gather["issued"], gather["start"], gather["end"]) == pytest.approx((0, 0, 0.1))
     assert (reduction["name"], reduction["bytes"], reduction["is_of_step"]) == ("reduce-scatter", 4 * MIB_BYTES, True)
     assert (reduction["issued"], reduction["start"], reduction["end"]) == pytest.approx((0.39, 0.4, 0.6))
-
-
-def test_calls_on_a_mesh_are_shown_by_dimension() -> None:
-    step = traced_step()
-    step.record["config"]["mesh"] = "dp=2,tp=2"
-    groups = ["ranks 0,1", "ranks 0,2", "ranks 0,1", "all ranks"]
-    step.timeline.collectives["group"] = groups
-    assert step.lanes() == ["along dp", "along tp"]
-    calls = step.collectives()
-    assert calls["lane"].tolist() == ["along tp", "along dp", "along tp", "along mesh"]
-    assert calls["name"].unique().tolist() == ["call"]
 
 
 def test_figures_of_a_run() -> None:
@@ -172,23 +143,3 @@ def test_figures_of_a_run() -> None:
     assert "all-gathers | 1 call, (N-1)/N x 4 MiB = 2 MiB | 0 calls, 0 B |" in text
     assert "| sent in all | 4 MiB = 1 x 4P | 2 MiB = 0.5 x 4P |" in text
     assert "| 25 % of the step's time |" in text
-
-
-def test_picture(tmp_path: Path) -> None:
-    step = traced_step()
-    figure = draw(step, most_mib=300, most_ms=2)
-    memory, lanes = figure.axes
-    assert memory.get_ylim() == (0, 300) and lanes.get_xlim() == (0, 2)
-    assert [text.get_text() for text in memory.texts] == [f"peak {step.held['peak_bytes'] * MIB:.0f} MiB"]
-    names = [label.get_text() for label in lanes.get_yticklabels()]
-    expected = [
-        "gradients:\n1 reduce-scatter\nof 4 MiB",
-        "parameters:\n0 all-gathers\nof 4 MiB",
-        "bookkeeping:\nnothing sent",
-    ]
-    assert names == ["phase", "compute", *expected]
-
-
-def test_calls_in_flight_together_lie_in_rows() -> None:
-    calls = pd.DataFrame({"issued": [0.0, 1.0, 2.0, 5.0], "end": [3.0, 2.0, 6.0, 7.0]})
-    assert rows_of(calls) == [0, 1, 1, 0]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from ddp_lab.analysis.command import main
-from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window, read_rank
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import LONGEST_NAME
 from ddp_lab.runtime.config import RECORD_VERSION
-from tests.traces import cpu_trace, cuda_trace, event, timeline_of, write, write_run
+from tests.tables import each_row
+from tests.traces import cpu_trace, cuda_trace, event, write, write_run
 
 NAME = "20260101-000000-abcd.step7.pt.trace.json.gz"
 
@@ -65,7 +65,7 @@ def content(what: Any) -> bytes:
     return what if isinstance(what, bytes) else json.dumps({"traceEvents": what}).encode()
 
 
-@pytest.mark.parametrize("case", UNUSABLE)
+@each_row("case", UNUSABLE)
 def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, case: str) -> None:
     data, message = UNUSABLE[case]
     path = tmp_path / NAME
@@ -119,7 +119,7 @@ def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: 
     assert printed.out == f"report: {tmp_path / 'reports' / 'x' / 'run_1_20261121-100000' / 'summary.html'}\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "message"),
     [
         (lambda: {**cpu_trace(), "traceEvents": cpu_trace()["traceEvents"][8:]}, "not of the same run or window"),
@@ -144,35 +144,7 @@ def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
     assert "says that it is of rank 1; its name says rank 0" in problem
 
 
-def test_missing_ranks_are_listed_briefly() -> None:
-    assert [listed(ranks) for ranks in ([3], [0, 3], [0, 1, 3])] == ["3", "0 and 3", "0, 1 and 3"]
-    assert listed(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more"
-
-
-@pytest.mark.parametrize("start", [1e13, 9e16, -1e13])
-def test_an_event_far_from_the_steps_is_left_out_and_counted(start: float) -> None:
-    trace = cuda_trace()
-    trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=99))
-    trace["traceEvents"].append(event("kernel", "far", start, 5, stream=7, correlation=99))
-    found = timeline_of(trace)
-    assert found.left_out == 1 and len(found.kernels) == len(timeline_of(cuda_trace()).kernels)
-
-
-ODD = {
-    "a shape of text": {"Input Dims": [[["a", 2]]], "Input type": ["float"]},
-    "a shape of nothing": {"Input Dims": [[[None, 2]]], "Input type": ["float"]},
-    "a root that is no number": {"Concrete Inputs": ["", "", "", "²"], "Input Dims": [[4]]},
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_odd_arguments(case: str) -> None:
-    call = event("cpu_op", "c10d::scatter_" if "root" in case else "c10d::allreduce_", 120, 5, **ODD[case])
-    trace = {"distributedInfo": {"pg_config": [{"ranks": [[0], [1]]}]}, "traceEvents": [*steps_at((5, 0, 900)), call]}
-    assert timeline_of(trace).collectives.empty
-
-
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [{}, {"config": 5}, {"memory": 5}, {"memory": [3]}, {"train_loss": None}, "[" * 100_000],
 )
@@ -186,26 +158,12 @@ def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.Capture
     assert error.startswith(f"error: {path}: ") and error.count("\n") == 1
 
 
-def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace_dir = write_run(tmp_path / "profile" / "x")
-    (tmp_path / "file").touch()
-    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "file")]) == 1
-    assert "cannot write" in capsys.readouterr().err
-
-
-def test_an_absurd_number_of_ranks_is_not_believed(tmp_path: Path) -> None:
-    trace = cuda_trace(0)
-    trace["distributedInfo"]["world_size"] = 10**12
-    write(tmp_path / "rank_999999999.json", trace)
-    assert analyse_window(find_windows(tmp_path)[0]).timelines[0].world_size is None
-
-
 # Hostile -------------------------------------------------------------------------------------------------------------
 
 HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cmd|'/c calc'!A1", "a\x00\x1b[31mb\u202e"]
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "x" * 2**20])
+@each_row("name", [*HOSTILE, "x" * 2**20])
 def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
     for rank in range(2):
         trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})
@@ -223,27 +181,3 @@ def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
     for path in page.parent.glob("*.csv"):
         for row in csv.reader(path.open()):
             assert not any(re.match(r"[=@\t\r]|[+-](?![\d.])", field) for field in row), (path.name, row)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_streams(tmp_path: Path) -> None:
-    trace = cuda_trace(0)
-    trace["distributedInfo"]["world_size"] = 1
-    for number in range(200_000):
-        link = {"stream": 100 + number, "correlation": 1000 + number}
-        trace["traceEvents"].append(event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=link["correlation"]))
-        trace["traceEvents"].append(event("kernel", "ncclDevKernel_AllReduce", 100 + number * 1e-3, 5e-4, **link))
-    write(tmp_path / "rank_0.json", trace)
-    analysis = analyse_window(find_windows(tmp_path)[0])
-    assert len(analysis.timelines[0].kernels) == 200_006
-    assert write_summary(analysis, "x", tmp_path / "out").stat().st_size < 6e6
-
-
-def test_many_kernels(tmp_path: Path) -> None:
-    """HTA's own reader fails on this many if their correlations are small numbers."""
-    kernels = 40_000
-    operators = [event("cpu_op", "aten::mm", 1 + 2 * number, 1) for number in range(kernels)]
-    steps = [event("user_annotation", f"ProfilerStep#{number}", number * 3 * kernels, 3 * kernels) for number in (0, 1)]
-    write(tmp_path / "rank_0.json", {"traceEvents": [*steps, *operators]})
-    summary = analyse_window(find_windows(tmp_path)[0]).summary
-    assert summary["compute_pct"].tolist() == pytest.approx([50], abs=0.01)

@@ -14,16 +14,12 @@ import json
 import math
 import os
 from collections.abc import Callable
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from hta.common.trace import Trace
-from hta.trace_analysis import TraceAnalysis
 
-from ddp_lab.analysis.summary import WindowAnalysis, analyse_window, hides_communication
+from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
 from ddp_lab.analysis.traces.finding import group_by_window
 from tests import raw
 from tests.traces import event, launched, write
@@ -184,63 +180,6 @@ def test_payloads_and_bandwidths(analysis: WindowAnalysis) -> None:
                 if rates[kind, rank][index] == rates[kind, rank][index]:  # the ranks' calls were matched
                     hand_rate = call["bytes"] / (done - arrived) / 1000 * factor
                     assert rates[kind, rank][index] == pytest.approx(hand_rate, rel=0.01)
-
-
-def test_bandwidths_are_known_where_sizes_are(tmp_path: Path) -> None:
-    """All calls of a 2024 trace; of 2023 those whose operator takes a tensor; of 2022 none."""
-    for era, share in (("2022", 0), ("2023", 2 / 3), ("2024", 1), ("rocm", 1), ("nccl2", 1)):
-        for rank in range(2):
-            write(tmp_path / era / f"rank_{rank}.json", made(era, rank))
-        (window,) = group_by_window(sorted((tmp_path / era).iterdir()), "x")
-        assert analyse_window(window).exposure.collectives["busbw_gbps"].notna().mean() == pytest.approx(share)
-
-
-def test_hta_says_the_same(analysis: WindowAnalysis, tmp_path: Path) -> None:
-    """Of HTA's own reading of the files. It gets copies in which times are whole nanoseconds, since it rounds them to
-    whole units, and correlations are large, since it fails on some small ones."""
-    files = {
-        timeline.rank: str(
-            write(tmp_path / f"for_hta_{timeline.rank}.json", for_hta(read(timeline.path), timeline.rank))
-        )
-        for timeline in analysis.timelines
-    }
-    in_this_process = partialmethod(Trace.load_traces, use_multiprocessing=False)  # else it forks beside threads
-    with mock.patch.object(Trace, "load_traces", in_this_process):
-        alone = TraceAnalysis(trace_files=files, trace_dir=str(tmp_path))
-    theirs = alone.get_temporal_breakdown(visualize=False).set_index("rank")
-    overlap = alone.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
-    shown = ("compute",) if hides_communication(analysis.timelines[0]) else ("compute", "non_compute", "idle")
-    for row in analysis.summary.to_dict("records"):
-        rank, steps = row["rank"], row["steps"]
-        for part in shown:
-            whole = theirs.loc[rank, f"{part}_time(us)"] / 1e6
-            assert row[f"{part}_ms"] * steps == pytest.approx(whole, rel=0.01, abs=0.001 * steps)
-        if len(shown) > 1:
-            assert row["overlap_pct"] == pytest.approx(overlap.get(rank, float("nan")), abs=1, nan_ok=True)
-
-
-def test_a_rank_alone_hides_no_communication() -> None:
-    """Its host's exchanges with itself over Gloo leave idle time and exposed copies as the device shows them."""
-    (window,) = group_by_window(sorted((H200 / "zero3_nccl").iterdir()), "x")
-    (row,) = analyse_window(window).summary.to_dict("records")
-    assert row["idle_ms"] > 0 and row["non_compute_ms"] > 0
-
-
-def for_hta(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    steps = [e for e in raw.complete(trace) if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"]
-    begin, end = raw.span(steps[0])
-    launched, events = raw.launches(trace), []
-    for part in raw.complete(trace):
-        if "correlation" in part.get("args", {}):
-            outside = not begin <= launched.get(part["args"]["correlation"], -1) <= end
-            if len(steps) == 1 and outside:  # of a single step HTA takes all that is in the trace
-                continue
-            part["args"]["correlation"] += 1_000_000
-        elif part not in steps:
-            continue
-        start, stop = (round((moment - begin) * 1000) for moment in raw.span(part))
-        events.append({**part, "ts": start + 10**9, "dur": stop - start})
-    return {"distributedInfo": {"rank": rank}, "traceEvents": events}
 
 
 WORDS = {

@@ -11,6 +11,7 @@ import pytest
 
 from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.nccl import device_collectives
+from tests.tables import each_row
 from tests.traces import cuda_trace, event, launched, parsed, timeline_of
 
 TOLD = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float", "Group size": 2}
@@ -27,7 +28,7 @@ def kernel(at: float, name: str = "ncclDevKernel_Generic(ncclDevKernelArgsStorag
     return launched(name, at, at + 100, 10, 20, correlation=int(at), **args)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "kind"),
     [
         ("allreduce", "all_reduce"),
@@ -74,26 +75,6 @@ def test_the_name_of_a_kernel_is_not_believed_where_an_operator_says_more() -> N
     assert seen["group"].eq("all ranks").all() and seen["group_size"].eq(8).all()
 
 
-def test_very_old_traces_have_only_a_span() -> None:
-    """Torch 1.12: no `c10d::` operator around an all-to-all. What follows the span is a message."""
-    seen = collectives(event("user_annotation", "nccl:all_to_all", 0, 9), *kernel(5, SEND_RECV), *kernel(15, SEND_RECV))
-    assert seen["kind"].tolist() == ["all_to_all", "send_recv"] and seen["bytes"].isna().all()
-
-
-def test_streams_without_names_are_of_groups_that_nobody_knows() -> None:
-    """Each process group has a stream of its own. Old traces name no group."""
-    one, other = kernel(5, SEND_RECV), kernel(15, SEND_RECV)
-    other[1]["args"]["stream"] = 21
-    named = kernel(25, **TOLD, **{"Process Group Name": "3"})
-    for events, groups in (
-        ([*one, *named], ["all ranks", "group 3"]),
-        ([*one, *other, *named], ["", "", "group 3"]),
-    ):
-        seen = collectives(*events)
-        assert seen["group"].tolist() == groups
-        assert seen["group_size"].isna().tolist() == [group == "" for group in groups]
-
-
 def test_groups_of_kernels() -> None:
     """Told by the kernel, by the operator that issued it, or by nobody."""
     told = {**TOLD, "Process Group Name": "7", "Process Group Ranks": "[0, 2]"}
@@ -108,23 +89,6 @@ def test_groups_of_kernels() -> None:
     assert seen["group"].tolist() == ["ranks 0, 2, group 7"] * 2 + ["", ""]
     assert seen["group_size"].tolist()[:2] == [2, 2] and seen["group_size"].isna().tolist()[2:] == [True, True]
     assert seen["kind"].tolist() == ["all_reduce"] * 2 + ["other"] * 2 and seen["bytes"].tolist()[1] == 40
-
-
-def test_a_group_that_is_named_without_its_ranks_is_the_same_group() -> None:
-    """As in coalesced calls, and in all of ProcessGroupNCCL2."""
-    groups = [{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [0]}, "odd"]
-    full, bare = ({**TOLD, "Process Group Name": "0", "Process Group Ranks": ranks} for ranks in ("[0, 1]", "[]"))
-    seen = collectives(*kernel(5, **full), *kernel(15, **bare), groups=groups)
-    assert seen["group"].tolist() == ["ranks 0, 1, group 0"] * 2
-    assert collectives(*kernel(5, **bare))["group"].tolist() == ["group 0"]
-
-
-def test_a_coalesced_call_that_ran_as_two_kernels_is_one_call() -> None:
-    """NCCL splits a group that is too large for one kernel. Its payload is that of the operator, once."""
-    told = {**TOLD, "Collective name": "allgather_into_tensor_coalesced", "Out msg nelems": 80, "External id": 4}
-    record = event("cpu_op", "record_param_comms", 0, 9, **told)
-    seen = collectives(record, *kernel(5, **told), *kernel(7, **told), *kernel(40, **{**told, "External id": 6}))
-    assert seen[["start", "end", "bytes"]].to_numpy().tolist() == [[105, 117, 320], [140, 150, 320]]
 
 
 def test_payloads_of_what_one_rank_does_not_hold_whole() -> None:

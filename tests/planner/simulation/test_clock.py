@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ddp_lab.planner.contracts import CollectiveCost
 from ddp_lab.planner.simulation.clock import Clock, Flight, Queue
+from tests.tables import each_row
 
 seconds = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 links = st.sampled_from(["inside", "between"])
@@ -34,7 +35,7 @@ def test_what_compute_hides_is_not_exposed() -> None:
     assert clock.now_s == 2.5, "what is done is not waited for again"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("share", "together", "slowdown"), [(1.0, 1, 1.0), (1.0, 3, 3.0), (0.5, 2, 1.0), (0.5, 3, 1.5), (0.75, 2, 1.5)]
 )
 def test_transfers_share_a_link_and_latencies_do_not(share: float, together: int, slowdown: float) -> None:
@@ -54,7 +55,7 @@ def test_a_queue_lets_so_many_run_at_once() -> None:
         assert clock.now_s == end
 
 
-@pytest.mark.parametrize("latency", [0.0, 1.5, 3.0])
+@each_row("latency", [0.0, 1.5, 3.0])
 def test_contention_lengthens_compute_while_a_collective_is_in_flight(latency: float) -> None:
     """3 s of compute: the first 2 take 3 beside the collective, the last one takes 1."""
     clock = Clock(1.5)
@@ -63,7 +64,7 @@ def test_contention_lengthens_compute_while_a_collective_is_in_flight(latency: f
     assert clock.now_s == clock.compute_s == pytest.approx(4.0) and flight.ended_s == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("latency", [0.0, 1.0, 3.0])
+@each_row("latency", [0.0, 1.0, 3.0])
 def test_what_could_begin_earlier_has_done_so_and_compute_makes_up_for_it(latency: float) -> None:
     """At 4 s, two of 3 s that could begin at 1 s: the first was done at 4, and its queue lets the second go only then.
     Beside the first, compute was 1.5 times as slow, so that of its 3 s there one is still to be done.

@@ -32,6 +32,7 @@ from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import REFUSALS, all_choices, load
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 CHOICES = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
 SECONDS = 1e-3
@@ -143,7 +144,7 @@ def real_memory(choice: tuple[str, str]) -> dict[str, int]:
     return strategy.memory_breakdown()
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+@each_row("choice", CHOICES)
 def test_resting_memory_is_what_real_ranks_hold(ranks: RankPool, choice: tuple[str, str]) -> None:
     _, real = ranks.run(2, real_memory, choice)
     held = simulate(setting(choice[1]), cluster(), COSTS, rank=1).memory.at_rest
@@ -246,12 +247,11 @@ def test_what_is_offloaded_is_on_no_gpu_and_takes_the_host_s_time() -> None:
     assert offloaded.compute_s >= 4 * 6 * elements / hardware.host(2).bytes_per_s
 
 
-@pytest.mark.parametrize("choice", ["zero3", "bucket_ddp_async", "pytorch_zero3"])
-def test_activation_checkpointing_takes_memory_for_time(choice: str) -> None:
+def test_activation_checkpointing_takes_memory_for_time() -> None:
     """Blocks keep their inputs alone, and compute once more: forward, forward, backward, for forward, backward."""
 
     def one(recomputed: str) -> Simulated:
-        of_llama = setting(choice, "llama", activation_checkpointing=recomputed)
+        of_llama = setting("zero3", "llama", activation_checkpointing=recomputed)
         return simulated(replace(of_llama, make_micro_batches=lambda: [make_batch("llama", 64, 0)]))
 
     plain, block, every_second = (one(recomputed) for recomputed in ("none", "block", "every:2"))
@@ -273,7 +273,7 @@ def gradient_seconds(calls: int) -> float:
     return calls * LATENCY + 4 * elements / RATE + EXCHANGE_S
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@each_row("kind", ["cpu", "cuda"])
 def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     """On CUDA the first exchange, of tensors in host memory, takes what Gloo would inside a node."""
     step = simulated(setting("simple_ddp"), kind=kind)
@@ -303,13 +303,6 @@ def test_what_overlaps_is_hidden() -> None:
     assert simulated(setting("simple_ddp_async"), contention=1.5).compute_s > hidden.compute_s
 
 
-def test_fsdp_overlaps_on_cuda_as_its_streams_do() -> None:
-    """Gathers of the next unit and reductions of the last run beside compute; on CPU it blocks for each."""
-    on_cpu, on_cuda = (simulated(setting("pytorch_zero3", "llama"), kind=kind) for kind in ("cpu", "cuda"))
-    assert on_cpu.communication_s - on_cpu.exposed_s < LATENCY, "all but a part of the second exchange"
-    assert on_cuda.exposed_s < 0.8 * on_cuda.communication_s
-
-
 def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
     step = simulated(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
@@ -326,7 +319,7 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "options"),
     [
         ("bucket_ddp_async", {"overlap_optimizer": True}),
@@ -377,7 +370,7 @@ class Fails(Square):
         raise ValueError("all samples must end\nalike")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "said"),
     [
         (BranchesOnWeights, r"depends on its weights \(.*test_simulate\.py:\d+\)"),
@@ -388,22 +381,6 @@ class Fails(Square):
 def test_models_that_cannot_run_without_data(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(CannotSimulate, match=said):
         simulated(replace(setting("simple_ddp"), make_module=make))
-
-
-def test_choices_that_cannot_be_are_refused() -> None:
-    for choice, said in (("deepspeed_zero2", "DeepSpeed"), ("zero9", "no such choice")):
-        with pytest.raises(UserError, match=said):
-            simulated(setting(choice))
-
-
-def test_operators_without_costs_are_listed() -> None:
-    class AllButProducts(EachOperator):
-        def seconds(self, call: OperatorCall) -> float | None:  # type: ignore[override]
-            return None if call.name == "aten.addmm.default" else SECONDS
-
-    step = simulate(setting("simple_ddp"), cluster(), Costs(AllButProducts(), EachCollective()))
-    assert step.without_costs == {"aten.addmm.default": 3}
-    assert not any(span.name == "aten.addmm.default" for span in step.spans)
 
 
 # What is left behind -------------------------------------------------------------------------------------------------
