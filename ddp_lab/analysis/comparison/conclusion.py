@@ -93,9 +93,11 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
             f"{doubt}: {measured}.",
         )
     alike = [name for name, each in to_fastest.items() if each.verdict == ALIKE and name != other["choice"]]
-    who = f"{best['choice']} is" if not alike else f"{listed([best['choice'], *alike])} cannot be told apart and are"
+    who = f"{best['choice']} is fastest"
+    if alike:
+        who = f"{listed([best['choice'], *alike])} are fastest (they cannot be told apart)"
     claim = (
-        f"{who} fastest, {found.value:.2f} times as fast as {rival} ({mine} ms a step against {theirs} ms)"
+        f"{who}, {found.value:.2f} times as fast as {rival} ({mine} ms a step against {theirs} ms)"
         f"{reason(best, other)}."
     )
     if (best["audit_failures"] or 0) > 0:
