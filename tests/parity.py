@@ -4,7 +4,8 @@ Functions here run inside ranks (`tests.ranks`). Each global batch is a list (by
 so that a test can state how unevenly samples are split.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from ddp_lab.strategy.precision import DTYPES, autocast
 from ddp_lab.strategy.registry import Registry
 from tests.models import BRANCHES, build, make_batch
 from tests.ranks import RankPool
+from tests.tables import each_row
 
+Choice = tuple[str, str]
 Split = Sequence[Sequence[int]]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -42,7 +45,7 @@ REFUSALS = {
 """(choice, model) that the choice cannot train, and what it says to that when it is built, or in the first step."""
 
 
-def all_choices() -> list[tuple[str, str]]:
+def all_choices() -> list[Choice]:
     """(family, name) of every registered strategy, pytest's parameters; one that both families list, once."""
     replicated = [("ddp", name) for name in ddp.CHOICES]
     known = {ddp.REGISTRY.location(name) for name in ddp.CHOICES}
@@ -51,25 +54,26 @@ def all_choices() -> list[tuple[str, str]]:
 
 
 for_each_choice = pytest.mark.parametrize("choice", all_choices(), ids="-".join)
-in_own_loops = pytest.mark.parametrize(
-    "choice", [choice for choice in all_choices() if not choice[1].startswith("deepspeed")], ids="-".join
-)
+over_choices = each_row("choice", all_choices())
+IN_OWN_LOOPS = [choice for choice in all_choices() if not choice[1].startswith("deepspeed")]
 """Those that run in loops that are not the runner's."""
+in_own_loops = pytest.mark.parametrize("choice", IN_OWN_LOOPS, ids="-".join)
+over_own_loops = each_row("choice", IN_OWN_LOOPS)
 
 
-def load(choice: tuple[str, str]) -> type[Strategy]:
+def load(choice: Choice) -> type[Strategy]:
     registries: dict[str, Registry] = {"ddp": ddp.REGISTRY, "sharding": sharding.REGISTRY}
     return registries[choice[0]].load(choice[1])
 
 
-def options_of(choice: tuple[str, str], **given: Any) -> StrategyOptions:
+def options_of(choice: Choice, **given: Any) -> StrategyOptions:
     """What `given` says. Buckets that are fitted to the link are so from the fifth step on (`test_fitted_buckets.py`);
     tests of fewer steps get some of a fixed size, that they may see them reduced during backward."""
     fitted = {"bucket_cap_mb": 25.0} if choice[1] in ("bucket_ddp_async", "baseline") else {}
     return StrategyOptions(**fitted | given)
 
 
-def is_refused(ranks: RankPool, choice: tuple[str, str], model: str) -> bool:
+def is_refused(ranks: RankPool, choice: Choice, model: str) -> bool:
     """Whether `choice` is listed as not supporting `model`; then it must say so on every rank, or the test fails."""
     wanted = REFUSALS.get((choice[1], model.partition(",")[0]))
     if wanted is not None:
@@ -79,7 +83,7 @@ def is_refused(ranks: RankPool, choice: tuple[str, str], model: str) -> bool:
 
 
 def build_and_step(
-    choice: tuple[str, str], model: str = "plain", options: StrategyOptions | None = None, optimizer: str = "sgd"
+    choice: Choice, model: str = "plain", options: StrategyOptions | None = None, optimizer: str = "sgd"
 ) -> Strategy:
     strategy = load(choice)(build(model), OPTIMIZERS[optimizer], options or options_of(choice))
     strategy.forward_backward([make_batch(model, 2, 0)])
@@ -92,6 +96,16 @@ def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any) 
     with pytest.raises(kind) as caught:
         function(*args)
     return str(caught.value)
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """A failure within this context says `what` was tried."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"tried: {what}")
+        raise
 
 
 def check_messages(ranks: RankPool, world_size: int, function: Callable[..., dict[str, str]], *args: Any) -> None:
@@ -186,7 +200,7 @@ def backward_in(dtype: torch.dtype, module: torch.nn.Module, samples: dict[str, 
 
 
 def train_on_rank(
-    choice: tuple[str, str],
+    choice: Choice,
     model: str,
     steps: Sequence[Split],
     optimizer: str = "sgd",
@@ -269,7 +283,7 @@ def assert_parity(results: list[dict[str, Any]], expected: dict[str, Any], toler
 
 def check_parity(
     ranks: RankPool,
-    choice: tuple[str, str],
+    choice: Choice,
     model: str,
     steps: Sequence[Split],
     optimizer: str = "sgd",

@@ -129,6 +129,7 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
     timeout = datetime.timedelta(seconds=60)
     store = dist.PrefixStore(group, dist.TCPStore("127.0.0.1", port, timeout=timeout))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    gc.freeze()  # what is imported by now is not looked through by each collection that follows
     while True:
         try:
             function, args = connection.recv()

@@ -4,15 +4,18 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 Test = Callable[..., None]
 
 
 def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Test], Test]:
     """Takes what `pytest.mark.parametrize` takes, but makes one case, which names every row that fails.
 
-    Each row has a `tmp_path` of its own. It shares other fixtures, so it must not depend on what another left in them.
+    Each row has a `tmp_path` and a `monkeypatch` of its own. It shares other fixtures, so it must not depend on what
+    another left in them.
     """
-    fields, every = ([names] if isinstance(names, str) else list(names)), list(table)
+    fields, every = (names.split(", ") if isinstance(names, str) else list(names)), list(table)
     assert every, "no rows"
 
     def decorate(test: Test) -> Test:
@@ -24,14 +27,20 @@ def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Te
                 if "tmp_path" in fixtures:
                     own["tmp_path"] = fixtures["tmp_path"] / f"row-{index}"
                     own["tmp_path"].mkdir()
-                try:
-                    test(**given, **{**fixtures, **own})
-                except Exception as error:
-                    failures.append((given, error))
+                with pytest.MonkeyPatch.context() as patch:
+                    if "monkeypatch" in fixtures:
+                        own["monkeypatch"] = patch
+                    try:
+                        test(**given, **{**fixtures, **own})
+                    except Exception as error:
+                        failures.append((given, error))
+                        if isinstance(error, TimeoutError):
+                            break  # each of the others may take as long
             if failures:
                 shown = "\n".join(f"{given}\n  {type(error).__name__}: {error}" for given, error in failures[:20])
                 raise AssertionError(f"{len(failures)} of {len(every)} rows fail:\n{shown}") from failures[0][1]
 
+        all_rows.__dict__.update(test.__dict__)  # marks
         all_rows.__name__, all_rows.__doc__, all_rows.__module__ = test.__name__, test.__doc__, test.__module__
         of_test = inspect.signature(test)
         fixtures_only = [parameter for name, parameter in of_test.parameters.items() if name not in fields]

@@ -25,7 +25,6 @@ from tests.faults.scenarios import (
 from tests.runtime.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
-SAMPLED = ["stopped (SIGSTOP)", "another order", "out of memory"]
 QUICK = [("rank 0 killed in forward", "pytorch_ddp")]
 FLAT_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_ddp.py"]
 FLAT_DDP += ["--ddp-choice", "flat_ddp", *TINY]
@@ -43,14 +42,8 @@ def test_a_fault_is_named_and_ends_the_run(tmp_path: Path, name: str, choice: st
     assert flights == ["rank_0.flight.json", "rank_1.flight.json"]  # also of the rank that was killed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLED)
-def test_some_faults(tmp_path: Path, name: str) -> None:
-    require_ends_well(NAMED[name], "simple_ddp", tmp_path)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in {*dict(QUICK), *SAMPLED}])
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in dict(QUICK)])
 def test_every_fault(tmp_path: Path, name: str) -> None:
     require_ends_well(NAMED[name], "simple_ddp", tmp_path)
 
@@ -58,7 +51,7 @@ def test_every_fault(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(scenario.name, marks=pytest.mark.slow if number > 0 else ())
+        pytest.param(scenario.name, marks=pytest.mark.exhaustive if number > 0 else pytest.mark.slow)
         for number, scenario in enumerate(ON_LATE_DEVICE)
     ],
 )
@@ -69,7 +62,11 @@ def test_faults_of_ranks_whose_collectives_a_device_runs(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(ON_MESH)))]
+    "number",
+    [
+        pytest.param(number, marks=pytest.mark.exhaustive if number > 0 else pytest.mark.slow)
+        for number in range(len(ON_MESH))
+    ],
 )
 def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path: Path, number: int) -> None:
     """The message names the rank with its place."""
@@ -79,7 +76,9 @@ def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path: Path, number: int) -> N
 @pytest.mark.parametrize(
     ("sent", "to"),
     [
-        pytest.param(sent, to, marks=pytest.mark.slow if sent == signal.SIGTERM else pytest.mark.exhaustive)
+        pytest.param(
+            sent, to, marks=pytest.mark.slow if (sent, to) == (signal.SIGTERM, "torchrun") else pytest.mark.exhaustive
+        )
         for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
         for to in ("torchrun", "rank 1")
     ],
@@ -104,7 +103,7 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
 
 
-@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_sigusr1(tmp_path: Path, saves: bool) -> None:
     """To one rank: all save and end, with exit code 0. Without checkpoints they go on, and say so."""
     mark = f"sigusr1-{os.getpid()}-{tmp_path.name}"
@@ -152,7 +151,7 @@ def wait_for(holds: Any, limit_s: float = 90.0) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_at_once_in_one_directory(tmp_path: Path) -> None:
     command = [*FLAT_DDP, "--output-dir", str(tmp_path)]
     runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(2)]

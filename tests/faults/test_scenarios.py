@@ -1,11 +1,10 @@
 """What is expected of a run with a fault."""
 
-import pytest
-
 from tests.faults.scenarios import FAULT_STEP, SCENARIOS, Outcome
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(("device", "losses"), [("cpu", FAULT_STEP), ("cuda", FAULT_STEP - 1)])
+@each_row("device, losses", [("cpu", FAULT_STEP), ("cuda", FAULT_STEP - 1)])
 def test_a_gpu_has_one_loss_unread(device: str, losses: int) -> None:
     scenario = next(one for one in SCENARIOS if one.name == "killed in forward")
     said = f"error: rank 1 was killed in step {FAULT_STEP}"

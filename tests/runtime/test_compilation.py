@@ -42,7 +42,7 @@ def test_the_summary_says_what_was_compiled() -> None:
     assert compiled(made) == "1 graph compiled in 2 s, 0 of them again, 1 graph break"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_its_report(tmp_path: Path) -> None:
     """Compiled and not, losses agree; the audit of the compiled run holds, and its graphs count as compute."""
     flags = ["--ddp-choice", "zero3", "--workload", "sample-lm", "--max-steps", "10", "--eval-samples", "8"]

@@ -18,13 +18,13 @@ from ddp_lab.runtime.loop import evaluate
 from tests.parity import load, options_of
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of, run_here
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize("ranks_of_run", [1, 2])
-def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path, ranks_of_run: int) -> None:
+def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"choice": "simple_ddp", "workload": "digits", "global_batch_size": 64, "epochs": 4}
     settings |= {"output_dir": str(tmp_path), "no_profile": True}
-    assert set(ranks.run(ranks_of_run, run_here, settings)) == {None}
+    assert set(ranks.run(2, run_here, settings)) == {None}
     record = record_of(tmp_path, "simple_ddp")
     assert record["train_samples"] == 1437 and record["eval"]["samples"] == 360
     assert record["eval"]["accuracy"] > 0.9 and record["train_loss"][0] > 2
@@ -49,7 +49,7 @@ def losses_of_trained_and_saved(choice: tuple[str, str]) -> tuple[float, float |
         return found, model(**workload.collate(workload.evaluation)).loss.item()
 
 
-@pytest.mark.parametrize("choice", [("ddp", "simple_ddp"), ("ddp", "pytorch_ddp"), ("sharding", "zero2")])
+@each_row("choice", [("ddp", "simple_ddp"), ("ddp", "pytorch_ddp"), ("sharding", "zero2")])
 def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice: tuple[str, str]) -> None:
     (found, saved), (other, _) = ranks.run(2, losses_of_trained_and_saved, choice)
     assert found == other == pytest.approx(saved, rel=1e-6)

@@ -13,6 +13,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import build_parser, parse_config
 from ddp_lab.runtime.settings.field import GROUPS
 from ddp_lab.runtime.settings.file import to_toml, with_config_file
+from tests.tables import each_row
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 
@@ -54,7 +55,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
+@each_row("arguments, expected", MISTAKES)
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     with pytest.raises(SystemExit) as left:
         parsed(*arguments)
@@ -108,8 +109,8 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert changed == config.but(choice="simple_ddp", max_steps=9, no_profile=False, overlap_optimizer=False)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
+@each_row(
+    "text, expected",
     [
         ("max_steps = 3", "unknown key 'max_steps'; did you mean max-steps"),
         ("max-steps = 'many'", "max-steps: Expected `int | null`, got `str`"),

@@ -21,6 +21,7 @@ from tests.runtime.records.test_metrics import lines_of
 from tests.runtime.test_run import run_here
 from tests.strategies.test_late_reads import reads_late
 from tests.strategies.test_traps import Choice
+from tests.tables import each_row
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 48, "eval_samples": 4, "no_profile": True}
 TINY |= {"global_batch_size": 4}
@@ -84,7 +85,7 @@ def loaded_by(choice: str, folder: Path) -> list[float]:
     return state_of(strategy)
 
 
-@pytest.mark.parametrize(("saves", "loads"), [("zero3", "bucket_ddp_async"), ("pytorch_ddp", "pytorch_zero3")])
+@each_row("saves, loads", [("zero3", "bucket_ddp_async"), ("pytorch_ddp", "pytorch_zero3")])
 def test_scale_and_growth_tracker_are_saved(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
     scale, tracker = ranks.run(2, saved_by, saves, tmp_path / "saved")[0]
     assert 4 < scale < TOO_LARGE and tracker > 0

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from ddp_lab.runtime.data import hub
 from ddp_lab.runtime.data.labels import Labels
 from ddp_lab.runtime.errors import UserError
+from tests.tables import each_row
 
 
 def load(path: Path, text: str = "text", label: str = "label", train: int = 100, held_out: int = 100) -> Any:
@@ -20,8 +21,8 @@ def rows(*labels: Any, text: str = "fine") -> Dataset:
     return Dataset.from_list([{"text": f"{text} {label}", "label": label} for label in labels])
 
 
-@pytest.mark.parametrize(
-    ("labels", "names"),
+@each_row(
+    "labels, names",
     [
         ((7, -2, 40, 7), ("-2", "7", "40")),
         (("spam", "ham", "spam"), ("ham", "spam")),

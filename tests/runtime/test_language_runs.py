@@ -16,6 +16,7 @@ from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.errors import UserError
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of, run_here
+from tests.tables import each_row
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 400}
 
@@ -76,8 +77,8 @@ def settings_of(local: Path, output: Path, **changes: Any) -> dict[str, Any]:
 DATA = ["text.parquet", "text.csv", "text.jsonl", "text.json", "saved", "texts", "text.txt"]
 
 
-@pytest.mark.parametrize("dataset", DATA)
-@pytest.mark.parametrize("streaming", [False, True])
+@each_row("dataset", DATA)
+@each_row("streaming", [False, True])
 def test_text_in_every_format(ranks: RankPool, local: Path, dataset: str, streaming: bool) -> None:
     column = "body" if dataset == "text.json" else "text"
     settings = settings_of(local, Path("unused"), dataset=dataset, streaming=streaming, text_column=column)
@@ -129,7 +130,7 @@ def generated_here(settings: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("choice", ["zero3", "pytorch_zero3"])
+@each_row("choice", ["zero3", "pytorch_zero3"])
 def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path, tmp_path: Path, choice: str) -> None:
     """GPT-2's embeddings are tied."""
     texts = []
@@ -170,7 +171,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each_row("case", BAD)
 def test_bad_text(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> None:
     changes, expected = BAD[case]
     messages = ranks.run(2, run_here, settings_of(local, tmp_path, **changes))

@@ -10,6 +10,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from tensor_parallel.plan import Column, Row, read_plan
+from tests.tables import each_row
 
 degrees = st.fixed_dictionaries({"dp": st.integers(1, 5), "tp": st.integers(1, 4)})
 
@@ -24,7 +25,7 @@ def test_ranks_and_coordinates(given_degrees: dict[str, int]) -> None:
     assert Mesh.parse(str(mesh)) == mesh
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text, wanted",
     [
         ("dp2", "'dp2' is none of dp, replicate, shard, tp"),
@@ -57,7 +58,7 @@ def test_picture() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "settings, wanted",
     [
         ({"sequence_parallel": True}, "--sequence-parallel: must be with --mesh and tp above 1"),

@@ -16,6 +16,7 @@ from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.rank_state import Entry, RankState
 from ddp_lab.runtime.watch.watcher import Watcher
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 
@@ -173,7 +174,7 @@ def test_a_hang_is_declared_before_the_timeout(bench: Bench, timeout_s: float, d
     assert oldest.is_overdue
 
 
-@pytest.mark.parametrize(("waited_s", "kind"), [(599.0, "timeout"), (1.0, "collective")])
+@each_row("waited_s, kind", [(599.0, "timeout"), (1.0, "collective")])
 def test_a_backend_that_aborts_gives_the_reason(
     stream: Stream, monkeypatch: pytest.MonkeyPatch, waited_s: float, kind: str
 ) -> None:
@@ -244,7 +245,7 @@ HANGS: dict[str, tuple[list[RankReport], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", HANGS)
+@each_row("case", HANGS)
 def test_the_rank_that_hangs(case: str) -> None:
     reports, culprit, message = HANGS[case]
     ending = first_cause(dict(enumerate(reports)))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from ddp_lab.runtime.data.causal_lm import keeps_documents_apart
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
 from tests.runtime.test_masks import CountReads
+from tests.tables import each_row
 
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHAPE |= {"vocab_size": 60, "use_cache": False}
@@ -77,7 +77,7 @@ def test_a_batch_without_padding_of_single_documents_has_no_mask() -> None:
     assert collate_sequences(0)(list(sequences)).keys() == {"input_ids", "labels"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_a_packed_document_has_the_logits_of_the_document_alone(name: str) -> None:
     read_no_masks()
     torch.manual_seed(0)

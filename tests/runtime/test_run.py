@@ -37,6 +37,7 @@ from ddp_lab.runtime.link.speed import Link, Nodes
 from ddp_lab.runtime.run import run, seed_everything, train_and_record
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 TINY = {"workload": "mlp", "depth": 3, "width": 16, "train_samples": 40, "eval_samples": 13, "profile_wait": 1}
 DOCS = Path(__file__).parents[2] / "docs"
@@ -112,15 +113,16 @@ def test_every_field_of_the_record_is_documented(ranks: RankPool, tmp_path: Path
 
 def test_evaluation_and_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     records = []
-    for world_size in (1, 2, 4):
+    for world_size in (1, 3):
         settings = {
             **TINY,
             "choice": "bucket_ddp_async",
             "output_dir": str(tmp_path / str(world_size)),
             "train_samples": 43,
             "no_profile": True,
+            "global_batch_size": 6,
             "clip_grad_norm": 1.0,
-        }  # the last window holds 3 samples
+        }  # the last window holds 1 sample
         assert set(ranks.run(world_size, run_here, settings)) == {None}
         records.append(record_of(tmp_path / str(world_size), "bucket_ddp_async"))
     for record in records[1:]:
@@ -185,7 +187,7 @@ def yelp_settings(local: Path, output: Path, dataset: str = "parquet", model: st
     }
 
 
-@pytest.mark.parametrize("dataset", ["parquet", "saved", "reviews.csv", "reviews.jsonl"])
+@each_row("dataset", ["parquet", "saved", "reviews.csv", "reviews.jsonl"])
 def test_local_model_and_data(ranks: RankPool, local: Path, tmp_path: Path, dataset: str) -> None:
     """Through the code that loads `yelp` from the hub; the saved model is bf16 and trains in fp32."""
     assert ranks.run(2, run_here, yelp_settings(local, tmp_path, dataset)) == [None, None]
@@ -245,7 +247,7 @@ BAD_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_SETTINGS)
+@each_row("case", BAD_SETTINGS)
 def test_bad_settings(ranks: RankPool, tmp_path: Path, case: str) -> None:
     changes, expected = BAD_SETTINGS[case]
     messages = ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), **changes})
@@ -266,7 +268,7 @@ BAD_DATA = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_DATA)
+@each_row("case", BAD_DATA)
 def test_bad_model_or_data(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> None:
     changes, expected = BAD_DATA[case]
     settings = yelp_settings(local, tmp_path, **changes)
@@ -347,8 +349,8 @@ def test_no_rank_waits_for_one_that_failed(ranks: RankPool) -> None:
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
+@each_row(
+    "field, value",
     [
         ("seed", -1),
         ("seed", 2**32),
@@ -382,8 +384,8 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_ranks: int) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "flags", "expected"),
+@each_row(
+    "gpus, flags, expected",
     [
         (0, {}, ("cpu", "gloo")),
         (2, {}, ("cuda:1", "nccl")),
@@ -412,8 +414,8 @@ def test_device_and_backend(
         assert (str(device), backend) == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
+@each_row(
+    "flags, expected",
     [
         ({"link": "1gbit", "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
         ({"nodes": 2, "outer_link": "1mbit"}, "--outer-link 1mbit: must be a rate, with --link RATE and --nodes"),
@@ -472,7 +474,7 @@ def test_the_store_stays_until_all_have_read(monkeypatch: pytest.MonkeyPatch) ->
         gpus_of_ranks(store, 0, 2, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+@each_row("backend", ["nccl", "nccl-legacy"])
 def test_torch_knows_both_nccl_backends(backend: str) -> None:
     config = dist.BackendConfig(dist.Backend(group_config(backend)))
     assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": backend}
@@ -497,7 +499,7 @@ def classes_here() -> tuple[str, str]:
     return type(group._get_backend(device)).__name__, backend_class(group, device)
 
 
-@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+@each_row("local_rank, lines", [("0", 1), ("1", 0)])
 def test_what_is_wrong_with_one_node_is_said_there(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank: str, lines: int
 ) -> None:

@@ -29,6 +29,7 @@ from ddp_lab.runtime.watch.sequence import (
 from ddp_lab.strategy.gradient_watch import GradientWatch
 from scripts.sweep_state import SweepState
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 # The flight recorder -------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ def exchange(order: str) -> str | None:
     return str(problem) if problem else None
 
 
-@pytest.mark.parametrize("order", ["same", "swapped", "unknown"])
+@each_row("order", ["same", "swapped", "unknown"])
 def test_the_order_of_equal_gradients(ranks: RankPool, order: str) -> None:
     first, second = ranks.run(2, exchange, order)
     assert first == second
@@ -132,8 +133,8 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
     return Entry(**{"seq": seq, "kind": kind, "elements": elements, "dtype": dtype, **values, **changes})
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "differs"),
+@each_row(
+    "one, other, differs",
     [
         (entry(2), entry(2), False),
         (entry(2), entry(2, state="issued", time_s=9.0), False),
@@ -236,7 +237,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_the_first_cause(case: str) -> None:
     reports, expected, message = CASES[case]
     ending = first_cause(dict(enumerate(reports)))
@@ -264,8 +265,8 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     assert find_deadlock({0: waiting, 1: issued}) is None, "rank 0 continues in a moment"
 
 
-@pytest.mark.parametrize(
-    ("error", "in_collective", "expected"),
+@each_row(
+    "error, in_collective, expected",
     [
         (ValueError("timed out"), False, "failed"),
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), False, "connection"),

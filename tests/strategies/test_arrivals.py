@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_lab.strategy.blocks import find_blocks
 from sharding.arrivals import Arrivals
+from tests.tables import each_row
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ def started(model: Model, cut: bool = True) -> Any:
     return arrivals
 
 
-@pytest.mark.parametrize("is_training", [True, False])
+@each_row("is_training", [True, False])
 def test_each_part_waits_for_its_own(is_training: bool) -> None:
     log: list[str] = []
     model = Model(log)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ddp import link_fit
 from ddp.bucket_plan import MOST_PIECES, Cost, Timeline, choose, coarse_ends, describe, finish_time, plan, usual_ends
+from tests.tables import each_row
 
 
 def line(latency: float, per_byte: float):
@@ -98,7 +99,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("timeline", "finishes", "best"), BY_HAND.values(), ids=BY_HAND)
+@each_row("timeline, finishes, best", BY_HAND.values())
 def test_by_hand(timeline: Timeline, finishes: dict[tuple[int, ...], float], best: list[int]) -> None:
     """When gradients are ready, their bytes, and what bytes cost; when each bucketing is done, and the plan."""
     assert {ends: finish_time(timeline, ends) for ends in finishes} == finishes
@@ -180,7 +181,7 @@ def test_fitted_buckets_are_never_worse_than_the_usual_ones(name: str, payload: 
     assert finish_time(real, ends) <= 1.02 * finish_time(real, usual_ends(real))
 
 
-@pytest.mark.parametrize("name", LINKS)
+@each_row("name", LINKS)
 def test_a_byte_costs_what_it_does(name: str) -> None:
     """On NVLink the probe must be large, and elsewhere it may not take long."""
     link, taken = LINKS[name], []

@@ -43,16 +43,17 @@ for_each_that_compiles = pytest.mark.parametrize(
 )
 
 
-@for_each_that_compiles
+@pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
 def test_a_transformer(ranks: RankPool, choice: tuple[str, str]) -> None:
     check_parity(ranks, choice, "llama", STEPS, "adam", QUICK)
 
 
 @pytest.mark.exhaustive
 @for_each_that_compiles
-def test_frozen_layers_in_blocks(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """Backward reads a frozen layer's weight after the trainable one in its block has got its gradient."""
-    check_parity(ranks, choice, "adapted", STEPS, "adam", QUICK)
+@pytest.mark.parametrize("model", ["llama", "adapted"])
+def test_blocks(ranks: RankPool, choice: tuple[str, str], model: str) -> None:
+    """In `adapted`, backward reads a frozen weight after the trainable one in its block has got its gradient."""
+    check_parity(ranks, choice, model, STEPS, "adam", QUICK)
 
 
 @pytest.mark.exhaustive

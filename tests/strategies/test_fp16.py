@@ -196,6 +196,7 @@ def test_each_step_is_grad_scalers(ranks: RankPool, choice: Choice) -> None:
 def test_own_loops(ranks: RankPool, choice: Choice) -> None:
     """With an optimizer that cannot skip on the device, and whose steps are as long as gradients are."""
     check(ranks, choice, Training("spiked", [[[2, 3], [4, 1]]] * 4, overflows=[(1, 0)], own_loop=True))
+    assert all("fp16 without scale_loss()" in said for said in ranks.run(2, forget_to_scale, choice))
 
 
 @pytest.mark.parametrize("name", ["bucket_ddp_async", "zero1", "zero3", "pytorch_zero3"])
@@ -273,11 +274,6 @@ def forget_to_scale(choice: Choice) -> str:
             strategy(**make_batch("plain", 2, 0)).loss.backward()
 
     return message_of(RuntimeError, unscaled)
-
-
-@in_own_loops
-def test_backward_from_an_unscaled_loss_is_refused(ranks: RankPool, choice: Choice) -> None:
-    assert all("fp16 without scale_loss()" in said for said in ranks.run(2, forget_to_scale, choice))
 
 
 def refusals() -> dict[str, str]:

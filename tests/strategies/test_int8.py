@@ -16,6 +16,7 @@ from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, load, message_of, options_of
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 SIZES = (0, 1, 2, 7, 255, 256 * 3, 257 * 3, 10_001)
 """Of gradients: fewer elements than ranks, and sizes that neither ranks nor blocks divide."""
@@ -43,7 +44,7 @@ def test_a_message_has_a_quarter_of_the_bytes() -> None:
     assert message.dtype == torch.uint8 and message.nbytes == 10 * (BLOCK + SCALE_BYTES)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each_row("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_arrives_and_is_not_owed(bad: float) -> None:
     owed = torch.randn(2, 8)
     owed[1, 3] = bad
@@ -66,7 +67,7 @@ def averages_of(sizes: tuple[int, ...], rounds: int) -> list[torch.Tensor]:
     return flats
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_row("world_size", [2, 3])
 def test_ranks_are_bitwise_equal_at_any_size(ranks: RankPool, world_size: int) -> None:
     first, *others = ranks.run(world_size, averages_of, SIZES, 3)
     for other in others:
@@ -86,7 +87,7 @@ def average_of_integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
     return flat, (pattern * (dist.get_world_size() + 1)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_row("dtype", [torch.float32, torch.float64])
 def test_what_int8_holds_is_exact(ranks: RankPool, dtype: torch.dtype) -> None:
     for average, wanted in ranks.run(3, average_of_integers, dtype):
         assert average.dtype == dtype and torch.equal(average, wanted)
@@ -127,30 +128,12 @@ def mean_of_rounds(forgets: bool) -> tuple[float, float]:
     return (kept.mean(0) - wanted).norm().item(), (kept[0] - wanted).norm().item()
 
 
-@pytest.mark.parametrize("forgets", [False, True], ids=["feedback", "planted: none"])
+@each_row("forgets", [False, True])
 def test_what_is_lost_arrives_later(ranks: RankPool, forgets: bool) -> None:
     """The sum of all rounds is off by what is owed at the end alone. Without feedback, by every round's loss."""
     for off, off_once in ranks.run(3, mean_of_rounds, forgets):
         assert off_once > 0
         assert off == pytest.approx(off_once, rel=1e-3) if forgets else off < 3 * off_once / ROUNDS
-
-
-def small_beside_large(rounds: int) -> float:
-    """The sum over rounds of an element that is a tenth of its block's scale."""
-    method, total = Int8(dist.group.WORLD), 0.0
-    for _ in range(rounds):
-        flat = torch.zeros(2 * BLOCK)
-        flat[::BLOCK], flat[1] = LARGEST, 0.1
-        method.average(0, flat).wait()
-        total += flat[1].item()
-    return total
-
-
-def test_a_small_element_arrives_in_the_end(ranks: RankPool) -> None:
-    """Rounded alone it would be 0 for ever; it is owed until it makes half a scale, in each phase."""
-    assert ranks.run(2, small_beside_large, 3) == [0, 0]
-    for total in ranks.run(2, small_beside_large, 101):
-        assert total == pytest.approx(0.1 * 100, abs=1.1)
 
 
 # In training ---------------------------------------------------------------------------------------------------------
@@ -187,7 +170,7 @@ def poisoned(choice: tuple[str, str], bad: float) -> tuple[str, bool, bool]:
     return message, is_kept, all(p.isfinite().all().item() for p in module.parameters())
 
 
-@pytest.mark.parametrize("name", ddp.CHOICES)
+@each_row("name", ddp.CHOICES)
 def test_traffic_of_unusual_parameters_on_three_ranks(ranks: RankPool, name: str) -> None:
     """In many small buckets, some of them empty, or of fp64."""
     options = {"compress": "int8", "bucket_cap_mb": 0.001}
@@ -195,7 +178,7 @@ def test_traffic_of_unusual_parameters_on_three_ranks(ranks: RankPool, name: str
         assert announced == seen and seen["all_to_all"][0] >= 2
 
 
-@pytest.mark.parametrize("name", ddp.CHOICES)
+@each_row("name", ddp.CHOICES)
 def test_nan_is_found_on_all_ranks(ranks: RankPool, name: str) -> None:
     """Before any update, with the rank to blame; and nothing of it is left for a later step."""
     for bad in (float("nan"), float("inf")):

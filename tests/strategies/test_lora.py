@@ -1,12 +1,12 @@
 """LoRA under every choice: as in one process with peft, with the frozen base sharded where parameters are."""
 
-import pytest
 import torch
 
 from ddp_lab.runtime.profiling.memory import ModelSize
 from tests.models import LORA, build
 from tests.parity import build_and_step, check_parity, for_each_choice
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 STEPS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3, 1]]]
 
@@ -24,9 +24,7 @@ def held(choice: tuple[str, str]) -> dict[str, int]:
     return build_and_step(choice, LORA).memory_breakdown()
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"), [("baseline", 1), ("zero1", 1), ("zero3", 2), ("pytorch_zero3", 2)], ids=lambda value: str(value)
-)
+@each_row("name, parts", [("baseline", 1), ("zero1", 1), ("zero3", 2), ("pytorch_zero3", 2)])
 def test_the_frozen_base_is_sharded_with_the_parameters(ranks: RankPool, name: str, parts: int) -> None:
     whole = ModelSize.of(build(LORA))
     assert whole.trainable_bytes < whole.parameter_bytes / 2

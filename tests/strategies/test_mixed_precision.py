@@ -13,12 +13,13 @@ from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, global_batch, load
+from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 CASTING = [("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3")]
-for_each_casting = pytest.mark.parametrize("choice", CASTING, ids="-".join)
+over_casting = each_row("choice", CASTING)
 BF16 = {"param_dtype": "bf16"}
 FP16 = {"param_dtype": "fp16", "growth_interval": 2}
 ALL_IN_BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
@@ -26,37 +27,32 @@ LARGE, SMALL = 256.0, 2.0**-9
 """In bf16 the sum is `LARGE` again."""
 
 
-def train(
-    choice: tuple[str, str], model: str, options: dict[str, Any], micro_batches: int, optimizer: str, clip: float | None
-) -> dict[str, Any]:
-    """Losses, norms and state of three steps, and the gradients of the last."""
-    strategy = load(choice)(build(model, seed=dist.get_rank()), OPTIMIZERS[optimizer], StrategyOptions(**options))
-    losses, norms, scales = [], [], []
+def train(choice: tuple[str, str], model: str, options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
+    """Losses and state of three steps, and the gradients of the last."""
+    strategy = load(choice)(build(model, seed=dist.get_rank()), OPTIMIZERS["adam"], StrategyOptions(**options))
+    losses, scales = [], []
     for step in range(3):
         strategy.zero_grad()
         split = [[2] * micro_batches] * dist.get_world_size()
         losses.append(strategy.forward_backward(global_batch(model, split, step)[dist.get_rank()]).item())
-        if clip is not None:
-            norms.append(strategy.clip_grad_norm_(clip).item())
         gradients = strategy.full_gradients()
         strategy.step()
         scales.append(strategy.verdict.loss_scale)
-    return {
-        "losses": losses,
-        "norms": norms,
-        "scales": scales,
-        "gradients": gradients,
-        "state": strategy.full_state_dict(),
-    }
+    return {"losses": losses, "scales": scales, "gradients": gradients, "state": strategy.full_state_dict()}
 
 
 @pytest.mark.parametrize("choice", CASTING[:3], ids="-".join)
-@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}, FP16], ids=str)
-def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
+def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str]) -> None:
     """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
+    for options in (BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}, FP16):
+        with naming(options):
+            check_against_fsdp2(ranks, choice, options)
+
+
+def check_against_fsdp2(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
     micro_batches = 1 if choice[1] == "zero1" else 2
     for model in ("llama", "tied", "frozen") if options == BF16 else ("llama",):
-        case = model, options, micro_batches, "adam", None
+        case = model, options, micro_batches
         ours, theirs = (ranks.run(2, train, of, *case) for of in (choice, ("sharding", "pytorch_zero3")))
         assert ours[0]["losses"] == theirs[0]["losses"] == ours[1]["losses"]
         assert ours[0]["scales"] == theirs[0]["scales"]
@@ -72,19 +68,6 @@ def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str], options: 
                 assert tensor.dtype == torch.float32 or not tensor.is_floating_point()
 
 
-@for_each_casting
-def test_it_stays_near_fp32(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """Uneven micro-batches that are accumulated, on three ranks, with clipping; also where reduced in bf16."""
-    exact = ranks.run(3, train, choice, "llama", {}, 3, "sgd", 0.5)[0]
-    for options in (BF16, ALL_IN_BF16, {**FP16, "loss_scale": 64.0}):
-        rounded = ranks.run(3, train, choice, "llama", options, 3, "sgd", 0.5)[0]
-        assert rounded["losses"] != exact["losses"]
-        assert rounded["losses"] == pytest.approx(exact["losses"], rel=2e-2)
-        assert rounded["norms"] == pytest.approx(exact["norms"], rel=5e-2)
-        for name, wanted in exact["state"].items():
-            torch.testing.assert_close(rounded["state"][name], wanted, rtol=0, atol=2e-2)
-
-
 def add_small_values(choice: tuple[str, str]) -> Tensor:
     module = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.constant_(module.weight, LARGE)
@@ -97,13 +80,13 @@ def add_small_values(choice: tuple[str, str]) -> Tensor:
     return strategy.full_state_dict().get("weight", torch.empty(0))
 
 
-@for_each_casting
+@over_casting
 def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: tuple[str, str]) -> None:
     weight, _ = ranks.run(2, add_small_values, choice)
     assert torch.equal(weight, torch.full((16, 16), LARGE + 4 * SMALL))
 
 
-@for_each_casting
+@over_casting
 def test_traffic_is_what_is_announced(ranks: RankPool, choice: tuple[str, str]) -> None:
     for model, micro_batches, options in (("llama", 2, BF16), ("frozen", 1, ALL_IN_BF16), ("plain", 1, BF16)):
         for announced, seen, _ in ranks.run(2, profiled_step, choice, model, micro_batches, options):
@@ -119,13 +102,13 @@ def resting_memory(choice: tuple[str, str], options: dict[str, Any]) -> tuple[di
     return strategy.memory_breakdown(), strategy.expected_memory(size)
 
 
-@for_each_casting
-@pytest.mark.parametrize("options", [BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}], ids=str)
-def test_memory_is_what_the_formula_says(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
+@over_casting
+def test_memory_is_what_the_formula_says(ranks: RankPool, choice: tuple[str, str]) -> None:
     """Padding and Adam's counters aside."""
-    for held, expected in ranks.run(2, resting_memory, choice, options):
-        for component, size in expected.items():
-            assert size <= held[component] <= 1.05 * size, component
+    for options in (BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}):
+        for held, expected in ranks.run(2, resting_memory, choice, options):
+            for component, size in expected.items():
+                assert size <= held[component] <= 1.05 * size, f"{component}, {options}"
 
 
 def save_and_train(choice: tuple[str, str], folder: Path) -> dict[str, Tensor]:
@@ -151,9 +134,7 @@ def one_step(strategy: Any, step: int) -> None:
     strategy.step()
 
 
-@pytest.mark.parametrize(
-    ("saves", "loads"), [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")]
-)
+@each_row("saves, loads", [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")])
 def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
     wanted = ranks.run(2, save_and_train, ("sharding", saves), tmp_path / "saved")[0]
     state = ranks.run(2, load_and_train, ("sharding", loads), tmp_path / "saved")[0]
@@ -171,16 +152,17 @@ def loaded_whole(choice: tuple[str, str], options: dict[str, Any] = BF16) -> tup
     return losses[0], losses[1]
 
 
-@for_each_casting
+@over_casting
 def test_the_whole_state_goes_out_and_in(ranks: RankPool, choice: tuple[str, str]) -> None:
     for before, after in ranks.run(2, loaded_whole, choice):
         assert before == after
 
 
-@pytest.mark.parametrize("choice", [choice for choice in all_choices() if choice not in CASTING], ids="-".join)
-def test_other_choices_refuse_to_cast_parameters(choice: tuple[str, str]) -> None:
-    with pytest.raises(UnsupportedError, match="--param-dtype: this strategy computes with"):
-        load(choice).require_options(StrategyOptions(**BF16))
+def test_other_choices_refuse_to_cast_parameters() -> None:
+    for choice in all_choices():
+        if choice not in CASTING:
+            with pytest.raises(UnsupportedError, match="--param-dtype: this strategy computes with"):
+                load(choice).require_options(StrategyOptions(**BF16))
 
 
 def build_with_statistics(choice: tuple[str, str]) -> str:
@@ -189,7 +171,7 @@ def build_with_statistics(choice: tuple[str, str]) -> str:
     return str(caught.value)
 
 
-@for_each_casting
+@over_casting
 def test_layers_with_statistics_are_refused(ranks: RankPool, choice: tuple[str, str]) -> None:
     """FSDP2 would fail in the first forward pass."""
     for said in ranks.run(2, build_with_statistics, choice):

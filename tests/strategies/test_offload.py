@@ -1,5 +1,6 @@
 """--offload: optimizer states, and parameters, in host memory or in files: the same numbers, and less on the device."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,15 @@ from ddp_lab.strategy.communication.loss_scale import LossScaler
 from ddp_lab.strategy.communication.verdict import norm_of
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build
-from tests.parity import OPTIMIZERS, for_each_choice, global_batch, load, weight_decay_groups
+from tests.parity import OPTIMIZERS, all_choices, global_batch, load, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 CASES = [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
 ORIGINALS = [("pytorch_zero2", "parameters"), ("pytorch_zero3", "parameters")]
 """They take no folder, and keep gradients on the host too."""
-for_each_case = pytest.mark.parametrize(("name", "what"), CASES + ORIGINALS)
+over_cases = each_row("name, what", CASES + ORIGINALS)
 SPLIT = [[2, 1], [3, 1]]
 
 
@@ -50,20 +52,18 @@ def train(name: str, model: str, options: dict[str, Any], set_to_none: bool = Tr
     return seen | {"state": strategy.full_state_dict()}
 
 
-@for_each_case
-@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}], ids=["fp32", "bf16"])
-def test_it_is_bitwise_training_without_offload(
-    ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
-) -> None:
-    for model in ("llama", "frozen", "branching") if not options else ("llama", "frozen"):
+@over_cases
+def test_it_is_bitwise_training_without_offload(ranks: RankPool, tmp_path: Path, name: str, what: str) -> None:
+    """With parameter groups, and whether gradients are dropped or filled with zeros; more in `test_settings.py`."""
+    for model, options in (("frozen", {"param_dtype": "bf16"}), ("branching", {})):
         wanted = ranks.run(2, train, name, model, options)[0]
         for offload, set_to_none in zip(places(name, what, tmp_path / "files"), (True, False), strict=False):
-            for found in ranks.run(2, train, name, model, options | {"offload": offload}, set_to_none):
+            results = ranks.run(2, train, name, model, options | {"offload": offload}, set_to_none)
+            for found in results:
                 assert found["loss"] == wanted["loss"] and found["norm"] == wanted["norm"], (model, offload)
-            found = ranks.run(2, train, name, model, options | {"offload": offload})[0]
-            assert found["state"].keys() == wanted["state"].keys()
+            assert results[0]["state"].keys() == wanted["state"].keys()
             for key, tensor in wanted["state"].items():
-                assert torch.equal(found["state"][key], tensor), (model, offload, key)
+                assert torch.equal(results[0]["state"][key], tensor), (model, offload, key)
     assert (name, what) in ORIGINALS or not list((tmp_path / "files").iterdir()), "files have no names"
 
 
@@ -77,13 +77,10 @@ def memory(name: str, options: dict[str, Any]) -> tuple[Any, ...]:
     return *device, strategy.host_bytes(), strategy.expected_host_bytes(size), size.parameter_bytes
 
 
-@for_each_case
-@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}], ids=["fp32", "bf16"])
-def test_memory_is_what_the_formulas_say(
-    ranks: RankPool, tmp_path: Path, name: str, what: str, options: dict[str, str]
-) -> None:
+@over_cases
+def test_memory_is_what_the_formulas_say(ranks: RankPool, tmp_path: Path, name: str, what: str) -> None:
     """Padding aside. On the host: shard, gradient and Adam's two states."""
-    for offload in places(name, what, tmp_path):
+    for options, offload in itertools.product(({}, {"param_dtype": "bf16"}), places(name, what, tmp_path)):
         for held, expected, host_bytes, expected_host, p4 in ranks.run(2, memory, name, options | {"offload": offload}):
             for component, size in expected.items():
                 assert size <= held[component] <= 1.05 * size, component
@@ -95,7 +92,7 @@ def test_memory_is_what_the_formulas_say(
                 assert held["gradients"] == 0
 
 
-@for_each_case
+@over_cases
 def test_traffic_is_that_without_offload(ranks: RankPool, name: str, what: str) -> None:
     for announced, seen, _ in ranks.run(2, profiled_step, ("sharding", name), "llama", 2, {"offload": what}):
         assert announced == seen
@@ -113,21 +110,20 @@ def survive_a_nan(name: str, offload: str) -> tuple[dict[str, Tensor], dict[str,
     return before, strategy.full_state_dict()
 
 
-@for_each_case
+@over_cases
 def test_nothing_is_updated_with_what_is_not_finite(ranks: RankPool, name: str, what: str) -> None:
     before, after = ranks.run(2, survive_a_nan, name, what)[0]
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
-@for_each_choice
-def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
-    for what in ("optimizer", "parameters"):
+def test_other_choices_refuse_it() -> None:
+    for choice, what in itertools.product(all_choices(), ("optimizer", "parameters")):
         if (choice[1], what) not in CASES + ORIGINALS:
             with pytest.raises(UnsupportedError, match=f"--offload {what}: this strategy can take"):
                 load(choice).require_options(StrategyOptions(offload=what))
 
 
-@pytest.mark.parametrize(("name", "what"), ORIGINALS)
+@each_row("name, what", ORIGINALS)
 def test_originals_take_no_folder(name: str, what: str) -> None:
     with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
         load(("sharding", name)).require_options(StrategyOptions(offload=f"{what}:/tmp"))

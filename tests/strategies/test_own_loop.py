@@ -1,6 +1,5 @@
 """Strategies in loops that are not the runner's: the user's own forward, loss, backward, clipping and schedule."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError
-from tests.parity import check_messages, in_own_loops, load, options_of
+from tests.parity import check_messages, load, options_of, over_own_loops
 from tests.ranks import RankPool
 
 Choice = tuple[str, str]
@@ -45,66 +44,6 @@ class Net(nn.Module):
 def make_net() -> Net:
     torch.manual_seed(3)
     return Net()
-
-
-def samples(step: int, rank: int, index: int, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
-    return torch.randn(count, FEATURES, generator=generator), torch.randn(count, 1, generator=generator)
-
-
-def loss_of(answer: Answer, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(answer.first, target) + 0.01 * answer.rest["hidden"].square().mean()
-
-
-def one_process(counts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Plain training on the whole global batch; `counts` has the samples of each rank's micro-batches."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for step in range(STEPS):
-        parts = [samples(step, r, i, n) for r, of_rank in enumerate(counts) for i, n in enumerate(of_rank)]
-        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        optimizer.zero_grad()
-        loss_of(net(x, scale=0.5), y).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.4)
-        optimizer.step()
-        scheduler.step()
-    return net.state_dict()
-
-
-def own_loop(choice: Choice, counts: Sequence[Sequence[int]], is_even: bool) -> dict[str, Tensor]:
-    mine = counts[dist.get_rank()]
-    strategy = load(choice)(make_net(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), options_of(choice))
-    rates = [group["lr"] for group in strategy.optimizer.param_groups]
-    for step in range(STEPS):
-        weights = [1 / len(mine)] * len(mine) if is_even else strategy.loss_weights(mine)
-        for index, count in enumerate(mine):
-            x, y = samples(step, dist.get_rank(), index, count)
-            with strategy.micro_batch(last=index == len(mine) - 1):
-                loss = loss_of(strategy(x, scale=0.5), y)
-                (loss * weights[index]).backward()
-        strategy.clip_grad_norm_(0.4)
-        strategy.step()
-        strategy.zero_grad()
-        for group, rate in zip(strategy.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * 0.5 ** (step + 1)
-    return strategy.full_state_dict()
-
-
-def check(ranks: RankPool, choice: Choice, counts: Sequence[Sequence[int]], is_even: bool) -> None:
-    state, *_ = ranks.run(len(counts), own_loop, choice, counts, is_even)
-    for name, tensor in one_process(counts).items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
-
-
-@in_own_loops
-def test_gradients_are_the_average_over_ranks(ranks: RankPool, choice: Choice) -> None:
-    check(ranks, choice, [[3, 3], [3, 3]], is_even=True)
-
-
-@in_own_loops
-def test_loss_weights_make_it_the_mean_over_uneven_batches(ranks: RankPool, choice: Choice) -> None:
-    check(ranks, choice, [[4, 1], [2, 6], [1, 3]], is_even=False)
 
 
 def weights_of_nothing() -> str:
@@ -144,7 +83,7 @@ def gan_data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, FEATURES, generator=generator), torch.randn(3, 4, generator=generator)
 
 
-@in_own_loops
+@over_own_loops
 def test_two_models_train_against_each_other(ranks: RankPool, choice: Choice) -> None:
     torch.manual_seed(5)
     g, d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make_net()
@@ -196,16 +135,12 @@ def wrong_optimizers(choice: Choice) -> dict[str, str]:
     return said
 
 
-@in_own_loops
-def test_an_optimizer_over_other_parameters_is_refused(ranks: RankPool, choice: Choice) -> None:
-    check_messages(ranks, 2, wrong_optimizers, choice)
-
-
 def test_an_unknown_choice_is_said() -> None:
     with pytest.raises(KeyError, match="unknown strategy 'zero4'; did you mean zero"):
         ddp_lab.load("zero4")
 
 
-@in_own_loops
+@over_own_loops
 def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
     check_messages(ranks, 2, misuse, choice)
+    check_messages(ranks, 2, wrong_optimizers, choice)

@@ -1,40 +1,53 @@
 """Every registered choice computes what one process computes on the whole global batch (TRAPS, head)."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
+from tests.covering import pairwise
 from tests.models import MODELS
-from tests.parity import check_parity, for_each_choice, oracle, train_on_rank
+from tests.parity import Choice, all_choices, check_parity, for_each_choice, oracle, over_choices, train_on_rank
 from tests.ranks import RankPool
 
 EVEN = {2: [[2, 2]] * 2, 3: [[2, 2]] * 3, 4: [[1, 2]] * 4}
 """Micro-batch sizes by rank, by world size."""
-STEPS = [EVEN[2]] * 3
+TRAINED = {
+    "model": list(MODELS),
+    "ranks": ((2, "adam"), (2, "sgd"), (3, "sgd")),  # with sums of three, Adam would magnify rounding too much
+    "bucket_cap_mb": (25.0, 0.0003),  # or smaller than most parameters, so that some hold one that is larger
+    "groups": (False, True),
+    "clip": (None, 0.5),
+}
+COVERING = pairwise({"choice": all_choices(), **TRAINED})
+
+
+def check(ranks: RankPool, choice: Choice, row: dict[str, Any], world_size: int, optimizer: str) -> None:
+    options = {"bucket_cap_mb": row["bucket_cap_mb"]}
+    steps = [EVEN[world_size]] * 3
+    check_parity(ranks, choice, row["model"], steps, optimizer, options, groups=row["groups"], clip=row["clip"])
 
 
 @for_each_choice
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_models(ranks: RankPool, choice: tuple[str, str], world_size: int) -> None:
-    """All models, with Adam at 2 ranks and SGD at 3; what more ranks add is how things are divided."""
-    for model in MODELS if world_size < 4 else ("plain", "odd"):
-        check_parity(ranks, choice, model, [EVEN[world_size]] * 3, "adam" if world_size == 2 else "sgd")
+def test_pairs_of_settings(ranks: RankPool, choice: Choice) -> None:
+    """Each module that holds a trap, under settings of which each pair is there for some choice or other."""
+    rows = [row for row in COVERING if row["choice"] == choice]
+    assert {row["model"] for row in rows} == set(MODELS)
+    for row in rows:
+        check(ranks, choice, row, *row["ranks"])
 
 
+@pytest.mark.exhaustive
 @for_each_choice
-def test_small_buckets(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """Buckets smaller than most parameters, so that there are many, and some hold one parameter larger than the cap."""
-    for model in ("odd", "plain"):
-        check_parity(ranks, choice, model, STEPS, options={"bucket_cap_mb": 0.0003})
+@pytest.mark.parametrize("model", MODELS)
+def test_all_pairs_of_settings(ranks: RankPool, choice: Choice, model: str) -> None:
+    for row in pairwise(TRAINED | {"model": [model]}):
+        check(ranks, choice, row, *row["ranks"])
+    check_parity(ranks, choice, model, [EVEN[4]] * 3)
 
 
-@for_each_choice
-def test_parameter_groups(ranks: RankPool, choice: tuple[str, str]) -> None:
-    check_parity(ranks, choice, "plain", STEPS, "adam", groups=True)
-
-
-@for_each_choice
-def test_bf16_autocast_keeps_fp32_states(ranks: RankPool, choice: tuple[str, str]) -> None:
+@over_choices
+def test_bf16_autocast_keeps_fp32_states(ranks: RankPool, choice: Choice) -> None:
     """Weights are rounded to bf16 alike, but samples are summed in another order: bf16's own resolution is the bar."""
     steps = [[[4], [4]]] * 3
     results = ranks.run(2, partial(train_on_rank, options={"precision": "bf16"}), choice, "llama", steps)

@@ -16,6 +16,7 @@ from sharding.flat import ALIGNMENT, group_by_kind, lay_out
 from sharding.units.embeddings import find_embeddings
 from sharding.units.execution_order import merge_orders
 from tests.models import build
+from tests.tables import each_row
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
 
@@ -92,12 +93,12 @@ class LARS(torch.optim.Optimizer):
                 p.sub_(p.grad * (0.1 * p.norm() / p.grad.norm()))
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@each_row("name", ELEMENTWISE)
 def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     require_elementwise(ELEMENTWISE[name])
 
 
-@pytest.mark.parametrize("optimizer", [LARS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
+@each_row("optimizer", [LARS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
 def test_others_are_refused(optimizer: Any) -> None:
     """They would compute something else from a piece than from the whole (TRAPS 15)."""
     with pytest.raises(UnsupportedError, match="element by itself"):

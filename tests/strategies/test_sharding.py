@@ -14,6 +14,7 @@ from sharding.collectives import all_gather, groups_of_roots, reduce_scatter
 from tests.models import UNUSUAL, Lookup, batch, build, make_batch
 from tests.parity import OPTIMIZERS, check_messages, check_parity, load, message_of, one_step, train_on_rank
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 STAGES = ["zero1", "zero2", "zero3"]
 
@@ -39,7 +40,7 @@ def sum_and_gather(elements: int) -> tuple[Tensor, Tensor, Tensor]:
     return apart, in_place.view(size, -1)[rank].clone(), whole
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@each_row("world_size", [1, 2, 3, 4])
 def test_collectives(ranks: RankPool, world_size: int) -> None:
     for elements in (1, 5, 1000):
         expected = torch.arange(elements * world_size, dtype=torch.float32) * sum(range(1, world_size + 1))
@@ -101,8 +102,8 @@ def memory_at_rest(name: str, model: str, precision: str) -> tuple[dict[str, int
     return strategy.memory_breakdown(), flats, buffers
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (3, "fp32"), (3, "bf16"), (4, "fp32")])
 @pytest.mark.parametrize("name", STAGES)
+@each_row("world_size, precision", [(2, "fp32"), (3, "bf16")])
 def test_memory_at_rest_is_the_formula(ranks: RankPool, name: str, world_size: int, precision: str) -> None:
     """Fp32 states in either precision: 4 bytes an element each for parameters and gradients, whole or a shard; 8 for
     Adam on the shard's elements without padding, and its 4-byte step counter for each piece of a parameter."""
@@ -151,7 +152,7 @@ def parameters_in_use(micro_batches: int) -> tuple[int, int, int, int, int]:
     return max(full), max(held) - at_rest, root, block, left
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@each_row("micro_batches", [1, 2])
 def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int) -> None:
     for full, beyond_rest, root, block, left in ranks.run(2, parameters_in_use, micro_batches):
         # Parts of the root of 6 * 20 + 20 and 20 + 1 elements, and 20 * 20 + 20: each padded to twice 4 elements.
@@ -164,8 +165,8 @@ def test_zero3_holds_the_root_and_two_blocks(ranks: RankPool, micro_batches: int
 # Order, re-use, checkpoints ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", UNUSUAL)
 @pytest.mark.parametrize("name", ["baseline", *STAGES])
+@each_row("which", UNUSUAL)
 def test_unusual_modules(ranks: RankPool, name: str, which: str) -> None:
     check_parity(ranks, ("sharding", name), which, [[[2, 2], [2, 2]]] * 3)
 
@@ -190,7 +191,7 @@ def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: R
     assert ranks.run(2, embedding_in_backward, "head") == [{4 * 30 * 8}] * 2
 
 
-@pytest.mark.parametrize("name", STAGES)
+@each_row("name", STAGES)
 def test_two_runs_are_bitwise_equal(ranks: RankPool, name: str) -> None:
     arguments = (("sharding", name), "llama, checkpointed", [[[2, 2]] * 3] * 3)
     first, second = (ranks.run(3, train_on_rank, *arguments)[0]["state"] for _ in range(2))
@@ -235,6 +236,6 @@ def unshardable(name: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", STAGES)
+@each_row("name", STAGES)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: RankPool, name: str) -> None:
     check_messages(ranks, 3, unshardable, name)

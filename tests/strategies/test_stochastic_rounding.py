@@ -16,16 +16,17 @@ from ddp_lab.strategy.options import StrategyOptions
 from sharding.stochastic_rounding import round_stochastically
 from tests.checkpoints import error_of
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, global_batch, load, weight_decay_groups
+from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming, weight_decay_groups
 from tests.ranks import RankPool
 from tests.strategies.test_mixed_precision import LARGE, SMALL, loaded_whole, resting_memory
 from tests.strategies.test_offload import memory as memory_offloaded
 from tests.strategies.test_traffic import profiled_step
+from tests.tables import each_row
 
 ROUNDED = {"param_dtype": "bf16", "master_dtype": "bf16"}
 ALL_IN_BF16 = {**ROUNDED, "reduce_dtype": "bf16"}
 STAGES = ("zero1", "zero2", "zero3")
-for_each_stage = pytest.mark.parametrize("name", STAGES)
+over_stages = each_row("name", STAGES)
 SPLIT = [[2, 1], [3, 1]]
 BITS = st.integers(-(2**31), 2**31 - 1)
 """Of any fp32 value: normal, subnormal, infinite or NaN."""
@@ -50,14 +51,14 @@ def test_it_gives_one_of_the_two_neighbours(patterns: list[int], seed: int) -> N
             assert found.float().view(torch.int32) - low in (0, 2**16)
 
 
-@pytest.mark.parametrize("x", [1 + 2**-9, -(1 + 3 * 2**-10), 3.14159, -1e-3, 1e30, 3e-40, -2e-41, 255.9])
-def test_its_mean_is_the_value(x: float) -> None:
-    many = torch.full((200_000,), x)
-    rounded = round_stochastically(many, torch.Generator().manual_seed(1)).double()
-    low, high = rounded.min(), rounded.max()
-    assert low < many[0] < high, "both neighbours"
-    deviation = (high - low) / 2 / len(many) ** 0.5  # at most, of the mean
-    assert abs(rounded.mean() - many[0].double()) < 5 * deviation
+def test_its_mean_is_the_value() -> None:
+    for x in (1 + 2**-9, -(1 + 3 * 2**-10), 3.14159, -1e-3, 1e30, 3e-40, -2e-41, 255.9):
+        many = torch.full((200_000,), x)
+        rounded = round_stochastically(many, torch.Generator().manual_seed(1)).double()
+        low, high = rounded.min(), rounded.max()
+        assert low < many[0] < high, f"both neighbours of {x}"
+        deviation = (high - low) / 2 / len(many) ** 0.5  # at most, of the mean
+        assert abs(rounded.mean() - many[0].double()) < 5 * deviation, x
 
 
 def test_what_is_no_number_between_two_is_kept() -> None:
@@ -95,7 +96,7 @@ def require_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
-@for_each_stage
+@over_stages
 def test_it_trains_near_fp32_masters_and_the_same_again(ranks: RankPool, name: str) -> None:
     for model in ("llama", "frozen", "tied"):
         first, second = ranks.run(2, train, name, model, {})
@@ -126,7 +127,7 @@ def add_small_values(name: str, steps: int) -> tuple[Tensor, Tensor]:
     return strategy.full_state_dict().get("weight", torch.empty(0)), nearest
 
 
-@for_each_stage
+@over_stages
 def test_small_updates_move_weights_on_average(ranks: RankPool, name: str) -> None:
     steps, spacing = 16, 2.0
     (weight, nearest), _ = ranks.run(2, add_small_values, name, steps)
@@ -160,10 +161,15 @@ def test_each_step_and_rank_has_random_numbers_of_its_own(ranks: RankPool) -> No
     assert ranks.run(2, rounded_differently, "zero3")[0] == [False, False]
 
 
-@for_each_stage
-@pytest.mark.parametrize("options", [ROUNDED, ALL_IN_BF16], ids=["fp32 sums", "bf16 sums"])
-def test_memory_and_traffic_are_what_the_formulas_say(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
+@over_stages
+def test_memory_and_traffic_are_what_the_formulas_say(ranks: RankPool, name: str) -> None:
     """Padding and Adam's counters aside."""
+    for options in (ROUNDED, ALL_IN_BF16):
+        with naming(options):
+            check_memory_and_traffic(ranks, name, options)
+
+
+def check_memory_and_traffic(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
     choice = ("sharding", name)
     for held, expected in ranks.run(2, resting_memory, choice, options):
         for component, size in expected.items():
@@ -178,16 +184,14 @@ def test_memory_and_traffic_are_what_the_formulas_say(ranks: RankPool, name: str
 # Offload -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
+@each_row(
+    "name, what", [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
 )
 def test_offload_computes_the_same_on_a_cpu(ranks: RankPool, tmp_path: Path, name: str, what: str) -> None:
-    for model in ("llama", "frozen"):
-        wanted = ranks.run(2, train, name, model, {})[0]
-        for offload in (what, f"{what}:{tmp_path / 'files'}"):
-            found = ranks.run(2, train, name, model, {"offload": offload})[0]
-            assert found["losses"] == wanted["losses"]
-            require_equal(found["state"], wanted["state"])
+    wanted = ranks.run(2, train, name, "frozen", {})[0]
+    found = ranks.run(2, train, name, "frozen", {"offload": f"{what}:{tmp_path / 'files'}"})[0]
+    assert found["losses"] == wanted["losses"]
+    require_equal(found["state"], wanted["state"])
     for held, expected, host, expected_host, p4 in ranks.run(2, memory_offloaded, name, {**ROUNDED, "offload": what}):
         for component, size in expected.items():
             assert size <= held[component] <= 1.05 * size, component
@@ -220,7 +224,7 @@ def one_step_of_frozen(strategy: Any, step: int) -> None:
     strategy.step()
 
 
-@for_each_stage
+@over_stages
 def test_it_goes_on_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for optimizer in ("adam", "sgd"):
         wanted = ranks.run(2, save_and_train, name, tmp_path / "saved", optimizer)[0]
@@ -232,7 +236,7 @@ def test_it_goes_on_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=2e-2, check_dtype=False)
 
 
-@for_each_stage
+@over_stages
 def test_the_whole_state_goes_out_and_in(ranks: RankPool, name: str) -> None:
     for before, after in ranks.run(2, loaded_whole, ("sharding", name), ROUNDED):
         assert before == after
@@ -251,11 +255,12 @@ def test_a_run_does_not_resume_with_other_master_values(ranks: RankPool, tmp_pat
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", [choice for choice in all_choices() if choice[1] not in STAGES], ids="-".join)
-def test_other_choices_refuse_it(choice: tuple[str, str]) -> None:
-    flag = "master" if choice[1] in ("pytorch_zero2", "pytorch_zero3") else "param"  # FSDP2 casts parameters too
-    with pytest.raises(UnsupportedError, match=f"--{flag}-dtype: this strategy"):
-        load(choice).require_options(StrategyOptions(**ROUNDED))
+def test_other_choices_refuse_it() -> None:
+    for choice in all_choices():
+        if choice[1] not in STAGES:
+            flag = "master" if choice[1] in ("pytorch_zero2", "pytorch_zero3") else "param"  # FSDP2 casts parameters
+            with pytest.raises(UnsupportedError, match=f"--{flag}-dtype: this strategy"):
+                load(choice).require_options(StrategyOptions(**ROUNDED))
 
 
 def test_it_needs_parameters_in_bf16() -> None:

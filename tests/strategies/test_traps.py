@@ -1,5 +1,6 @@
 """The traps that hand-written data parallelism falls into, for every registered choice that each can concern."""
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -17,24 +18,44 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import BRANCHES, build, make_batch
 from tests.parity import (
+    IN_OWN_LOOPS,
     OPTIMIZERS,
     REFUSALS,
+    Choice,
     all_choices,
     assert_close,
     build_and_step,
     check_messages,
     check_parity,
     for_each_choice,
-    in_own_loops,
     load,
     message_of,
+    naming,
     one_step,
     options_of,
     train_on_rank,
 )
 from tests.ranks import RankPool
+from tests.tables import each_row
 
-Choice = tuple[str, str]
+Trap = Callable[[RankPool, Choice], None]
+TRAPS: list[tuple[str, Trap, list[Choice]]] = []
+
+
+def trap(function: Trap, choices: Sequence[Choice] = tuple(all_choices())) -> Trap:
+    """One that each of `choices` must not fall into."""
+    TRAPS.append((function.__name__, function, list(choices)))
+    return function
+
+
+trap_of_own_loops = partial(trap, choices=IN_OWN_LOOPS)
+
+
+@for_each_choice
+def test_no_trap_is_fallen_into(ranks: RankPool, choice: Choice) -> None:
+    """A failure says in which ones."""
+    mine = [(name, function) for name, function, choices in TRAPS if choice in choices]
+    each_row("name, trap", mine)(lambda name, trap: trap(ranks, choice))()  # type: ignore[misc]
 
 
 def make(choice: Choice, module: nn.Module, optimizer: str = "sgd") -> Strategy:
@@ -44,11 +65,10 @@ def make(choice: Choice, module: nn.Module, optimizer: str = "sgd") -> Strategy:
 # What is trained -----------------------------------------------------------------------------------------------------
 
 
-@for_each_choice
-@pytest.mark.parametrize("signs", list(BRANCHES)[1:])
-def test_unused_parameters(ranks: RankPool, choice: Choice, signs: str) -> None:
+@trap
+def unused_parameters(ranks: RankPool, choice: Choice) -> None:
     """Also where ranks use different ones, and buckets wait for gradients that never come (TRAPS 1, 2)."""
-    for cap_mb in (25.0, 0.00005):
+    for signs, cap_mb in zip(list(BRANCHES)[1:], (25.0, 0.00005, 0.00005), strict=True):
         options = {"bucket_cap_mb": cap_mb, "find_unused_parameters": True}  # PyTorch DDP must be told to search
         for result in check_parity(ranks, choice, signs, [[[2, 2], [2, 2]]] * 3, "adam", options):
             assert not {"spare.weight", "spare.bias"} & result["gradients"].keys()
@@ -63,24 +83,25 @@ UNEVEN = {
 }
 
 
-@for_each_choice
-@pytest.mark.parametrize("steps", UNEVEN.values(), ids=UNEVEN)
-def test_uneven_splits(ranks: RankPool, choice: Choice, steps: list[list[list[int]]]) -> None:
+@trap
+def uneven_splits(ranks: RankPool, choice: Choice) -> None:
     """The gradient is the mean over all samples, however they are split (TRAPS 4, 5, 6)."""
-    check_parity(ranks, choice, "plain", steps)
+    for what, steps in UNEVEN.items():
+        with naming(what):
+            check_parity(ranks, choice, "plain", steps)
 
 
-@for_each_choice
-def test_gradient_clipping(ranks: RankPool, choice: Choice) -> None:
+@trap
+def gradient_clipping(ranks: RankPool, choice: Choice) -> None:
     """With the norm over the whole model, and equal norms on all ranks (TRAPS 9)."""
-    for model in ("plain", "tied", "frozen"):
+    for model in ("tied", "frozen"):
         results = check_parity(ranks, choice, model, [[[2, 2], [2, 2]], [[1], [2, 1]]], clip=0.05)
         assert min(results[0]["norm"]) > 0.05, "nothing was clipped, so nothing was tested"
         assert results[0]["norm"] == results[1]["norm"]
 
 
-@for_each_choice
-def test_zero_grad_either_way(ranks: RankPool, choice: Choice) -> None:
+@trap
+def zero_grad_either_way(ranks: RankPool, choice: Choice) -> None:
     """Bucket views stay valid whether gradients are dropped or filled with zeros (TRAPS 18)."""
     dropped, filled = (
         ranks.run(2, partial(train_on_rank, set_to_none=flag), choice, "plain", [[[2], [2]]] * 3)[0]["state"]
@@ -113,8 +134,8 @@ def leave_no_sync(choice: Choice) -> tuple[bool, bool, bool]:
     return before, inside, strategy.synchronizes_gradients
 
 
-@in_own_loops
-def test_no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
+@trap_of_own_loops
+def no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
     at_every_micro_batch = {"simple_ddp", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3"}
     at_every_micro_batch |= {"deepspeed_zero2", "deepspeed_zero3"}
     assert ranks.run(2, leave_no_sync, choice) == [(False, choice[1] in at_every_micro_batch, False)] * 2
@@ -147,11 +168,10 @@ def meet_nonfinite(choice: Choice, where: str, bad_rank: int, bad_micro_batch: i
     return message, all(torch.equal(before[name], tensor) for name, tensor in strategy.full_state_dict().items())
 
 
-@for_each_choice
-@pytest.mark.parametrize(("bad_rank", "bad_micro_batch"), [(0, 1), (1, 0)])
-def test_nonfinite(ranks: RankPool, choice: Choice, bad_rank: int, bad_micro_batch: int) -> None:
+@trap
+def nonfinite(ranks: RankPool, choice: Choice) -> None:
     """Every rank stops before the optimizer step; the error names the rank and the step (TRAPS 10)."""
-    for what in ("the loss", "a gradient"):
+    for what, bad_rank, bad_micro_batch in (("the loss", 0, 1), ("a gradient", 1, 0), ("the loss", 1, 0)):
         for message, unchanged in ranks.run(2, meet_nonfinite, choice, what, bad_rank, bad_micro_batch):
             assert f"step 1: {what} is not finite on rank {bad_rank};" in message
             assert unchanged
@@ -193,14 +213,14 @@ def assert_equal(one: Any, other: Any) -> None:
     assert all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and one[1] == other[1]
 
 
-@for_each_choice
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: Choice, where: str) -> None:
+@trap
+def a_failed_step_leaves_what_can_go_on(ranks: RankPool, choice: Choice) -> None:
     """Evaluated, saved, and trained further as if the failed step had not been."""
-    for (before, after), (with_failure, without) in ranks.run(2, fail_and_go_on, choice, where):
-        assert_equal(before, after)
-        assert_equal(with_failure, without)
-        assert with_failure[2] == without[2], "memory"
+    for where in ("forward", "backward"):
+        for (before, after), (with_failure, without) in ranks.run(2, fail_and_go_on, choice, where):
+            assert_equal(before, after)
+            assert_equal(with_failure, without)
+            assert with_failure[2] == without[2], f"memory, {where}"
 
 
 def refusals(choice: Choice) -> dict[str, str]:
@@ -221,8 +241,8 @@ def refusals(choice: Choice) -> dict[str, str]:
     }
 
 
-@for_each_choice
-def test_mistakes_are_refused_on_every_rank(ranks: RankPool, choice: Choice) -> None:
+@trap
+def mistakes_are_refused_on_every_rank(ranks: RankPool, choice: Choice) -> None:
     """A first step without samples on a rank, a state or modules that differ, and what cannot be trained."""
     check_messages(ranks, 2, refusals, choice)
 
@@ -244,8 +264,8 @@ def second_gradient(choice: Choice) -> None:
         loss.backward()
 
 
-@in_own_loops
-def test_second_gradient_is_refused(ranks: RankPool, choice: Choice) -> None:
+@trap_of_own_loops
+def second_gradient_is_refused(ranks: RankPool, choice: Choice) -> None:
     ranks.run(2, second_gradient, choice)
 
 
@@ -266,7 +286,7 @@ def gradient_of_one_element(choice: Choice) -> tuple[float, float]:
     return loss.item(), strategy.full_gradients()["scale"].item()
 
 
-@pytest.mark.parametrize("name", ddp.CHOICES)
+@each_row("name", ddp.CHOICES)
 def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
     """Some ranks have no share of the gradients to look at (TRAPS 14). x is 0, 1 and 2 on the three ranks."""
     assert ranks.run(3, gradient_of_one_element, ("ddp", name)) == [(1.0, 1.0)] * 3
@@ -275,8 +295,8 @@ def test_fewer_elements_than_ranks(ranks: RankPool, name: str) -> None:
 # Buffers and state ---------------------------------------------------------------------------------------------------
 
 
-@for_each_choice
-def test_buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: Choice) -> None:
+@trap
+def buffers_follow_rank_0_as_in_pytorch_ddp(ranks: RankPool, choice: Choice) -> None:
     """Broadcast at the start, each rank's own within a step, rank 0's again before the next (TRAPS 11, 12)."""
     results, expected = (
         ranks.run(2, train_on_rank, either, "normed", [[[4, 4], [4, 4]]] * 3)
@@ -299,18 +319,18 @@ def buffers_after_load(choice: Choice) -> bool:
     return torch.equal(module.norm.running_mean, wanted)
 
 
-def test_loaded_buffers_are_on_every_rank(ranks: RankPool) -> None:
-    for choice in all_choices():
-        if not choice[1].startswith("deepspeed"):
-            assert all(ranks.run(2, buffers_after_load, choice)), choice
+@trap_of_own_loops
+def loaded_buffers_are_on_every_rank(ranks: RankPool, choice: Choice) -> None:
+    assert all(ranks.run(2, buffers_after_load, choice))
 
 
-@for_each_choice
-@pytest.mark.parametrize("model", ["tied", "frozen", "odd"])
-def test_full_state_continues_elsewhere(ranks: RankPool, choice: Choice, model: str) -> None:
+@trap
+def full_state_continues_elsewhere(ranks: RankPool, choice: Choice) -> None:
     """Into another choice and another world size, as if nothing had happened (TRAPS 19)."""
-    choices = [other for other in all_choices() if (other[1], model) not in REFUSALS]
-    if choice in choices:
+    for model in ("tied", "frozen", "odd"):
+        choices = [other for other in all_choices() if (other[1], model) not in REFUSALS]
+        if choice not in choices:
+            continue
         other = choices[(choices.index(choice) + 1) % len(choices)]
         first = ranks.run(2, train_on_rank, choice, model, [[[2, 2], [2, 2]], [[4], [4]]])
         assert first[1]["state"] == {}

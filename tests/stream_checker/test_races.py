@@ -1,5 +1,6 @@
 """No strategy races, whatever it is asked to do; and the checker finds what does."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from ddp_lab.stream_checker.order import Memory, Stream
 from scripts import check_streams
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
+from tests.parity import naming
 from tests.stream_checker.planted import PLANTED, Planted
+from tests.tables import each_row
 
 HAND_WRITTEN = [name for name in (*ddp.CHOICES, *sharding.CHOICES) if "_" not in name or name.split("_")[0] in
                 ("simple", "flat", "bucket")]  # fmt: skip
@@ -41,27 +44,32 @@ def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: A
     )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("model", ["plain", "llama", "normed"])
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
-def test_no_race_and_no_host_wait(choice: str, model: str, micro_batches: int) -> None:
-    """Also with clipping; and results are the same however late collectives end."""
-    late = checked(choice, model, micro_batches, clip_grad_norm=0.1)
-    early = checked(choice, model, micro_batches, clip_grad_norm=0.1, is_late=False)
-    assert not late.races and not early.races
+def test_no_race_and_no_host_wait(choice: str) -> None:
+    """Also with clipping."""
+    check_late_and_early(choice, "llama", 3, clip_grad_norm=0.1)
+    check_late_and_early(choice, "normed", 1, clip_grad_norm=0.1)
+
+
+def check_late_and_early(choice: str, model: str, micro_batches: int, **more: Any) -> None:
+    """No race, and results are the same however late collectives end."""
+    late, early = (checked(choice, model, micro_batches, is_late=is_late, **more) for is_late in (True, False))
+    assert not late.races and not early.races, f"{model}, {micro_batches} micro-batches"
     assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
     if choice in HAND_WRITTEN:
         assert not late.host_waits and not late.stalls
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
+def test_no_race_under_any_module(choice: str) -> None:
+    for model, micro_batches in itertools.product(("plain", "llama", "normed"), (1, 3)):
+        check_late_and_early(choice, model, micro_batches, clip_grad_norm=0.1)
+
+
 @pytest.mark.parametrize("choice", ["zero1", "zero2", "zero3", "pytorch_zero3"])
-def test_replicas(choice: str, micro_batches: int) -> None:
-    late, early = (checked(choice, "normed", micro_batches, shard_size=2, is_late=is_late) for is_late in (True, False))
-    assert not late.races and not early.races
-    assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
-    if choice in HAND_WRITTEN:
-        assert not late.host_waits and not late.stalls
+def test_replicas(choice: str) -> None:
+    check_late_and_early(choice, "normed", 3, shard_size=2)
 
 
 @pytest.mark.parametrize("choice", [*HAND_WRITTEN, "pytorch_ddp", "pytorch_zero2"])
@@ -69,36 +77,31 @@ def test_unused_parameters(choice: str) -> None:
     assert not checked(choice, "branching", 2, options={"find_unused_parameters": True}).races
 
 
-@pytest.mark.parametrize("choice", ["zero1", "zero3"])
+@each_row("choice", ["zero1", "zero3"])
 def test_bf16(choice: str) -> None:
     seen = checked(choice, micro_batches=2, options={"precision": "bf16"})
     assert not seen.races and not seen.host_waits
 
 
-@pytest.mark.parametrize("choice", ["zero2", "zero3"])
+@each_row("choice", ["zero2", "zero3"])
 def test_stochastic_rounding(choice: str) -> None:
     seen = checked(choice, micro_batches=2, options={"param_dtype": "bf16", "master_dtype": "bf16"})
     assert not seen.races and not seen.host_waits and not seen.stalls
 
 
-@pytest.mark.parametrize("choice", [*HAND_WRITTEN, *REFERENCES])
+@pytest.mark.parametrize("choice", HAND_WRITTEN)
 def test_fp16(choice: str) -> None:
     """The loss scale stays on the device."""
     options = {"precision": "fp16", "loss_scale": 2.0**10}
     seen = checked(choice, micro_batches=2, options=options, clip_grad_norm=0.1)
     assert not seen.races and all(torch.tensor(seen.losses).isfinite())
-    if choice in HAND_WRITTEN:
-        assert not seen.host_waits and not seen.stalls
+    assert not seen.host_waits and not seen.stalls
 
 
 @pytest.mark.parametrize("choice", [*ddp.CHOICES])
 def test_int8(choice: str) -> None:
     """The all-to-all is under way beside backward; the host waits for nothing."""
-    late, early = (checked(choice, options={"compress": "int8"}, is_late=is_late) for is_late in (True, False))
-    assert not late.races and not early.races
-    assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
-    if choice in HAND_WRITTEN:
-        assert not late.host_waits and not late.stalls
+    check_late_and_early(choice, "plain", 1, options={"compress": "int8"})
 
 
 def test_early_updates() -> None:
@@ -107,9 +110,15 @@ def test_early_updates() -> None:
 
 
 @pytest.mark.parametrize("choice", HAND_WRITTEN)
-@pytest.mark.parametrize(("where", "micro_batch"), [("forward", 2), ("backward", 2), ("backward", 3)])
-def test_an_abandoned_step_leaves_no_race(choice: str, where: str, micro_batch: int) -> None:
+def test_an_abandoned_step_leaves_no_race(choice: str) -> None:
     """A micro-batch fails while communication is under way: of the one before, or of its own later layers."""
+    shard_size = 2 if choice.startswith("zero") else None
+    for where, micro_batch, shards in (("forward", 2, None), ("backward", 2, shard_size), ("backward", 3, None)):
+        with naming((where, micro_batch)):
+            check_abandoned(choice, where, micro_batch, shards)
+
+
+def check_abandoned(choice: str, where: str, micro_batch: int, shard_size: int | None) -> None:
     calls: list[int] = []
 
     def fail(*_: Any) -> None:
@@ -128,10 +137,8 @@ def test_an_abandoned_step_leaves_no_race(choice: str, where: str, micro_batch: 
             strategy.forward_backward([make_batch("llama", 3, index) for index in range(3)])
         handle.remove()
 
-    for shard_size in (None, 2) if choice.startswith("zero") else (None,):
-        calls.clear()
-        assert not checked(choice, "llama", 3, also=abandon, shard_size=shard_size).races
-        assert len(calls) == micro_batch
+    assert not checked(choice, "llama", 3, also=abandon, shard_size=shard_size).races
+    assert len(calls) == micro_batch
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])
@@ -167,7 +174,7 @@ def access(memory: Memory, stream: Stream, tensor: torch.Tensor, writes: bool) -
     memory.access(stream, [] if writes else [tensor], [tensor] if writes else [], lambda: f"{stream.name} touches")
 
 
-@pytest.mark.parametrize("orders", [None, "event", "stream"])
+@each_row("orders", [None, "event", "stream"])
 def test_a_side_stream_must_be_waited_for(orders: str | None) -> None:
     """A batch that is copied on a stream of its own."""
     memory, compute, copies, batch = Memory(), Stream("compute"), Stream("copies"), torch.zeros(4)
@@ -194,8 +201,8 @@ def test_reads_race_with_writes_alone_and_only_where_they_overlap() -> None:
     assert len(memory.races) == 1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("how", ["resize", "drop"])
+@each_row("waits", [False, True])
+@each_row("how", ["resize", "drop"])
 def test_freed_memory_is_reused_in_its_stream_at_once(how: str, waits: bool) -> None:
     memory, compute, other = Memory(), Stream("compute"), Stream("other")
     tensor = torch.zeros(4)

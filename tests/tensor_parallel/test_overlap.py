@@ -13,6 +13,7 @@ from tensor_parallel.overlap import GatherMultiply, MultiplyScatter
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Split
 from tests.ranks import RankPool
+from tests.tables import each_row
 from tests.tensor_parallel.meshes import CPU
 
 
@@ -105,7 +106,7 @@ def trained_twice(change: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("change", ["behind", "before", "in place"])
+@each_row("change", ["behind", "before", "in place"])
 def test_what_is_changed_inside_a_region_is_multiplied_then(ranks: RankPool, change: str) -> None:
     """Ranks have other tokens in pieces, so what they have together is compared."""
     (whole, in_pieces), (other_whole, other_in_pieces) = ranks.run(2, trained_twice, change)

@@ -5,37 +5,38 @@ from collections.abc import Iterable
 
 import pytest
 
-from ddp_lab.runtime.mesh import Mesh
+from tests.covering import pairwise
 from tests.models import LANGUAGE
+from tests.parity import naming
 from tests.ranks import RankPool
 from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even
 
 MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
-
-
-def sampled() -> list[tuple[str, str]]:
-    """Each choice on 2 and 4 ranks, and in turn on one of the meshes of 6."""
-    wide = [mesh for mesh in MESHES if Mesh.parse(mesh).size == 6]
-    return [
-        (choice, mesh)
-        for number, choice in enumerate(HAND_WRITTEN)
-        for mesh in (*(mesh for mesh in MESHES if mesh not in wide), wide[number % len(wide)])
-    ]
-
-
-for_each_mesh = pytest.mark.parametrize("mesh", MESHES)
+TRAINED = {"mesh": MESHES[:3], "model": list(LANGUAGE), "sequence_parallel": (False, True)}
+COVERING = pairwise({"choice": HAND_WRITTEN, **TRAINED})
 for_each_choice = pytest.mark.parametrize("choice", HAND_WRITTEN)
 
 
-@pytest.mark.parametrize("choice, mesh", sampled())
-def test_language_models(ranks: RankPool, choice: str, mesh: str) -> None:
-    """A model for each pair, with and without sequence parallelism in turn; the others are in the exhaustive test.
+@for_each_choice
+def test_language_models(ranks: RankPool, choice: str) -> None:
+    """On each mesh of two or four ranks, and with each model, with and without sequence parallelism.
 
     With SGD: the true gradient of a bias of keys is 0, and Adam would magnify its rounding.
     """
-    number, models = MESHES.index(mesh) + HAND_WRITTEN.index(choice), models_on(mesh)
-    model = models[number % len(models)]
-    check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=number % 2 == 0, clip=0.5)
+    rows = [row for row in COVERING if row["choice"] == choice]
+    assert {row["mesh"] for row in rows} == set(MESHES[:3]) and {row["model"] for row in rows} == set(LANGUAGE)
+    for row in rows:
+        check(ranks, **row)
+
+
+@pytest.mark.parametrize(("mesh", "choice"), [("dp=2,tp=3", "zero3"), ("dp=3,tp=2", "zero1")])
+def test_six_ranks(ranks: RankPool, mesh: str, choice: str) -> None:
+    check(ranks, choice, mesh, "lm, llama", sequence_parallel=choice == "zero3")
+
+
+def check(ranks: RankPool, choice: str, mesh: str, model: str, sequence_parallel: bool) -> None:
+    with naming((mesh, model)):
+        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=sequence_parallel, clip=0.5)
 
 
 def models_on(mesh: str) -> list[str]:
@@ -43,11 +44,9 @@ def models_on(mesh: str) -> list[str]:
     return [model for model in LANGUAGE if model != "lm, gqa" or "tp=3" not in mesh]
 
 
-@pytest.mark.parametrize("choice", ["zero1", "zero3"])
-def test_three_dimensions(ranks: RankPool, choice: str) -> None:
+def test_three_dimensions(ranks: RankPool) -> None:
     """Sharded inside a node, replicated outside, and layers cut."""
-    mesh = "replicate=2,shard=2,tp=2"
-    check_on_mesh(ranks, mesh, choice, "lm, gqa", [even(mesh)] * 3, sequence_parallel=choice == "zero3", clip=0.5)
+    check(ranks, "zero3", "replicate=2,shard=2,tp=2", "lm, gqa", sequence_parallel=True)
 
 
 @for_each_choice
@@ -71,8 +70,7 @@ def check_trap_modules(ranks: RankPool, choice: str, models: Iterable[str]) -> N
 @pytest.mark.parametrize("choice", ["tp", "zero3"])
 def test_a_classifier(ranks: RankPool, choice: str) -> None:
     """Its head is the same on all ranks; so tokens come together before it."""
-    for sequence_parallel in (False, True):
-        check_on_mesh(ranks, "dp=2,tp=2", choice, "llama", [even("dp=2")] * 3, "adam", sequence_parallel)
+    check_on_mesh(ranks, "dp=2,tp=2", choice, "llama", [even("dp=2")] * 3, "adam", sequence_parallel=choice == "tp")
 
 
 @for_each_choice
@@ -92,19 +90,14 @@ def test_pytorchs_own(ranks: RankPool, mesh: str, choice: str) -> None:
 @pytest.mark.parametrize("setting", ["block", "every:2", "selective", "torch:block"])
 def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
     """Backward repeats f and g in the same order on all ranks."""
+    options = {"activation_checkpointing": setting}
     for sequence_parallel, choice, model in ((False, "zero3", "lm, llama"), (True, "tp", "lm, gpt2")):
-        options = {"activation_checkpointing": setting}
         check_on_mesh(ranks, "tp=2", choice, model, [even("tp=2")] * 2, "sgd", sequence_parallel, options=options)
 
 
 @pytest.mark.parametrize(
     "mesh, choice, model, pieces",
-    [
-        ("tp=2", "tp", "lm, llama", 2),
-        ("tp=2", "zero3", "lm, gpt2", 3),
-        ("tp=4", "tp", "lm, gqa", 2),
-        ("dp=2,tp=2", "zero3", "lm, gqa", 4),
-    ],
+    [("tp=2", "zero3", "lm, gpt2", 3), ("tp=4", "tp", "lm, gqa", 2), ("dp=2,tp=2", "zero3", "lm, llama", 4)],
 )
 def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str, pieces: int) -> None:
     """Asynchronous tensor parallelism. 21 tokens are no multiple of pieces times ranks."""
@@ -119,8 +112,8 @@ def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
 
 
 @pytest.mark.exhaustive
-@for_each_mesh
+@pytest.mark.parametrize("mesh", MESHES)
 @for_each_choice
 def test_every_model(ranks: RankPool, mesh: str, choice: str) -> None:
     for model, cuts in itertools.product(models_on(mesh), (False, True)):
-        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=cuts, clip=0.5)
+        check(ranks, choice, mesh, model, cuts)

@@ -17,6 +17,7 @@ from tensor_parallel.plan import Column, Region, Row, Shared, plan_of
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, message_of, one_step, options_of, oracle, weight_decay_groups
 from tests.ranks import RankPool
+from tests.tables import each_row
 from tests.tensor_parallel.meshes import CPU, HAND_WRITTEN, strategy_on_mesh
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm")
@@ -50,7 +51,7 @@ def clipped(choice: str, sequence_parallel: bool) -> list[float]:
         return [strategy.verdict.loss_and_norm[1], *norms]
 
 
-@pytest.mark.parametrize("choice", HAND_WRITTEN)
+@each_row("choice", HAND_WRITTEN)
 def test_clipping_counts_each_element_once(ranks: RankPool, choice: str) -> None:
     """Of cut, replicated and tied parameters; the second norm shows that all were scaled alike."""
     wanted = oracle("lm, gqa", [[[2], [2]]], clip=0.1)["norm"][0]
@@ -67,7 +68,7 @@ def decayed(choice: str) -> dict[str, torch.Tensor]:
         return strategy.full_state_dict()
 
 
-@pytest.mark.parametrize("choice", ["tp", "zero2"])
+@each_row("choice", ["tp", "zero2"])
 def test_parameter_groups_and_weight_decay(ranks: RankPool, choice: str) -> None:
     wanted = oracle("plain", [[[2], [2]]] * 3, "adam", groups=True)["state"]
     found = ranks.run(4, decayed, choice)[0]
@@ -94,7 +95,7 @@ def break_a_gradient(choice: str) -> str:
         return message_of(NonFiniteError, one_step, strategy, [make_batch("lm, llama", 2, 0)])
 
 
-@pytest.mark.parametrize("choice", ["tp", "zero1", "zero3"])
+@each_row("choice", ["tp", "zero1", "zero3"])
 def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice: str) -> None:
     """Though no other rank has that part of the model, and its replica has another number."""
     for message in ranks.run(4, break_a_gradient, choice):
@@ -126,7 +127,7 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@each_row("sequence_parallel", [False, True])
 def test_dropout(ranks: RankPool, sequence_parallel: bool) -> None:
     """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
     go on with the same numbers."""
@@ -154,7 +155,7 @@ def cross_entropy(scale: float, dtype: torch.dtype, vocabulary: int) -> tuple[to
     return losses[targets >= 0].mean().detach(), expected.detach(), part.grad, whole.grad[:, first:end]
 
 
-@pytest.mark.parametrize("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
+@each_row("world_size, vocabulary", [(2, 10), (3, 10), (4, 5)])
 def test_cross_entropy(ranks: RankPool, world_size: int, vocabulary: int) -> None:
     """Also of logits whose exponentials overflow, and over unequal parts."""
     for scale, dtype in ((1.0, torch.float32), (3e4, torch.float32), (5.0, torch.bfloat16)):
@@ -196,7 +197,7 @@ def refuse(mesh: str, model: str, plan: Any = None, sequence_parallel: bool = Fa
     return message_of(UnsupportedError, cut)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "model, plan, wanted",
     [
         (
@@ -260,7 +261,7 @@ def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
     return found
 
 
-@pytest.mark.parametrize("choice", ["tp", "zero3"])
+@each_row("choice", ["tp", "zero3"])
 def test_an_overflow_in_one_part_skips_the_step_for_all(ranks: RankPool, choice: str) -> None:
     found = ranks.run(4, overflowing_on_one_rank, choice)
     assert found == [[(False, 16.0, False), (True, 8.0, True), (False, 8.0, False)]] * 4

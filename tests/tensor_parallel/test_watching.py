@@ -1,6 +1,5 @@
 """Ranks that hold parts of one model compare what they have issued; messages name ranks with their places."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +12,7 @@ from ddp_lab.runtime.watch.sequence import recorded_collectives
 from ddp_lab.strategy.communication.agreement import StepAgreement
 from tests.ranks import RankPool
 from tests.runtime.test_watching import ended, entry, gone, state
+from tests.tables import each_row
 
 MESH = Mesh({"dp": 2, "tp": 2})
 
@@ -79,7 +79,7 @@ MESSAGES: dict[str, tuple[dict[int, RankReport], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", MESSAGES)
+@each_row("how", MESSAGES)
 def test_messages_name_ranks_with_their_places(how: str) -> None:
     reports, message = MESSAGES[how]
     ending = first_cause(reports, names=RankNames(MESH))

@@ -44,6 +44,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 INFO = {"bytes": 1, "crc32": 0}
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
@@ -317,8 +318,8 @@ def rewrite(path: Path, **changes: Any) -> None:
     (path / MANIFEST).write_text(json.dumps(content | {"crc32": _checksum(content)}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
+@each_row(
+    "changes, expected",
     [
         ({"files": {"../secret": INFO}}, "names a file '../secret'"),
         ({"files": {"/etc/passwd": INFO}}, "names a file '/etc"),
@@ -337,9 +338,7 @@ def test_altered_manifests(tmp_path: Path, changes: dict[str, Any], expected: st
     assert expected in problem_in(path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"[]", b"3", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": [1]}', b"NaN"]
-)
+@each_row("content", [b"[]", b"3", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": [1]}', b"NaN"])
 def test_manifests_that_are_something_else(tmp_path: Path, content: bytes) -> None:
     path = make_checkpoint(tmp_path, 2)
     (path / MANIFEST).write_bytes(content)

@@ -31,7 +31,9 @@ def elements_in(folder: Path) -> dict[str, int]:
     return dict(stored)
 
 
-@pytest.mark.parametrize("model", [m if m == "lm, gqa" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
+@pytest.mark.parametrize(
+    "model", [m if m == "lm, gqa" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODELS]
+)
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
     names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]
@@ -72,19 +74,18 @@ def alter(file: Path, cuts: str) -> None:
     save_file(load_file(file), file, texts | {"cuts": cuts})
 
 
-@pytest.mark.parametrize(
-    ("cuts", "expected"),
-    [
-        ("[", "saved is damaged: rank_0.safetensors does not say how parameters are cut"),
-        ('{"transformer.wte.weight": {"dim": 0}}', "saved is damaged: rank_0.safetensors does not say how"),
-        ('{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}', "is cut wrongly there"),
-        ('{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}', "element 480 of 984 is in no"),
-        ("{}", "parameter/transformer.wte.weight: not stored"),
-    ],
-)
-def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path, cuts: str, expected: str) -> None:
-    place = PLACES["zero3 on tp=2"]
-    ranks.run(2, run_leg, place, "lm, gpt2", 0, None, tmp_path / "saved")
-    alter(tmp_path / "saved" / "rank_0.safetensors", cuts)
-    for message in ranks.run(2, error_of_leg, PLACES["plain"], "lm, gpt2", tmp_path / "saved"):
-        assert expected in message and "\n" not in message
+WRONG_CUTS = {
+    "[": "saved is damaged: rank_0.safetensors does not say how parameters are cut",
+    '{"transformer.wte.weight": {"dim": 0}}': "saved is damaged: rank_0.safetensors does not say how",
+    '{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}': "is cut wrongly there",
+    '{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}': "element 480 of 984 is in no",
+    "{}": "parameter/transformer.wte.weight: not stored",
+}
+
+
+def test_a_wrong_cut_is_one_line(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, run_leg, PLACES["zero3 on tp=2"], "lm, gpt2", 0, None, tmp_path / "saved")
+    for cuts, expected in WRONG_CUTS.items():
+        alter(tmp_path / "saved" / "rank_0.safetensors", cuts)
+        for message in ranks.run(2, error_of_leg, PLACES["plain"], "lm, gpt2", tmp_path / "saved"):
+            assert expected in message and "\n" not in message, cuts

@@ -16,6 +16,7 @@ from ddp_lab.runtime.errors import UserError
 from tests.checkpoints import error_of, here, losses, train_to
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_files import manifest
+from tests.tables import each_row
 
 CHOICE = ("sharding", "zero2")
 
@@ -106,7 +107,7 @@ def lock_twice(folder: Path) -> None:
     Saver(folder, here(), in_background=False, keep=None).close()
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@each_row("in_background", [False, True])
 def test_a_folder_that_goes(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
     ranks.run(2, lose_folder, tmp_path / "lost", in_background)
 
@@ -141,7 +142,7 @@ def full_disk(folder: Path, in_background: bool) -> tuple[str, str]:
     return message, error_of(CHOICE, 8, folder, {"resume": "latest"})
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@each_row("in_background", [False, True])
 def test_full_disk(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
     """The save fails with an error, earlier checkpoints stay, and the run resumes once there is room again."""
     for message, later in ranks.run(2, full_disk, tmp_path, in_background):
@@ -157,8 +158,8 @@ def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     assert sorted(names) == ["manifest.json", "rank_0.safetensors", "rank_1.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
+@each_row(
+    "settings, expected",
     [
         ({"keep_last": 2}, "--keep-last 2: must be with --checkpoint-every"),
         ({"checkpoint_async": True}, "--checkpoint-async: must be with --checkpoint-every"),

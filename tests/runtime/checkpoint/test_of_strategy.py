@@ -14,6 +14,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 STEPS = 2
 
@@ -52,7 +53,7 @@ def go_on(choice: str, folder: Path) -> dict[str, Tensor]:
     return strategy.full_state_dict()
 
 
-@pytest.mark.parametrize(("saves", "loads"), [("zero3", "bucket_ddp_async"), ("pytorch_zero3", "zero1")])
+@each_row("saves, loads", [("zero3", "bucket_ddp_async"), ("pytorch_zero3", "zero1")])
 def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
     for _ in range(2):  # the second time it replaces the first
         wanted = ranks.run(2, save_after_some_steps, saves, tmp_path / "saved")[0]

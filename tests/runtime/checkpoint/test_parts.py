@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.model_parallel import Cut
+from tests.tables import each_row
 
 SHAPE = (12, 5)
 HALVES = Cut(0, 12, (((0, 7),), ((7, 12),)))
@@ -75,7 +76,7 @@ def test_of_equal_parts_one_is_stored_and_read() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "cut",
     [
         Cut(2, 12, HALVES.ranges),

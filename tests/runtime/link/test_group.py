@@ -23,8 +23,9 @@ from ddp_lab.runtime.distributed import host_barrier
 from ddp_lab.runtime.link.ledger import SLOTS
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.link.world import paced_groups
-from tests.parity import for_each_choice, is_refused, train_on_rank
+from tests.parity import is_refused, over_choices, train_on_rank
 from tests.ranks import RankFailed, RankPool
+from tests.tables import each_row
 
 ELEMENTS = 60_000
 SLOW = Link(16 * 10**6, 1e-4)
@@ -40,7 +41,7 @@ def both_ways(choice: tuple[str, str]) -> list[dict[str, Any]]:
     return [plain, paced]
 
 
-@for_each_choice
+@over_choices
 def test_results_are_bitwise_those_of_gloo(ranks: RankPool, choice: tuple[str, str]) -> None:
     if is_refused(ranks, choice, "plain"):
         pytest.skip("the choice refuses the model")
@@ -108,7 +109,7 @@ LEAST_S = {  # of the rank that waits longest, with two ranks
 }
 
 
-@pytest.mark.parametrize("kind", LEAST_S)
+@each_row("kind", LEAST_S)
 def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str) -> None:
     found = ranks.run(2, timed, kind)
     assert max(end for _, end, *_ in found) >= LEAST_S[kind]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddp_lab.runtime.link import ledger, schedule
 from ddp_lab.runtime.link.ledger import SLOTS, Ledger
 from ddp_lab.runtime.link.speed import Link, Nodes
+from tests.tables import each_row
 
 BITS = 8000
 
@@ -98,7 +99,7 @@ def test_nothing_is_passed_on_before_it_has_arrived(asked: list[int]) -> None:
     assert first >= 2.25 + 1.0 and third == first + 0.25  # which has sent its copy then
 
 
-@pytest.mark.parametrize(("other_group", "second"), [("another", 2.0), ("default", 3.0)])
+@each_row("other_group, second", [("another", 2.0), ("default", 3.0)])
 def test_directions_take_turns_on_a_connection_and_not_on_a_link(other_group: str, second: float) -> None:
     links = Links(2)
     links.issue(1, at=[1.0, 1.0])
@@ -131,8 +132,8 @@ def test_a_message_that_waits_for_another_leaves_its_link_to_others() -> None:
     assert links.ledger.delivery(links.group, 1, 1, members, (schedule.Edge(1, 3, 500),)) == 1.5
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(5))
+@each_row("size", [2, 3, 4, 8])
+@each_row("seed", range(5))
 def test_broadcasts_from_all_roots_at_once_fill_the_links(size: int, seed: int) -> None:
     """As an all-gather of this project over Gloo: a group for each root, and ranks that ask in any order."""
     links, members = Links(size), tuple(range(size))

@@ -1,38 +1,31 @@
-"""Whole runs over a paced link: the record, the pages, and what the figures say of the link."""
+"""A whole run over a paced link: the record, the pages, and what the figures say of the link."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_lab.analysis.command import main as analyse
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.world import paced_groups
+from tests.ranks import RankPool
+from tests.runtime.test_run import run_here, run_sharded
 
-ROOT = Path(__file__).resolve().parents[3]
 LINK, BYTES_PER_S = "40mbit,1ms", 5e6
-FLAGS = "--workload mlp --depth 4 --width 128 --train-samples 96 --eval-samples 8 --max-steps 12 --bucket-cap-mb 0.1"
+RUN = {"workload": "mlp", "depth": 4, "width": 128, "train_samples": 96, "eval_samples": 8, "max_steps": 12}
+RUN |= {"bucket_cap_mb": 0.1, "link": LINK}
 
 
-def train(script: str, choice: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / script)]
-    command = [*start, "--ddp-choice", choice, "--output-dir", str(folder), *FLAGS.split(), *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def run_over_the_link(settings: dict[str, Any]) -> None:
+    with paced_groups(Link.parse(LINK)):
+        run_sharded(settings) if "zero" in settings["choice"] else run_here(settings)
 
 
-@pytest.mark.parametrize(
-    ("script", "choice"),
-    [
-        ("main_ddp.py", "bucket_ddp_async"),
-        pytest.param("main_ddp.py", "pytorch_ddp", marks=pytest.mark.slow),
-        pytest.param("main_shard.py", "pytorch_zero3", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_is_as_slow_as_its_link(tmp_path: Path, script: str, choice: str) -> None:
-    done = train(script, choice, tmp_path, "--link", LINK)
-    assert done.returncode == 0, done.stderr
-    assert f"{choice}: done over links of {LINK}" in done.stdout
+@pytest.mark.parametrize("choice", ["bucket_ddp_async", pytest.param("pytorch_zero3", marks=pytest.mark.exhaustive)])
+def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path: Path, choice: str) -> None:
+    ranks.run(2, run_over_the_link, {**RUN, "choice": choice, "output_dir": str(tmp_path)})
     (window,) = find_windows(tmp_path / "profile" / choice)
     analysis = analyse_window(window)
     record = analysis.record
@@ -51,9 +44,3 @@ def test_a_run_is_as_slow_as_its_link(tmp_path: Path, script: str, choice: str) 
     assert analyse("", "reports", ["--trace-dir", str(tmp_path / "profile" / choice)]) == 0
     page = next(tmp_path.rglob("summary.html")).read_text()
     assert f"Every rank had a link of {LINK} (--link)" in page
-
-
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    done = train("main_ddp.py", "flat_ddp", tmp_path, "--link", "fast")
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "--link: rate 'fast': give a number above 0" in said[0]

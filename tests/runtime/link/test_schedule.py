@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ddp_lab.planner.costs.volumes import volume
 from ddp_lab.runtime.link import schedule
 from ddp_lab.runtime.link.schedule import Edge, Ring
+from tests.tables import each_row
 
 sizes = st.integers(2, 9)
 
@@ -30,7 +31,7 @@ def test_a_rank_passes_a_broadcast_on_to_ranks_at_doubling_distances(size: int) 
     assert {(edge.sender, edge.receiver) for edge in schedule.broadcast(size, 1, 0)} == expected
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@each_row("size", [2, 3, 4, 8])
 def test_rings_carry_what_the_planner_expects(size: int) -> None:
     nbytes = 12_000
     reduce, gather = schedule.all_reduce(size, nbytes), schedule.all_gather(size, nbytes / size)

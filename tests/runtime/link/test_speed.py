@@ -4,10 +4,11 @@ from hypothesis import strategies as st
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import Link, canonical
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
-    ("text", "link"),
+@each_row(
+    "text, link",
     [
         ("1gbit", Link(10**9)),
         ("250mbit,50us", Link(250 * 10**6, 50e-6)),
@@ -19,7 +20,7 @@ def test_reads_what_people_write(text: str, link: Link | None) -> None:
     assert Link.parse(text) == link
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1gbit,", "1gbit,50", "none,1ms", "1gbit,-1us", "0gbit", "1gbit,1us,2us"])
+@each_row("text", ["", "fast", "1gbit,", "1gbit,50", "none,1ms", "1gbit,-1us", "0gbit", "1gbit,1us,2us"])
 def test_refuses_what_is_no_link_in_one_line(text: str) -> None:
     with pytest.raises(UserError) as caught:
         Link.parse(text)

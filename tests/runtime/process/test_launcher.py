@@ -12,6 +12,7 @@ import pytest
 import ddp
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.launcher import adopt_launcher, first_host, port_of, tasks_by_node
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[3]
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "3"}
@@ -64,7 +65,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert "MASTER_ADDR" not in adopted({**STEP, "MASTER_ADDR": "ib-01"})
 
 
-@pytest.mark.parametrize(
+@each_row(
     "environ",
     [
         {},
@@ -74,15 +75,6 @@ def test_what_the_user_has_set_stays() -> None:
         {**STEP, **TORCHRUN},
         {**SBATCH, **TORCHRUN},
         {**MPIRUN, **TORCHRUN},
-    ],
-    ids=[
-        "nothing",
-        "batch script",
-        "srun shell",
-        "salloc shell",
-        "torchrun in srun",
-        "torchrun in sbatch",
-        "in mpirun",
     ],
 )
 def test_what_is_no_rank_of_slurm_or_mpirun(environ: dict[str, str]) -> None:
@@ -106,8 +98,8 @@ def test_the_ranks_of_a_node_under_deepspeed() -> None:
     assert adopted({**TORCHRUN, "LOCAL_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
+@each_row(
+    "hosts, first",
     [
         ("n1", "n1"),
         ("n1,n2", "n1"),
@@ -134,7 +126,7 @@ TINY = ["--ddp-choice", "flat_ddp", "--workload", "mlp", "--depth", "2", "--widt
 TINY += ["--train-samples", "16", "--eval-samples", "4", "--device", "cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed, e.g. apt-get install openmpi-bin")
 def test_a_run_under_mpirun(tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "main_ddp.py", *TINY]

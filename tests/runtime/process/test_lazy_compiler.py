@@ -36,8 +36,7 @@ assert hasattr(torch._dynamo, "config") and hasattr(torch, "_inductor")
     "program",
     [
         pytest.param(EAGER, id="eager"),
-        pytest.param(EAGER + ASKED + AFTERWARDS, id="asked", marks=pytest.mark.slow),
-        pytest.param(EAGER + AFTERWARDS, id="afterwards", marks=pytest.mark.exhaustive),
+        pytest.param(EAGER + ASKED + AFTERWARDS, id="asked", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_compiler_comes_when_it_is_asked_for(program: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ddp_lab.runtime.data.hub import load_classifier, load_tokenizer
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.loopback import LOOPBACK, LoopbackStore
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[3]
 FORBIDDEN = {
@@ -78,7 +79,7 @@ def is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "from pickle import load",
@@ -94,7 +95,7 @@ def test_the_search_finds_what_it_looks_for(line: str) -> None:
     assert any(problem_in(node) for node in ast.walk(ast.parse(line)))
 
 
-@pytest.mark.parametrize("line", ["module.eval()", "load(name, trust_remote_code=False)", "from training import code"])
+@each_row("line", ["module.eval()", "load(name, trust_remote_code=False)", "from training import code"])
 def test_the_search_leaves_others_alone(line: str) -> None:
     assert not any(problem_in(node) for node in ast.walk(ast.parse(line)))
 
@@ -117,7 +118,7 @@ def test_a_model_that_is_a_pickle_is_refused(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
+@each_row("part", ["model", "tokenizer"])
 def test_code_of_a_model_is_not_run_and_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

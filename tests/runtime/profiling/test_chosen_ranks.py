@@ -14,6 +14,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.profiling.chosen_ranks import ranks_in
 from tests.ranks import RankPool
 from tests.runtime.test_run import TINY, record_of, run_here
+from tests.tables import each_row
 
 
 def test_lists_of_ranks() -> None:
@@ -21,7 +22,7 @@ def test_lists_of_ranks() -> None:
     assert ranks_in("0-3, 2,9-9", "--x") == {0, 1, 2, 3, 9}
 
 
-@pytest.mark.parametrize("text", ["", "1,", "a", "-1", "3-1", "1-2-3", "1;2", "0x1"])
+@each_row("text", ["", "1,", "a", "-1", "3-1", "1-2-3", "1;2", "0x1"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--profile-ranks .*: .* is neither a rank nor a range; write it like 0,1,8"):
         RunConfig(choice="flat_ddp", profile_ranks=text)

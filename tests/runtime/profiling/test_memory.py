@@ -27,6 +27,7 @@ from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 # The formula ---------------------------------------------------------------------------------------------------------
 
@@ -38,8 +39,8 @@ ZERO = {
 }
 
 
-@pytest.mark.parametrize("stage", ZERO)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@each_row("stage", ZERO)
+@each_row("world_size", [1, 2, 3, 4])
 def test_expected_states_are_the_papers(stage: str, world_size: int) -> None:
     """Rajbhandari et al., table 1, for fp32 parameters: bytes a parameter."""
     shards, bytes_per_parameter = ZERO[stage]

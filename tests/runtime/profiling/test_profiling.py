@@ -20,6 +20,7 @@ from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 LATE_S = 0.2
 WINDOW_ENDS = (3, 6)
@@ -88,7 +89,7 @@ def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
     assert not stop.called
 
 
-@pytest.mark.parametrize(("wait", "settling", "expected"), [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
+@each_row("wait, settling, expected", [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
 def test_steps_in_which_a_strategy_settles_are_not_profiled(
     tmp_path: Path, wait: int, settling: int, expected: list[int]
 ) -> None:

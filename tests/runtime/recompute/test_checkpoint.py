@@ -15,6 +15,7 @@ from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_al
 from ddp_lab.runtime.tensors import taken_apart, tensors_in
 from ddp_lab.strategy.recompute.apply import checkpoint_activations
 from tests.models import LORA, build, make_batch
+from tests.tables import each_row
 
 SETTINGS = ("block", "every:2", "selective", "torch:block")
 
@@ -36,8 +37,8 @@ def gradients(module: nn.Module, model: str) -> tuple[dict[str, Tensor], Counter
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, got, torch.rand(3)
 
 
-@pytest.mark.parametrize("model", ["awkward", "adapted", "out of order", "llama", LORA])
-@pytest.mark.parametrize("setting", SETTINGS)
+@each_row("model", ["awkward", "adapted", "out of order", "llama", LORA])
+@each_row("setting", SETTINGS)
 def test_each_parameter_gets_the_same_gradient_once(setting: str, model: str) -> None:
     plain, module = build(model).train(), checkpointed(model, setting)
     assert list(module.state_dict()) == list(plain.state_dict())
@@ -51,7 +52,7 @@ def test_each_parameter_gets_the_same_gradient_once(setting: str, model: str) ->
         assert torch.equal(buffer, plain.get_buffer(name)), f"{name} has counted a sample twice"
 
 
-@pytest.mark.parametrize(("setting", "times"), [("block", 2), ("every:2", 1.5), ("every:4", 1.25), ("torch:block", 2)])
+@each_row("setting, times", [("block", 2), ("every:2", 1.5), ("every:4", 1.25), ("torch:block", 2)])
 def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> None:
     module, ran = checkpointed("awkward", setting), 0
 
@@ -144,8 +145,8 @@ class ReaderBlock(nn.Module):
         return self.own(x) * self.others[0].weight.sum()
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
+@each_row(
+    "how, message",
     [("in place", "ReaderBlock changes an input in place"), ("weight", r"reads a tensor of shape \(4, 4\)")],
 )
 def test_what_would_be_wrong_without_a_word_is_refused(how: str, message: str) -> None:
@@ -155,7 +156,7 @@ def test_what_would_be_wrong_without_a_word_is_refused(how: str, message: str) -
         module(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@each_row("setting", SETTINGS)
 def test_a_model_without_blocks_is_refused(setting: str) -> None:
     with pytest.raises(UnsupportedError, match=f"--activation-checkpointing {setting}: Frozen has no blocks"):
         checkpointed("frozen", setting)

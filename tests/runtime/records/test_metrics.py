@@ -17,6 +17,7 @@ from ddp_lab.runtime.records.metrics import json_lines, step_metrics
 from tests.ranks import RankPool
 from tests.runtime.test_flags import parsed
 from tests.runtime.test_run import TINY, record_of, run_here
+from tests.tables import each_row
 
 DOCS = Path(__file__).parents[3] / "docs"
 TOKENS = {"workload": "sample", "train_samples": 44, "eval_samples": 4, "no_profile": True}
@@ -62,11 +63,11 @@ def test_each_step_is_a_line_and_the_record_says_the_same(ranks: RankPool, tmp_p
 
 
 def test_tokens_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """The same samples on one rank and on three, the last step with fewer."""
+    """The same samples on one rank and on two, the last step with fewer."""
     tokens = []
-    for size, choice in ((1, "flat_ddp"), (3, "flat_ddp")):
+    for size, choice in ((1, "flat_ddp"), (2, "flat_ddp")):
         folder = str(tmp_path / str(size))
-        settings = {**TOKENS, "choice": choice, "output_dir": folder, "global_batch_size": 6, "train_samples": 16}
+        settings = {**TOKENS, "choice": choice, "output_dir": folder, "global_batch_size": 4, "train_samples": 10}
         assert set(ranks.run(size, run_here, settings)) == {None}
         tokens.append(record_of(Path(folder), choice)["step_tokens"])
     assert tokens[0] == tokens[1] and len(tokens[0]) == 3
@@ -107,7 +108,7 @@ def log_and_fail(folder: str, target: str) -> None:
         log_three_steps(folder, target, True)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@each_row("fails", [False, True])
 def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ranks.run(2, log_and_fail if fails else log_three_steps, str(tmp_path), "tensorboard", *([] if fails else [False]))
@@ -117,7 +118,7 @@ def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool
     assert {event.value for event in events.Scalars("tokens_per_second")} == {256.0}
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@each_row("fails", [False, True])
 def test_wandb_works_offline(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     pytest.importorskip("wandb")
     ranks.run(2, log_offline, str(tmp_path), fails)
@@ -133,7 +134,7 @@ def log_offline(folder: str, fails: bool) -> None:
         log_and_fail(folder, "wandb") if fails else log_three_steps(folder, "wandb", False)
 
 
-@pytest.mark.parametrize("target", ["tensorboard", "wandb"])
+@each_row("target", ["tensorboard", "wandb"])
 def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
     for value, expected, spec in (
         (target, f"{target} is not installed; run: uv sync --extra {target}", None),

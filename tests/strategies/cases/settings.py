@@ -1,15 +1,17 @@
 """Which settings there are for `test_settings.py`, what each of them promises, and on which modules they are tried."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from ddp_lab.runtime.errors import UserError
 from tests import parity
+from tests.covering import Row, pairwise
 from tests.models import BRANCHES, LORA, MODELS, UNUSUAL
-from tests.parity import all_choices, load, options_of
+from tests.parity import Choice, all_choices, load, options_of
 
-Choice = tuple[str, str]
 Options = dict[str, Any]
 
 
@@ -70,16 +72,12 @@ WITH_STATISTICS = {"normed", "awkward"}
 
 
 class Case(NamedTuple):
-    """A training, and the exact settings under which it must be the same."""
+    """A training, and an exact setting under which it must be the same."""
 
     choice: Choice
     rounding: str
     model: str
-    exact: tuple[str, ...] = tuple(EXACT)
-
-    @property
-    def id(self) -> str:
-        return "-".join((*self.choice, self.rounding, self.model, "all" if len(self.exact) > 1 else self.exact[0]))
+    exact: str
 
     @property
     def number(self) -> int:
@@ -88,16 +86,28 @@ class Case(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of `oracle`: three steps of two micro-batches, on two ranks or three."""
+        """Of `oracle`: three steps on two ranks or three, which have different numbers of micro-batches in the last."""
         ranks = 2 if self.choice[1] in BUILT_ON_DDP else 2 + self.number % 2
-        split = [[2, 3], [3, 2], [2, 2]][:ranks]
-        return self.model, [split] * 3, "adam", 0.5 if self.number % 3 == 0 else None
+        even = [[2, 3], [3, 2], [2, 2]]
+        last = even if "compress" in ROUNDINGS[self.rounding].options else [[3, 2], [3], [2, 2]]
+        optimizer = "sgd" if self.model.startswith("llama") else "adam"  # which would magnify its smallest gradients
+        clip = 0.5 if self.number % 3 == 0 else None
+        return self.model, [split[:ranks] for split in (even, even, last)], optimizer, clip
 
     def options(self, exact: str, folder: str = "FOLDER") -> Options:
         options = ROUNDINGS[self.rounding].options | EXACT[exact]
         if "offload" in options:
             options["offload"] = options["offload"].replace("FOLDER", folder)
         return options | {"find_unused_parameters": self.model in BRANCHES}
+
+    def is_tried(self) -> bool:
+        """Whether choice and module take the settings, and one process has a counterpart."""
+        options = self.options(self.exact)
+        if "param_dtype" in options and self.model == "odd":
+            return False  # which computes with fp32 and fp64 at once
+        if refusal(self.choice, options) or refusal_of_module(self.choice, self.model, options):
+            return False
+        return not is_rounded_otherwise(self.choice, self.model, options)
 
 
 def refusal(choice: Choice, options: Options) -> str | None:
@@ -134,37 +144,33 @@ def is_rounded_otherwise(choice: Choice, model: str, options: Options) -> bool:
     )
 
 
-def every_case() -> Iterator[Case]:
-    """With those exact settings that choice and module take."""
-    for choice, rounding in product(all_choices(), ROUNDINGS):
+@cache
+def sample() -> list[Case]:
+    """Each pair of choice, rounding and exact setting that can be tried, each time with another module."""
+    exact = [name for name in EXACT if name not in PAIRS]
+    roundings = [name for name in ROUNDINGS if "compiled" not in name]
+
+    @cache
+    def is_taken(choice: Choice, rounding: str, exact: str) -> bool:
+        return not refusal(choice, ROUNDINGS[rounding].options | EXACT[exact])
+
+    def is_allowed(row: Row) -> bool:
+        values = [[row[name]] if name in row else of for name, of in factors.items()]
+        return any(is_taken(*one) for one in product(*values))
+
+    factors = {"choice": all_choices(), "rounding": roundings, "exact": exact}
+    found, seen = [Case(("sharding", "zero3"), "fp16", "lookup", "selective")], Counter[Any]()  # where a bug was found
+    for row in pairwise(factors, is_allowed):
+        cases = [Case(row["choice"], row["rounding"], model, row["exact"]) for model in TRAPS]
+        found.append(min(filter(Case.is_tried, cases), key=lambda case: sum(seen[case.model, v] for v in row.values())))
+        seen.update((found[-1].model, value) for value in row.values())
+    return found
+
+
+def every_rounding(choice: Choice, model: str) -> Iterator[Case]:
+    """With one exact setting each, in turn, of which `PAIRED` have pairs too."""
+    for number, rounding in enumerate(ROUNDINGS):
         offered = [name for name in EXACT if rounding in PAIRED or name not in PAIRS]
-        taken = [name for name in offered if not refusal(choice, ROUNDINGS[rounding].options | EXACT[name])]
-        for model in TRAPS:
-            case = Case(choice, rounding, model)
-            given = {name: case.options(name) for name in taken}
-            if exact := tuple(name for name in taken if not leaves_out(choice, model, given[name])):
-                yield case._replace(exact=exact)
-
-
-def leaves_out(choice: Choice, model: str, options: Options) -> bool:
-    """`odd` computes with fp32 and fp64 at once, which has no counterpart with parameters of one dtype."""
-    if "param_dtype" in options and model == "odd":
-        return True
-    return bool(refusal_of_module(choice, model, options)) or is_rounded_otherwise(choice, model, options)
-
-
-def sample(cases: Iterable[Case]) -> Iterator[Case]:
-    """Some with a single exact setting each, among them every choice, rounding, module and exact setting."""
-    singles = [case._replace(exact=(name,)) for case in cases for name in case.exact]
-    seen: set[Any] = set()
-    for index in range(len(singles)):
-        case = singles[index * 1009 % len(singles)]
-        if not seen.issuperset(case):
-            seen.update(case)
-            yield case
-
-
-EVERY = list(every_case())
-FOUND = [Case(("sharding", "zero3"), "fp16", "lookup", ("selective",))]
-"""Those in which a bug was found."""
-SAMPLED = [*FOUND, *sample(case for case in EVERY if "compiled" not in case.rounding)]
+        cases = [case for name in offered if (case := Case(choice, rounding, model, name)).is_tried()]
+        if cases:
+            yield cases[(number + cases[0].number) % len(cases)]

@@ -9,7 +9,7 @@ import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parity import all_choices, in_own_loops, load, options_of
+from tests.parity import all_choices, load, options_of, over_own_loops
 from tests.ranks import RankPool
 from tests.strategies.cases.case import FEATURES, SAMPLES, STEPS, Choice, momentum, samples
 from tests.strategies.cases.running import Blocks
@@ -77,7 +77,7 @@ def two_in_one_loss(choice: Choice, other: Choice) -> list[State]:
     return [first.full_state_dict(), second.full_state_dict()]
 
 
-@in_own_loops
+@over_own_loops
 def test_two_models_in_one_loss(ranks: RankPool, choice: Choice) -> None:
     for world_size in (2, 3):
         pair = make_pair()
@@ -106,7 +106,7 @@ def make_synchronized() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Sequential(*blocks), nn.Linear(8, 1))
 
 
-@in_own_loops
+@over_own_loops
 def test_collectives_in_forward_and_backward(ranks: RankPool, choice: Choice) -> None:
     for world_size in (2, 3):
         module = make_synchronized()
@@ -135,7 +135,7 @@ def on_two_of_three(choice: Choice) -> State | str:
     return strategy.full_state_dict()
 
 
-@in_own_loops
+@over_own_loops
 def test_a_group_of_two_of_three_ranks(ranks: RankPool, choice: Choice) -> None:
     """With losses that are means over different numbers of samples."""
     module = make_blocks()
@@ -165,7 +165,7 @@ def train_on(choice: Choice, state: State, steps: range, make: Callable[[], nn.M
     return strategy.full_state_dict()
 
 
-@in_own_loops
+@over_own_loops
 def test_states_move_into_a_plain_module_and_into_another_choice(ranks: RankPool, choice: Choice) -> None:
     """One step by `choice`, one by a plain module, one by another choice; the optimizer begins anew each time."""
     module, plain = make_blocks(), Blocks()

@@ -1,0 +1,40 @@
+"""Covering arrays: few rows in which every pair of values of any two factors occurs."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Rows that hold every pair of values that an allowed row can hold; the same in each run.
+
+    Each row begins with a pair that no earlier one holds, and takes of each other factor the value that brings most
+    such pairs.
+
+    Args:
+        factors: Values by name; they can be hashed.
+        is_allowed: Whether a row, or a part of one, can be tried.
+    """
+
+    def pairs(row: Row) -> Iterator[tuple[Any, Any]]:
+        return itertools.combinations([(name, row[name]) for name in factors if name in row], 2)
+
+    products = (itertools.product(factors[one], factors[two]) for one, two in itertools.combinations(factors, 2))
+    names = itertools.combinations(factors, 2)
+    left = {((one, a), (two, b)): None for (one, two), of in zip(names, products, strict=True) for a, b in of}
+    rows = []
+    for pair in list(left):
+        row: Row = dict(pair)
+        if pair not in left or not is_allowed(row):
+            continue
+        for name in factors:
+            options = [value for value in factors[name] if is_allowed({**row, name: value})]
+            if name not in row and options:
+                row[name] = max(options, key=lambda v: sum(p in left for p in pairs({**row, name: v})))
+        if len(row) == len(factors):
+            rows.append({name: row[name] for name in factors})
+            for held in pairs(row):
+                left.pop(held, None)
+    return rows

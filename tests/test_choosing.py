@@ -1,0 +1,47 @@
+"""What chooses cases leaves nothing out: covering arrays, and values that are tried in one case."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.covering import Row, pairwise
+from tests.tables import each_row
+
+FACTORS = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(
+    lambda sizes: {f"factor {index}": list(range(size)) for index, size in enumerate(sizes)}
+)
+
+
+def pairs(row: Row) -> set[Any]:
+    return set(itertools.combinations(row.items(), 2))
+
+
+@given(FACTORS, st.integers(2, 9))
+def test_each_pair_that_is_allowed_occurs(factors: dict[str, list[int]], most: int) -> None:
+    def is_allowed(row: Row) -> bool:
+        return sum(row.values()) <= most
+
+    rows = pairwise(factors, is_allowed)
+    whole = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    wanted = set().union(*(pairs(row) for row in whole if is_allowed(row)))
+    assert all(is_allowed(row) and row.keys() == factors.keys() for row in rows)
+    assert set().union(*map(pairs, rows)) == wanted
+
+
+def test_pairs_need_few_rows() -> None:
+    rows = pairwise({name: range(3) for name in "abcd"})
+    assert len(rows) <= 12, "of 81; 9 at least"
+    assert rows == pairwise({name: range(3) for name in "abcd"})
+
+
+def test_each_value_that_fails_is_named() -> None:
+    @each_row("value, wanted", [(1, 1), (2, 3), (4, 5)])
+    def same(value: int, wanted: int) -> None:
+        assert value == wanted
+
+    with pytest.raises(AssertionError, match=r"2 of 3 rows fail:\n\{'value': 2, 'wanted': 3\}") as caught:
+        same()
+    assert "'value': 4" in str(caught.value)
