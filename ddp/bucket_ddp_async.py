@@ -12,20 +12,17 @@ Three things make it correct and cheap:
   while it is still in cache, later ones are added in place, and the optimizer reads it there.
 - Losses are weighted by their share of the global batch before backward. So the all-reduced sum is the mean already.
 
-The best cap depends on the link. With `--bucket-cap-mb auto` the first steps decide it (`ddp.fitted_buckets`). With
-`--overlap-optimizer` a bucket's parameters are updated while later buckets are in flight (`ddp.early_updates`).
+With `--overlap-optimizer` a bucket's parameters are updated while later buckets are in flight (`ddp.early_updates`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp.buckets import DEFAULT_CAP_MB, Bucket, fill_buckets
+from ddp.buckets import Bucket, fill_buckets, usual_cap_bytes
 from ddp.early_updates import EarlyUpdates
-from ddp.fitted_buckets import FittedBuckets
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.communication.traffic import Collective
-from ddp_lab.strategy.interface import MicroBatch
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -36,28 +33,18 @@ class BucketDDP(ReplicatedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        self.fitted = FittedBuckets(self.trainable, self.process_group, self.options)
-        self.deciding_steps = self.fitted.settling_steps
         self.early = EarlyUpdates(self)
-        cap_bytes = self.options.fixed_bucket_bytes or DEFAULT_CAP_MB * 2**20
-        self._fill(fill_buckets(self.trainable.values(), cap_bytes))
+        cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
+        self.buckets = [Bucket(parameters) for parameters in fill_buckets(self.trainable.values(), cap_bytes)]
+        self._order = FixedOrder(self.buckets)
+        self._place: dict[Tensor, tuple[Bucket, int]] = {}
+        for bucket in self.buckets:
+            self._place |= {parameter: (bucket, slot) for slot, parameter in enumerate(bucket.parameters)}
         for parameter in self.trainable.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
-    def _fill(self, assignment: Sequence[list[nn.Parameter]]) -> None:
-        self.buckets: list[Bucket] = []
-        self._place: dict[Tensor, tuple[Bucket, int]] = {}
-        self._order = FixedOrder(self.buckets)  # so the old buckets' memory is free before the new ones take theirs
-        self.buckets = [Bucket(parameters) for parameters in assignment]
-        self._order = FixedOrder(self.buckets)
-        self._place = {p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)}
-
     def before_step(self) -> None:
         super().before_step()
-        if assignment := self.fitted.begin_step():
-            self.zero_grad()  # a gradient in an old bucket would keep its memory
-            self._fill(assignment)
-            self.notes.append(self.fitted.note)
         self.early.begin_step()
         self._order.restart()
         for bucket in self.buckets:
@@ -69,9 +56,7 @@ class BucketDDP(ReplicatedStrategy):
         if not self.synchronizes_gradients:
             return
         bucket.missing -= 1
-        if self.fitted.is_watching:
-            self.fitted.on_gradient(parameter)
-        elif bucket.missing == 0:
+        if bucket.missing == 0:
             for next_bucket in self._order.ready(bucket):
                 self._start(next_bucket)
 
@@ -82,7 +67,7 @@ class BucketDDP(ReplicatedStrategy):
     def finish_gradient_synchronization(self) -> None:
         for bucket in self._order.rest():  # behind a gradient that backward did not make on this rank
             self._start(bucket)
-        updates_early = self.options.overlap_optimizer and not (self.fitted.is_watching or self.watch.inspects)
+        updates_early = self.options.overlap_optimizer and not self.watch.inspects
         for bucket in self.buckets:  # while the later ones are in flight
             bucket.wait()
             self.early.check_and_update(bucket) if updates_early else self.early.check(bucket)
@@ -92,16 +77,7 @@ class BucketDDP(ReplicatedStrategy):
 
     def update(self) -> None:
         with self.early.rest():
-            self.fitted.time_update(super().update)
-
-    def learned(self) -> list[list[str]] | None:
-        return self.fitted.names([bucket.parameters for bucket in self.buckets])
-
-    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
-        if assignment := self.fitted.from_names(learned):
-            self._fill(assignment)
-            self.deciding_steps = 0
-            self.notes.append(self.fitted.note)
+            super().update()
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [bucket.flat for bucket in self.buckets]

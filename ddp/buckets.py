@@ -10,6 +10,8 @@ from ddp_lab.strategy.replicated import bytes_of
 
 DEFAULT_CAP_MB = 25.0
 """PyTorch DDP's, too."""
+FEWEST_BUCKETS = 10
+"""Of a model, where its user sets no size: the last one, which nothing hides, is then small beside the rest."""
 
 
 class Bucket:
@@ -60,6 +62,11 @@ class Bucket:
         for slot in range(len(self.parameters)):
             if self.parameters[slot].grad is not self.views[slot]:
                 self.place_gradient(slot)
+
+
+def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:
+    """How large a bucket may be where the user does not say."""
+    return min(DEFAULT_CAP_MB * 2**20, bytes_of(parameters) / FEWEST_BUCKETS)
 
 
 def fill_buckets(parameters: Iterable[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:

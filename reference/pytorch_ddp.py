@@ -39,7 +39,7 @@ class PyTorchDDP(ReplicatedStrategy):
         if self.compression is not None:
             self.compression.register(self.ddp)
 
-    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+    def relearn(self, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Repeat the first step, so that DDP builds its buckets from the same order of gradients."""
         self.forward_backward(first_step())
         self.zero_grad()

@@ -31,7 +31,7 @@ FLAGS = (
 )
 """Layers of equal size, so that each can be told from the next in a picture."""
 MORE_FLAGS = {"bucket_ddp_async": "--bucket-cap-mb 12"}
-"""Three layers a bucket, on every machine; by itself, the strategy would fit its buckets to the link."""
+"""Three layers a bucket."""
 MESHED = {
     "tensor_parallel": (
         ("main_parallel.py", "tp", "tp=2", "-sp-async2"),

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from ddp.buckets import DEFAULT_CAP_MB, fill_buckets
+from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.traffic import Collective
-from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts, bytes_of
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from sharding.arrivals import Arrivals
 from sharding.blocks import around_units, plan_units
 from sharding.collectives import all_gather, expected_all_gathers, expected_reduce_scatters, side_group
@@ -46,7 +46,7 @@ class Zero1(ShardedStrategy):
 
     def prepare(self) -> None:
         super().prepare()
-        cap_bytes = self.options.fixed_bucket_bytes or self._default_cap_mb() * 2**20
+        cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
             FlatParameters(parameters, self.ranks, self.placement)
             for segment in self._segments()
@@ -63,10 +63,6 @@ class Zero1(ShardedStrategy):
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(bucket, slot))
-
-    def _default_cap_mb(self) -> float:
-        """At most a tenth of the gradients, so that buckets in flight stay small beside what sharding saves."""
-        return min(DEFAULT_CAP_MB, bytes_of(self.trainable.values()) / 10 / 2**20)
 
     def _segments(self) -> Iterator[list[nn.Parameter]]:
         """Trainable parameters in the order in which backward makes gradients: heads, blocks, embeddings. They share

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.link_fit import WATCHED_STEPS
-from ddp_lab.runtime.checkpoint.manifest import checkpoints_in, folder_name
+from ddp_lab.runtime.checkpoint.manifest import checkpoints_in
 from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
@@ -139,18 +138,6 @@ def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[d
     assert strategy.stops_after == len(result.loss) == strategy.optimizer_steps
     saved = checkpoints_in(folder)
     return straight, fingerprints(*train_to(choice, 8, folder, resume=AUTO, **changes)), len(result.loss), saved[0][0]
-
-
-def fitted_and_stopped(folder: Path) -> list[Any]:
-    """What a run of `bucket_ddp_async` holds that fits its buckets, and one that resumes after it has fitted them."""
-    choice, stop, last = ("ddp", "bucket_ddp_async"), WATCHED_STEPS + 2, WATCHED_STEPS + 4
-    found = []
-    for place, resume in (("straight", None), ("stopped", str(folder / "straight" / folder_name(stop)))):
-        strategy, result = train_to(choice, last, folder / place, resume=resume)
-        assert ("fitted to the link in the run" if resume else "this link") in strategy.notes[0]
-        found.append((strategy.learned(), fingerprints(strategy, result)))
-    assert found[0][0]
-    return found
 
 
 def losses(

@@ -67,10 +67,9 @@ def load(choice: Choice) -> type[Strategy]:
 
 
 def options_of(choice: Choice, **given: Any) -> StrategyOptions:
-    """What `given` says. Buckets that are fitted to the link are so from the fifth step on (`test_fitted_buckets.py`);
-    tests of fewer steps get some of a fixed size, that they may see them reduced during backward."""
-    fitted = {"bucket_cap_mb": 25.0} if choice[1] in ("bucket_ddp_async", "baseline") else {}
-    return StrategyOptions(**fitted | given)
+    """What `given` says. Small models have one bucket, unless it says otherwise."""
+    whole = {"bucket_cap_mb": 25.0} if choice[1] in ("bucket_ddp_async", "baseline") else {}
+    return StrategyOptions(**whole | given)
 
 
 def is_refused(ranks: RankPool, choice: Choice, model: str) -> bool:

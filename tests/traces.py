@@ -142,7 +142,6 @@ def record(choice: str, step: float) -> dict[str, Any]:
         "tokens_per_second": 400 / step,
         "model_flops_per_second": 8e6 / step,
         "settling_steps": 0,
-        "fitted_buckets": None,
         "compile": None,
         "resumed_from": None,
         "expected_traffic": [{"kind": "all_reduce", "count": 1, "payload_bytes": 4000}],

@@ -228,19 +228,11 @@ class Strategy(ABC):
     def replace_parameters(self) -> None:
         """Runs once, first: replace the module's parameters by others. `trainable` is taken from the new ones."""
 
-    def learned(self) -> list[list[str]] | None:
-        """What the first steps have decided: names of the parameters in each bucket. Default: nothing.
-
-        A checkpoint keeps it for `relearn`.
-        """
-        return None
-
-    def relearn(self, learned: list[list[str]] | None, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
+    def relearn(self, first_step: Callable[[], Sequence[MicroBatch]]) -> None:
         """Decide as the run that saved a checkpoint did, so that sums are rounded as in a run that never stopped. Runs
         before the checkpoint's state is loaded. Collective. Default: nothing to decide.
 
         Args:
-            learned: What `learned` answered in that run; None if something that it depends on has changed.
             first_step: Makes this rank's micro-batches of the first step.
         """
 

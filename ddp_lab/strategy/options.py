@@ -1,7 +1,6 @@
 """What a strategy may be told. Imports nothing heavy."""
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +105,6 @@ class StrategyOptions:
         model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
         shard_groups: Over which ranks model states are sharded, and over which these shards are replicated
             (`sharding.replicas`). Default: sharded over all ranks of the strategy.
-        clock: Returns seconds, for strategies that measure. A simulated cluster passes its own.
     """
 
     precision: str = _precision(
@@ -153,8 +151,8 @@ class StrategyOptions:
     )
     bucket_cap_mb: float | str = _communication(
         AUTO,
-        "largest gradient bucket in MiB; auto: bucket_ddp_async fits its buckets to the measured link (25 MiB with "
-        "--compress), others take their own default, mostly 25 MiB",
+        "largest gradient bucket in MiB; auto: 25, and of bucket_ddp_async, zero1 and zero2 at most a tenth of the "
+        "gradients",
         read=bucket_cap,
         metavar=f"{{MIB,{AUTO}}}",
     )
@@ -171,7 +169,6 @@ class StrategyOptions:
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None = None
     model_parallel: "ModelParallel | None" = None
     shard_groups: "ShardGroups | None" = None
-    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         if self.compile and self.compile_backend is None:

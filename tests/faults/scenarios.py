@@ -195,7 +195,6 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
     """One run of `choice` under torchrun, with the fault in it."""
     mark, moment = uuid.uuid4().hex, folder / "fault_time"
     flags = ["--ddp-choice", choice, *TINY, *WINDOW, *scenario.flags, "--output-dir", str(folder)]
-    flags += ["--bucket-cap-mb", "25"] * (choice == "bucket_ddp_async")  # fitted ones would move the windows
     flags += ["--mesh", scenario.mesh] if scenario.mesh else []
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]

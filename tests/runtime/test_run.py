@@ -71,8 +71,6 @@ def record_of(folder: Path, choice: str) -> dict[str, Any]:
 @pytest.mark.parametrize("choice", ddp.CHOICES)
 def test_a_run_leaves_its_record_and_traces(ranks: RankPool, tmp_path: Path, choice: str) -> None:
     settings = {**TINY, "choice": choice, "output_dir": str(tmp_path), "profile_repeat": 1}
-    if choice == "bucket_ddp_async":
-        settings["bucket_cap_mb"] = 25.0  # or it would be profiled once its buckets are fitted
     assert ranks.run(2, run_here, settings) == [None, None]
     record = record_of(tmp_path, choice)
     assert record["world_size"] == 2 and record["choice"] == choice and record["backend"] == "gloo"

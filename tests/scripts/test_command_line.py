@@ -156,7 +156,7 @@ def test_train_and_report_under_torchrun(tmp_path: Path) -> None:
     (path,) = (tmp_path / "profile" / "bucket_ddp_async").glob("*.run.json")
     record = json.loads(path.read_text())
     assert record["scheduling"] == (scheduling() if any(map(os.path.exists, OF_GPUS)) else "batch")
-    assert record["settling_steps"] == 5 and record["fitted_buckets"] >= 1
+    assert record["settling_steps"] == 0
     repeated = parse_config("", ddp.REGISTRY, arguments=["--config", str(path).replace(".run.json", ".config.toml")])
     assert repeated.as_dict() == record["config"]
     trace_dir = str(tmp_path / "profile" / "bucket_ddp_async")

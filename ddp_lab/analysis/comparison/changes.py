@@ -57,9 +57,7 @@ class Change(NamedTuple):
 def changes(baseline: Run, run: Run) -> pd.DataFrame:
     """All figures of two runs side by side."""
     old, new = ({**run_row(each.record), **traced_row(each.traced)} for each in (baseline, run))
-    are_fitted = bool(baseline.record["fitted_buckets"] and run.record["fitted_buckets"])
-    counted = counted_rows(old, new, are_fitted)
-    rows = [*spread_rows(baseline, run, old, new), *counted, *single_rows(baseline, run, old, new)]
+    rows = [*spread_rows(baseline, run, old, new), *counted_rows(old, new), *single_rows(baseline, run, old, new)]
     return pd.DataFrame(rows, columns=list(CHANGE_COLUMNS))
 
 
@@ -136,12 +134,8 @@ def inverse(row: Change, times: Change) -> Change:
     )
 
 
-def counted_rows(old: dict[str, Any], new: dict[str, Any], are_fitted: bool) -> list[Change]:
-    """Calls and bytes, which are counted exactly: every difference counts.
-
-    Args:
-        are_fitted: Both runs fitted their buckets to their own measurements, so calls differ by chance.
-    """
+def counted_rows(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Calls and bytes, which are counted exactly: every difference counts."""
     counted = {"collective_calls_per_step": ("collectives", "calls/step")}
     counted |= {"collective_bytes_per_step": ("payload", "bytes/step")}
     for kind in kinds_run(pd.DataFrame([old, new])):
@@ -151,8 +145,6 @@ def counted_rows(old: dict[str, Any], new: dict[str, Any], are_fitted: bool) -> 
     rows = []
     for name, (figure, unit) in counted.items():
         result = WORSE if new[name] > old[name] else BETTER if new[name] < old[name] else UNKNOWN
-        if are_fitted and unit == "calls/step":
-            result = UNKNOWN
         rows.append(plain(figure, unit, old[name], new[name], result))
     return rows
 

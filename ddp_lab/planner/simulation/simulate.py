@@ -32,7 +32,6 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.step import StepData, sample_count
 
 NEEDS_DATA = (
-    "ddp.link_fit:measure_all_reduce",
     "reference.fsdp2:require_elementwise",
     "sharding.sharded:require_elementwise",
     "torch.distributed.distributed_c10d:_object_to_tensor",
@@ -104,8 +103,8 @@ class Simulation:
             self.device.is_building = True
             module = self.setting.make_module()
             self.device.is_building = False
-            options = replace(config.strategy, clock=lambda: self.clock.now_s)
-            options = replace(options, offload=options.offload and options.offload.partition(":")[0])  # no real file
+            options, offload = config.strategy, config.strategy.offload
+            options = replace(options, offload=offload and offload.partition(":")[0])  # no real file
             options = on_mesh(options, module, config, groups)
             if options.compile_backend:
                 raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")

@@ -19,7 +19,7 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import to_json
 from ddp_lab.strategy.model_parallel import Cut
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 """In bytes. A longer one is not read."""
@@ -49,7 +49,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     optimizer: str
     parameter_groups: list[dict[str, float | list[float]]]
-    learned: list[list[str]] | None
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     cuts: dict[str, Cut]

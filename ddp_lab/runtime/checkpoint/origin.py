@@ -71,14 +71,6 @@ MAY_DIFFER = (
 )
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
 
-DECIDE_BUCKETS = {
-    *("choice", "world_size", "device", "backend", "link", "grad_accum_steps", "bucket_cap_mb", "overlap_optimizer"),
-    "activation_checkpointing",
-    "compile",
-    *("mesh", "sequence_parallel", "async_tensor_parallel", "plan"),
-}
-"""If one of these settings has changed, buckets are fitted again."""
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -7,7 +7,6 @@ from typing import Any
 from ddp_lab.runtime.checkpoint.files import TensorFiles
 from ddp_lab.runtime.checkpoint.manifest import FORMAT, Manifest, TensorInfo, file_name, folder_name
 from ddp_lab.runtime.checkpoint.origin import (
-    DECIDE_BUCKETS,
     Origin,
     changed_settings,
     checkpoint_folder,
@@ -96,11 +95,10 @@ class Checkpoints:
             strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
         if not self.origin:
             return TrainingResult()
-        manifest, world_size = self.origin.manifest, self._ranks.world_size
+        manifest = self.origin.manifest
         require_same_settings(manifest, self._settings)
         require_same_model(manifest, *self._model())
-        changed = DECIDE_BUCKETS & changed_settings(manifest, self._settings, world_size).keys()
-        strategy.relearn(None if changed else manifest.learned, first_step)
+        strategy.relearn(first_step)
         on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
         strategy.parameters_are_loaded()
         if self._ranks.is_main:
@@ -204,7 +202,6 @@ class Checkpoints:
             versions=self._versions,
             optimizer=optimizer,
             parameter_groups=describe_groups(strategy.optimizer),
-            learned=strategy.learned(),
             parameters=parameters,
             buffers=buffers,
             cuts=OwnParts(strategy).cuts,

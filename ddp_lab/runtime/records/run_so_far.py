@@ -141,7 +141,6 @@ class RunSoFar:
             "optimizer": optimizer,
             "shards": sorted(strategy.shards),
             "settling_steps": strategy.settling_steps,
-            "fitted_buckets": len(strategy.learned() or ()) or None,
             "compile": strategy.compiled.as_record() if strategy.compiled else None,
             "expected_traffic": [collective.as_dict() for collective in traffic],
             "train_samples": len(workload.train),

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 
-from ddp.link_fit import measure_all_reduce
 from ddp_lab.planner.contracts import MODEL_STATES, CollectiveCost, Costs, OperatorCall, Setting, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster, Device, Link
@@ -340,22 +339,6 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
 def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None:
     step = simulated(setting(choice, micro_batches=2, **options))
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
-
-
-def test_fitted_buckets_are_planned_on_the_pretended_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the strategy measures by the pretended clock is what the pretended link gives."""
-    measured = []
-
-    def spy(*args: Any) -> Any:
-        measured.append(measure_all_reduce(*args))
-        return measured[-1]
-
-    monkeypatch.setattr("ddp.link_fit.measure_all_reduce", spy)
-    step = simulated(setting("bucket_ddp_async", bucket_cap_mb="auto"))
-    ((keeps_link, _, is_known),) = measured
-    assert is_known
-    assert keeps_link(2**22) == pytest.approx(2**22 / RATE, rel=0.05)
-    require_whole(step)
 
 
 # What cannot be ------------------------------------------------------------------------------------------------------

@@ -108,7 +108,6 @@ def manifest(step: int, **changes: Any) -> Manifest:
         versions={},
         optimizer="AdamW",
         parameter_groups=[{"lr": 0.1}],
-        learned=None,
         parameters={"weight": TensorInfo([6], "float32", True)},
         buffers={},
         cuts={},

@@ -1,98 +1,31 @@
-"""Buckets that fit the link and parameters that are updated early compute what all others do, and agree over ranks."""
+"""Parameters that are updated early get what they get otherwise."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import only
-from ddp.fitted_buckets import UNKNOWN
-from ddp.link_fit import WATCHED_STEPS, measure_all_reduce
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, build_and_step, check_parity, message_of, train_on_rank
+from tests.parity import OPTIMIZERS, build_and_step, message_of, train_on_rank
 from tests.ranks import RankPool
-from tests.strategies.test_traffic import profiled_step
 from tests.tables import each_row
 
 BUCKETS = ("ddp", "bucket_ddp_async")
-STEPS = [[[2, 2], [2, 2]]] * (WATCHED_STEPS + 3)
-
-
-@each_row("model", ["tied", "odd"])
-def test_fitted_buckets_compute_the_same(ranks: RankPool, model: str) -> None:
-    check_parity(ranks, BUCKETS, model, STEPS, options={"bucket_cap_mb": "auto"})
-
-
-def fitted(model: str, tick: float) -> tuple[list[list[str]], list[str], int]:
-    """Names of the parameters in each bucket after the fit, the strategy's notes, and the steps' clock readings.
-
-    Rank 0's clock goes evenly, the others' ever faster, so that each rank by itself would plan for another timeline.
-    """
-    readings = itertools.count()
-    rank = dist.get_rank()
-    strategy = BucketDDP(
-        build(model),
-        OPTIMIZERS["sgd"],
-        StrategyOptions(bucket_cap_mb="auto", clock=lambda: tick * next(readings) ** (1 + rank)),
-    )
-    names = {parameter: name for name, parameter in strategy.trainable.items()}
-    for step in range(WATCHED_STEPS + 1):
-        strategy.forward_backward([make_batch(model, 2, 10 * step + rank)])
-        strategy.step()
-        strategy.zero_grad()
-    return [[names[p] for p in bucket.parameters] for bucket in strategy.buckets], strategy.notes, next(readings)
-
-
-def test_ranks_agree_on_buckets_whatever_they_measured(ranks: RankPool) -> None:
-    """Of a module of which ranks use different parameters, and one is used by none."""
-    model = "branching"
-    (buckets, notes, read), *others = ranks.run(3, fitted, model, 0.001)
-    assert read > 0 and all(other[0] == buckets for other in others)
-    held = sorted(itertools.chain.from_iterable(buckets))
-    assert held == sorted(name for name, p in build(model).named_parameters() if p.requires_grad)
-    assert len(notes) == 1 and ("this link: all are predicted" in notes[0] or notes == [UNKNOWN])
-
-
-def predicted() -> list[float]:
-    """Seconds that all-reduces of a kilobyte and of a megabyte would take, by a clock that is this rank's own."""
-    readings, rank = itertools.count(), dist.get_rank()
-    stopwatch = Stopwatch(torch.device("cpu"), lambda: 0.001 * next(readings) ** (1 + rank))
-    cost, tail, is_known = measure_all_reduce(dist.group.WORLD, torch.device("cpu"), stopwatch)
-    sizes = np.array([2**10, 2**20])
-    return [float(is_known), *cost(sizes).tolist(), *tail(sizes).tolist(), next(readings)]
-
-
-def test_ranks_agree_on_what_an_all_reduce_costs(ranks: RankPool) -> None:
-    first, *others = ranks.run(3, predicted)
-    assert first[-1] > 0.001 and all(other == first for other in others)
-
-
-def test_where_all_sizes_take_the_same_nothing_is_fitted(ranks: RankPool) -> None:
-    """Only the clock's readings tick, so the rate of the link does not show."""
-    ((buckets, notes, _), _) = ranks.run(2, fitted, "plain", 1.0)
-    assert len(buckets) == 1 and len(buckets[0]) == len(list(build("plain").parameters()))
-    assert notes == [UNKNOWN]
-
-
-def test_what_runs_after_the_fit_is_what_is_announced(ranks: RankPool) -> None:
-    for announced, seen, _ in ranks.run(2, profiled_step, BUCKETS, "llama", 2, {"bucket_cap_mb": "auto"}, 6):
-        assert announced == seen
+STEPS = [[[2, 2], [2, 2]]] * 4
 
 
 @each_row("model, optimizer", [("llama", "adam"), ("odd", "sgd"), ("branching", "adam")])
 def test_overlapping_the_optimizer_is_bitwise_the_same(ranks: RankPool, model: str, optimizer: str) -> None:
-    arguments = (BUCKETS, model, STEPS[:4], optimizer, None, model != "branching")
+    arguments = (BUCKETS, model, STEPS, optimizer, None, model != "branching")
     early = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005, "overlap_optimizer": True})
     usual = ranks.run(2, train_on_rank, *arguments, {"bucket_cap_mb": 0.0005})
     assert early[0]["loss"] == usual[0]["loss"]

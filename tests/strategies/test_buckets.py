@@ -1,0 +1,24 @@
+"""How large buckets are where their user does not say, and that such buckets compute what one process does."""
+
+import pytest
+from torch import nn
+
+from ddp.buckets import FEWEST_BUCKETS, fill_buckets, usual_cap_bytes
+from tests.parity import check_parity
+from tests.ranks import RankPool
+
+
+def layers(width: int, depth: int) -> list[nn.Parameter]:
+    return [nn.Linear(width, width, bias=False, device="meta").weight for _ in range(depth)]
+
+
+def test_the_last_bucket_is_small_beside_the_rest() -> None:
+    """Of 40 equal layers each bucket has a tenth; of layers of 16 MiB each has one, since two would pass 25 MiB."""
+    small, large = layers(64, 40), layers(2048, 40)
+    assert [len(bucket) for bucket in fill_buckets(small, usual_cap_bytes(small))] == [4] * FEWEST_BUCKETS
+    assert [len(bucket) for bucket in fill_buckets(large, usual_cap_bytes(large))] == [1] * 40
+
+
+@pytest.mark.parametrize("model", ["llama", "tied", "odd"])
+def test_they_compute_the_same(ranks: RankPool, model: str) -> None:
+    check_parity(ranks, ("ddp", "bucket_ddp_async"), model, [[[2, 2], [2, 2]]] * 3, options={"bucket_cap_mb": "auto"})
