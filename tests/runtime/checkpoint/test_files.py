@@ -326,7 +326,7 @@ def rewrite(path: Path, **changes: Any) -> None:
         ({"files": {}}, "parameter/weight: not stored"),
         ({"step": "2"}, "cannot be understood"),
         ({"step": 7}, "lists are not as long"),
-        ({"format": 1}, "of format 1, but this program reads format 3"),
+        ({"format": 1}, "of format 1, but this program reads format 4"),
         ({"more": 1}, "cannot be understood"),
         ({"parameters": None}, "cannot be understood"),
     ],
