@@ -17,7 +17,8 @@ from typing import Any
 from ddp_lab.planner.costs.cluster import Cluster, Device, Host, Link
 from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.rates import Rate
+from ddp_lab.runtime.link.speed import Link as Speed
+from ddp_lab.runtime.link.speed import rate_of
 
 TABLE = Path(__file__).parent.parent / "hardware.toml"
 CPU = "cpu"
@@ -64,9 +65,8 @@ def link(name: str) -> Link:
         raise UserError(f"link '{name}': the number of links must be at least 1")
     if re.match(r"[\d.]+\s*[kmgt]?bit", single, re.IGNORECASE):
         entry = table()["ethernet"]
-        bits = Rate.parse(single).bits_per_s
-        assert bits is not None, "a number with its unit is no unshaped rate"
-        key, bytes_per_s = str(Rate(bits)), bits / 8
+        bits = rate_of(single.lower())
+        key, bytes_per_s = str(Speed(bits)), bits / 8
     else:
         key = known(single, table()["links"], "link", ["1gbit"])
         entry = table()["links"][key]

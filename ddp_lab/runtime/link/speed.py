@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.rates import Rate
 
 NONE = "none"
 """The machine as it is."""
+UNITS = {"tbit": 10**12, "gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
+"""Decimal units, as in `tc` and for network hardware."""
 SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
 
 
@@ -31,12 +32,12 @@ class Link:
         Raises:
             UserError: the text names no link.
         """
-        rate, comma, latency = text.lower().partition(",")
-        bits_per_s = Rate.parse(rate).bits_per_s
-        if bits_per_s is None and not comma:
+        if text.lower() == NONE:
             return None
+        rate, comma, latency = text.lower().partition(",")
+        bits_per_s = rate_of(rate)
         parts = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency if comma else "0s")
-        if bits_per_s is None or parts is None:
+        if parts is None:
             raise UserError(
                 f"link '{text}': give a rate, and after a comma a latency if it has one, such as 1gbit or "
                 f"250mbit,50us; or {NONE}"
@@ -44,7 +45,8 @@ class Link:
         return cls(bits_per_s, float(Decimal(parts[1]) * SECONDS[parts[2]]))
 
     def __str__(self) -> str:
-        rate = str(Rate(self.bits_per_s))
+        whole, scale = next((unit, scale) for unit, scale in UNITS.items() if self.bits_per_s >= scale)
+        rate = f"{self.bits_per_s / scale:.12g}{whole}"
         if not self.latency_s:
             return rate
         unit = next((unit for unit in reversed(SECONDS) if self.latency_s >= SECONDS[unit]), "us")
@@ -80,6 +82,19 @@ class Nodes:
     def are_between(self, one: int, other: int) -> bool:
         """Whether these two ranks are on different nodes."""
         return one // self.size != other // self.size
+
+
+def rate_of(text: str) -> int:
+    """Bits a second of `250mbit`, `1gbit` or `2.5gbit`.
+
+    Raises:
+        UserError: the text is no rate.
+    """
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", text)
+    bits = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts else 0
+    if not bits:
+        raise UserError(f"rate '{text}': give a number above 0 with its unit, e.g. 250mbit or 1gbit, or {NONE}")
+    return bits
 
 
 def canonical(text: str) -> str:
