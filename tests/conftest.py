@@ -61,7 +61,7 @@ ON_ANY_PROCESSOR = {
     "runtime/test_fp16_runs.py",
     "runtime/test_masks.py",
     "strategies/test_compression.py",
-    "strategies/test_fitted_buckets.py",
+    "strategies/test_early_updates.py",
     "strategies/test_fp16.py",
     "strategies/test_hsdp.py",
     "strategies/test_int8.py",
