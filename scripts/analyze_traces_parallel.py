@@ -1,4 +1,4 @@
-"""Report on the traces of a run on a mesh: scripts/analyze_traces_parallel.py --trace-dir profile/zero3@dp2-tp2"""
+"""Report on traces of a mesh: python scripts/analyze_traces_parallel.py --trace-dir profile/zero3@dp2-tp2"""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_lab.analysis.command import main
 
 if __name__ == "__main__":
-    sys.exit(
-        main("Turn the per-rank traces of one run on a mesh into summary.html and summary.csv.", "reports_parallel")
-    )
+    sys.exit(main("reports_parallel"))

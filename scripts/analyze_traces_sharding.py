@@ -8,6 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_lab.analysis.command import main
 
 if __name__ == "__main__":
-    sys.exit(
-        main("Turn the per-rank traces of one sharded choice into summary.html and summary.csv.", "reports_sharding")
-    )
+    sys.exit(main("reports_sharding"))

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.analysis.report.pages.strategy_page import PICTURE, filled, run_block
+from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.config import labelled
 from ddp_lab.runtime.mesh import Mesh
-from scripts.runs import FAMILIES, Family
 
 if TYPE_CHECKING:
     from ddp_lab.analysis.report.figures.traced_step import TracedStep

@@ -4,27 +4,28 @@ import contextlib
 import io
 import subprocess
 import sys
+from inspect import signature
 from types import ModuleType
 from unittest import mock
 
-from scripts import compare_runs as compare_runs_script
+from ddp_lab.commands import compare
 
 
 def run_in_process(script: ModuleType, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
-    """What `python script.py arguments` prints, and its exit code."""
+    """What a command's `main` prints, and its exit code. It takes the command line, or reads `sys.argv`."""
     out, error = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(sys, "argv", [f"{script.__name__.rpartition('.')[2]}.py", *arguments]),
+        mock.patch.object(sys, "argv", [script.__name__, *arguments]),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
     ):
         try:
-            code = script.main()
+            code = script.main(*[arguments] * len(signature(script.main).parameters))
         except SystemExit as stop:
             code = int(stop.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
 
 
 def compare_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_in_process(compare_runs_script, *arguments)
+    return run_in_process(compare, *arguments)

@@ -1,5 +1,4 @@
-"""The command line of `scripts/analyze_traces_ddp.py`, `scripts/analyze_traces_sharding.py` and
-`scripts/analyze_traces_parallel.py`."""
+"""The body of `scripts/analyze_traces_*.py` and of `ddp-lab report`."""
 
 import argparse
 import re
@@ -21,8 +20,9 @@ if TYPE_CHECKING:
 RUN_ID_TIME = re.compile(r"^(\d{8}-\d{6})")
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+def build_parser(prog: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
+    description = "Turn the per-rank traces of one run into summary.html and summary.csv."
+    parser = argparse.ArgumentParser(prog, usage, description, allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace-dir", type=Path, help="folder with the traces of one choice, e.g. profile/simple_ddp")
     source.add_argument("--trace-files", type=Path, nargs="+", metavar="FILE", help="trace files, one of each rank")
@@ -50,9 +50,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(description: str, report_root: str, arguments: Sequence[str] | None = None) -> int:
+def main(report_root: str, arguments: Sequence[str] | None = None) -> int:
     """Analyse as the command line says, and return the exit code. A problem is one line on standard error."""
-    options = build_parser(description).parse_args(arguments)
+    return report(build_parser().parse_args(arguments), report_root)
+
+
+def report(options: argparse.Namespace, report_root: str) -> int:
+    """Write the reports of `options`, and return the exit code."""
     try:
         pages = analyse(options, report_root)
     except TraceError as error:

@@ -5,7 +5,7 @@ Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054, secti
 that autograd keeps for backward in transformers' Llama, Mistral and Qwen2 (SwiGLU, RMSNorm, grouped-query attention by
 `scaled_dot_product_attention`, with a mask where samples of several lengths are padded). They were found with
 `torch.autograd.graph.saved_tensors_hooks`, and tests compare them with it. What a step holds besides (buffers of
-collectives, temporaries) is in no formula: `scripts/plan.py` without `memory` counts it by running the strategy.
+collectives, temporaries) is in no formula: `ddp-lab plan` without `memory` counts it by running the strategy.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The flags of `scripts/plan.py`, and the model that they name. Imports nothing heavy."""
+"""The flags of `ddp-lab plan`, and the model that they name. Imports nothing heavy."""
 
 import argparse
 from dataclasses import replace
@@ -72,7 +72,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
     add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")
     add("--price", type=amount, help="of one device for an hour, in any currency")
-    add("--record", type=Path, metavar="FILE", help="operators as `plan.py record` timed them")
+    add("--record", type=Path, metavar="FILE", help="operators as `ddp-lab plan record` timed them")
     add(
         "--contention",
         type=at_least(1, float),
@@ -109,7 +109,7 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_task_flag(parser)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write; give it to `plan.py --record`")
+    add("--output", type=Path, required=True, help="JSON file to write; give it to `ddp-lab plan --record`")
     add("--micro-batch-sizes", default="1,2", help="samples in a micro-batch, with commas between (default: 1,2)")
     add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")

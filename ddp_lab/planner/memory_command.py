@@ -1,4 +1,4 @@
-"""`scripts/plan.py memory`: prints the formulas of `ddp_lab.planner.accounting` with their numbers."""
+"""`ddp-lab plan memory`: prints the formulas of `ddp_lab.planner.accounting` with their numbers."""
 
 import argparse
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         show_terms(console, title, activations, GB, "GB")
     show_states(console, total(parameters), activations, options)
     if not activations:
-        console.print("Activations: no formula here; `plan.py` without `memory` counts them by running the model.")
+        console.print("Activations: no formula here; `ddp-lab plan` without `memory` counts them by running the model.")
     if any(term.name == CASTS for term in activations):
         console.print("zero3 frees cast weights with their blocks: its activations are without those.")
     console.print("GB: 10^9 bytes; GiB: 2^30. Buffers of collectives, temporaries and padding are left out.")

@@ -1,4 +1,4 @@
-"""`scripts/plan.py`: all choices for a model on a cluster, and one of them recommended."""
+"""`ddp-lab plan`: all choices for a model on a cluster, and one of them recommended."""
 
 import argparse
 from collections.abc import Mapping

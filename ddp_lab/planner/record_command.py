@@ -1,4 +1,4 @@
-"""`scripts/plan.py record`: times the operators of a model's step on this device, for later plans."""
+"""`ddp-lab plan record`: times the operators of a model's step on this device, for later plans."""
 
 import argparse
 

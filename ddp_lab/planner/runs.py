@@ -87,7 +87,8 @@ def _model_of(config: RunConfig) -> models.Model:
 
     if config.task == CAUSAL_LM:
         raise UserError(
-            f"a run with --task {CAUSAL_LM} on a model of yours is not simulated; plan.py --task {CAUSAL_LM} plans it"
+            f"a run with --task {CAUSAL_LM} on a model of yours is not simulated; ddp-lab plan --task {CAUSAL_LM} "
+            "plans it"
         )
     return models.find(config.model or hub.MODEL)
 

@@ -1,4 +1,4 @@
-"""`scripts/plan.py savings RUN`: what other settings of a recorded run would save of its memory, by simulations."""
+"""`ddp-lab plan savings RUN`: what other settings of a recorded run would save of its memory, by simulations."""
 
 import argparse
 from collections.abc import Mapping

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from typing import NoReturn
 
 from ddp_lab.runtime.errors import speaks_for_node, tell_torchrun
@@ -23,6 +24,11 @@ def exit_with_error(message: str) -> NoReturn:
     if speaks_for_node():
         print(line, file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def versions() -> str:
+    """The versions of this project and of torch, which is not imported."""
+    return f"ddp-lab {version('ddp-lab')}, torch {version('torch')}"
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

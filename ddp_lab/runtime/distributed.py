@@ -197,7 +197,7 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     except RuntimeError as error:  # of the network: an address, an interface, a rank that does not join
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise OneRankError(
-            f"rank {os.environ['RANK']} cannot join the others: {reason}; python scripts/doctor.py --live looks into it"
+            f"rank {os.environ['RANK']} cannot join the others: {reason}; ddp-lab doctor --live looks into it"
         ) from error
     try:
         nodes = Nodes.of(config.nodes, config.outer_link, size)

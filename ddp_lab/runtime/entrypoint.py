@@ -9,10 +9,16 @@ from ddp_lab.runtime.process.launcher import adopt_launcher
 from ddp_lab.strategy.registry import Registry
 
 
-def train_from_command_line(description: str, registry: Registry, aliases: Sequence[str] = ()) -> int:
-    """The whole of an entrypoint: train as the command line says, and return the exit code."""
+def train_from_command_line(
+    description: str,
+    registry: Registry,
+    aliases: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> int:
+    """Train as the command line says (`parse_config`), in this rank, and return the exit code."""
     adopt_launcher(os.environ)
-    config = parse_config(description, registry, aliases)
+    config = parse_config(description, registry, aliases, arguments, prog)
     prepare_process()
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -4,14 +4,12 @@ import argparse
 import dataclasses
 import importlib
 import sys
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name
+from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name, versions
 from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.data.workloads import WORKLOADS, is_own
 from ddp_lab.runtime.errors import UserError
@@ -24,11 +22,16 @@ from ddp_lab.strategy.registry import Registry
 ENTRYPOINTS = {"main_ddp.py": "ddp", "main_shard.py": "sharding", "main_parallel.py": "tensor_parallel"}
 """Each with the package whose choices it trains."""
 
+UNDER_TORCHRUN = "torchrun --standalone --nproc_per_node=RANKS %(prog)s --ddp-choice NAME [flags]"
 METAVARS: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def parse_config(
-    description: str, registry: Registry, aliases: Sequence[str] = (), arguments: Sequence[str] | None = None
+    description: str,
+    registry: Registry,
+    aliases: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
 ) -> RunConfig:
     """The settings of the command line. Exits with one line where they make no sense.
 
@@ -37,8 +40,9 @@ def parse_config(
         registry: The strategies to choose from.
         aliases: Other names of the flag that selects the strategy.
         arguments: Default: the command line.
+        prog: The command, if it starts its own ranks. Default: the entrypoint, which `torchrun` starts.
     """
-    parser = build_parser(description, registry.sentences, aliases)
+    parser = build_parser(description, registry.sentences, aliases, prog)
     try:
         arguments = with_config_file(without_local_rank(sys.argv[1:] if arguments is None else arguments))
         values, unknown = parser.parse_known_args(arguments)
@@ -63,14 +67,17 @@ def _unknown_strategy(name: str, registry: Registry) -> str:
     return unknown_name("strategy", name, registry.sentences)
 
 
-def build_parser(description: str, choices: Mapping[str, str], aliases: Sequence[str] = ()) -> argparse.ArgumentParser:
+def build_parser(
+    description: str, choices: Mapping[str, str], aliases: Sequence[str] = (), prog: str | None = None
+) -> argparse.ArgumentParser:
     """A parser with one flag for each field of `RunConfig`.
 
     Args:
         choices: Strategy names in display order, each with the sentence that `--help` prints.
     """
     parser = OneLineParser(
-        usage="torchrun --standalone --nproc_per_node=RANKS %(prog)s --ddp-choice NAME [flags]",
+        prog,
+        "%(prog)s CHOICE [--ranks N] [flags]" if prog else UNDER_TORCHRUN,
         description=description,
         epilog="\n\n".join((_listing("strategies", choices), _listing("workloads", WORKLOADS))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -122,10 +129,7 @@ class _Version(argparse.Action):
     """Prints versions, without importing torch."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import version
-
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-        print(f"{project['name']} {project['version']}, torch {version('torch')}")
+        print(versions())
         parser.exit()
 
 

@@ -219,7 +219,7 @@ def leave_config(run: RunSoFar, world_size: int) -> None:
     config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
     if run.resumed_from:
         config = replace(config, resume=run.resumed_from["path"])
-    command = f"torchrun --standalone --nproc_per_node={world_size} {Path(sys.argv[0]).name} --config {path}"
+    command = f"python -m ddp_lab train --ranks {world_size} --config {path}"
     write_text(path, to_toml(config, f"Repeats run {run.run_id}: {command}"))
 
 

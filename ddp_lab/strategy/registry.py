@@ -38,7 +38,7 @@ class Registry:
         parallelize: Mapping[str, str] | None = None,
     ) -> None:
         self.on_legacy_nccl = on_legacy_nccl
-        self._parallelize = parallelize or {}
+        self._parallelize = dict(parallelize or {})
         needed = (extras or {}).items()
         self.missing = {name: f"uv sync --extra {extra}" for name, extra in needed if find_spec(extra) is None}
         self._locations = {name: location for name, (location, _) in entries.items()}
@@ -47,6 +47,21 @@ class Registry:
             for name, (_, sentence) in entries.items()
         }
         self.names = tuple(name for name in entries if name not in self.missing)
+
+    def __or__(self, other: "Registry") -> "Registry":
+        """The strategies of both. A name of both is `self`'s, but `other` may say how it cuts a model."""
+        both = Registry({}, on_legacy_nccl=(*self.on_legacy_nccl, *other.on_legacy_nccl))
+        both.names = tuple(dict.fromkeys((*self.names, *other.names)))
+        both.sentences = self.sentences | {n: s for n, s in other.sentences.items() if n not in self.sentences}
+        both.missing = other.missing | self.missing
+        both._locations = other._locations | self._locations
+        both._parallelize = {
+            name: of._parallelize.get(name, of._parallelize[""])
+            for of in (self, other)
+            for name in of.sentences
+            if name in of._parallelize or "" in of._parallelize
+        }
+        return both
 
     def location(self, name: str) -> str:
         """Where the class of a strategy is: `package.module:Class`."""

@@ -1,4 +1,4 @@
-"""`scripts/doctor.py` as a user runs it: what it says first, exit codes, JSON, and inputs of every kind."""
+"""`ddp-lab doctor` as a user runs it: what it says first, exit codes, JSON, and inputs of every kind."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts import doctor as script
+from ddp_lab.doctor import command as script
 from tests.in_process import run_in_process
 from tests.tables import each_row
 
@@ -56,7 +56,7 @@ def test_json_has_what_the_page_documents() -> None:
     content = json.loads(answer.stdout)
     assert all(one["commands"] for one in content["findings"][0]["try"])
     assert answer.returncode == 3 and content["verdict"] == "socket-despite-infiniband"
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
     complaining = json.loads(doctor("--json", str(DATA / "clean" / "nccl_2_4.log")).stdout)
     fields = {*content, *content["findings"][0], *content["findings"][0]["evidence"][0], *complaining["unexplained"][0]}
     assert fields <= set(re.findall(r"`(\w+)`", section))
@@ -66,7 +66,7 @@ def test_json_has_what_the_page_documents() -> None:
 
 
 def test_every_flag_is_documented() -> None:
-    section = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/doctor.py`")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab doctor`")[1].split("\n## ")[0]
     documented = re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE)
     actions = script.build_parser()._actions
     assert sorted(documented) == sorted(
@@ -149,8 +149,8 @@ def test_a_run_folder_with_traces_and_other_files(tmp_path: Path) -> None:
 
 def test_help_and_reading_need_no_torch() -> None:
     path = DATA / "clean" / "gloo.log"
-    code = f"import runpy, sys; sys.argv = ['doctor.py', '{path}']\n"
-    code += "try: runpy.run_path('scripts/doctor.py', run_name='__main__')\n"
+    code = f"import runpy, sys; sys.argv = ['ddp-lab', 'doctor', '{path}']\n"
+    code += "try: runpy.run_module('ddp_lab', run_name='__main__')\n"
     code += "except SystemExit: print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.stdout.endswith("False\n"), answer.stderr

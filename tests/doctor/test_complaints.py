@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
+from ddp_lab.doctor import command as script
 from ddp_lab.doctor.complaints import Complaint, unexplained
 from ddp_lab.doctor.diagnosis import diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import to_text
-from scripts import doctor as script
 from tests.in_process import run_in_process
 from tests.tables import each_row
 

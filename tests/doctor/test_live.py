@@ -47,7 +47,7 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_processes_of_its_own() -> None:
-    command = [sys.executable, "scripts/doctor.py", "--live", "--ranks", "3", "--size-mib", "0.1", "--json"]
+    command = [sys.executable, "-m", "ddp_lab", "doctor", "--live", "--ranks", "3", "--size-mib", "0.1", "--json"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.stderr == "", answer.stderr
     live = json.loads(answer.stdout)["live"]

@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+from ddp_lab.doctor import command as script
 from ddp_lab.doctor.diagnosis import Finding, diagnose
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.live.machine import Machine
@@ -13,7 +14,6 @@ from ddp_lab.doctor.reading import nccl_log, watchdog
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.doctor.reading.texts import LONGEST_LINE, to_text
 from ddp_lab.doctor.rulebook import all_rules, compiled, rules_as_markdown
-from scripts import doctor as script
 from tests.doctor.test_look_alikes import logs
 from tests.in_process import run_in_process
 from tests.tables import each_row

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from ddp_lab.gpu_check import check, command
 from ddp_lab.gpu_check.parts import FAIL, PASS, ROOT, Broken, Machine, Part, Verdict
-from scripts import gpu_check as script
 from tests.in_process import run_in_process
 from tests.tables import each_row
 
@@ -31,7 +31,7 @@ def raising(error: Exception) -> Part:
 @each_row("error", [Broken("not done after 3 s"), ZeroDivisionError("planted"), OSError("planted")])
 def test_a_part_that_fails_stops_no_other(error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = Part("whole", lambda _: Verdict(PASS, "fine", [{"choice": "a|b", "": PASS}]))
-    assert script.check(machine(tmp_path), [raising(error), whole]) == 1
+    assert check.check(machine(tmp_path), [raising(error), whole]) == 1
     said = capsys.readouterr().out
     assert "FAIL      broken" in said and str(error) in said
     assert "pass      whole" in said and "broken failed; send the folder" in said
@@ -47,7 +47,7 @@ def test_the_page_tells_what_a_failed_command_said(tmp_path: Path) -> None:
         where.run_well("bad", ["-c", says], limit_s=30)
         return Verdict(PASS, "")
 
-    script.check(machine(tmp_path), [Part("commands", fails), raising(ZeroDivisionError("planted"))])
+    check.check(machine(tmp_path), [Part("commands", fails), raising(ZeroDivisionError("planted"))])
     report = (tmp_path / "report.md").read_text()
     assert "bad.txt:" in report and "    an early error\n    ...\n" in report and "    89\n    last line\n" in report
     assert "good.txt" not in report and report.count("bad.txt:") == 1
@@ -77,15 +77,15 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
 
-    monkeypatch.setattr(script, "has_gpu", lambda: True)
+    monkeypatch.setattr(command, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     arguments = ("--only", "topology", "--output-dir", str(tmp_path / "out"))
-    done = run_in_process(script, *arguments)
+    done = run_in_process(command, *arguments)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "too old (found version 12040)" in done.stderr and "--cpu" in done.stderr
-    assert run_in_process(script, *arguments, "--cpu").returncode == 0
+    assert run_in_process(command, *arguments, "--cpu").returncode == 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -97,20 +97,20 @@ def test_a_wrong_command_line(tmp_path: Path) -> None:
         ("--output-dir", str(tmp_path / "old")): "holds files already",
         ("--ranks", "0"): "--ranks",
     }.items():
-        done = run_in_process(script, *arguments)
+        done = run_in_process(command, *arguments)
         assert done.returncode == 2 and said in done.stderr
 
 
 def test_every_part_is_documented() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
-    missing = [part.name for part in script.PARTS if f"| `{part.name}` |" not in text]
+    missing = [part for part in command.PARTS if f"| `{part}` |" not in text]
     assert not missing
 
 
 @pytest.mark.slow
 def test_parts_on_ranks(tmp_path: Path) -> None:
     """Two of the parts that need real ranks, as a user would run them."""
-    command = [sys.executable, "scripts/gpu_check.py", "--only", "environment,parity", "--output-dir"]
+    command = [sys.executable, "-m", "ddp_lab", "check-gpu", "--only", "environment,parity", "--output-dir"]
     done = subprocess.run(
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
@@ -123,8 +123,8 @@ def test_parts_on_ranks(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_all_of_it(tmp_path: Path) -> None:
     """Ten minutes on two cores that do nothing else; the limit is for a hang."""
-    command = [sys.executable, "scripts/gpu_check.py", "--output-dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "ddp_lab", "check-gpu", "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert FAIL not in done.stdout
-    assert all(part.name in done.stdout for part in script.PARTS)
+    assert all(part in done.stdout for part in command.PARTS)

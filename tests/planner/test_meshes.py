@@ -6,13 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ddp_lab.planner import command as script
 from ddp_lab.planner import models
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
-from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.plans import case
 from tests.tables import each_row

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import sharding
+from ddp_lab.planner import command as script
 from ddp_lab.planner import models, plan_command
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.contracts import Costs
@@ -18,7 +19,6 @@ from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import interval
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
-from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.plans import GIB, made, simulation
 from tests.tables import each_row
@@ -187,7 +187,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
 
 
 def test_flags_and_columns_are_documented() -> None:
-    text = (ROOT / "docs" / "command-line.md").read_text().split("## `scripts/plan.py`")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab plan`")[1].split("\n## ")[0]
     for command in script.COMMANDS:
         section = text.split(f"### {command}\n")[1].split("\n### ")[0]
         flags = [action.option_strings[-1] for action in script.build_parser(command)._actions if action.option_strings]
@@ -202,7 +202,7 @@ def test_commands_of_the_guide_can_be_planned() -> None:
     sections = (ROOT / "docs" / "choosing.md").read_text().split("\n## ")[1:]
     assert len(sections) == 5
     for section in sections:
-        (command,) = re.findall(r"^    python scripts/plan.py (.+)$", section, re.MULTILINE)
+        (command,) = re.findall(r"^    uv run ddp-lab plan (.+)$", section, re.MULTILINE)
         options = script.build_parser("plan").parse_args(command.split())
         plan_command.cases_of(options)
         (taken,) = re.findall(r"^- Take (\w+) ", section, re.MULTILINE)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ddp_lab.planner import command as script
 from ddp_lab.planner.savings import RECORDED, TOGETHER, Recorded, read_recorded
 from ddp_lab.planner.simulation.memory import CUDA_BLOCK
-from scripts import plan as script
 from tests.in_process import run_in_process
 from tests.traces import record_of_eight_steps
 

@@ -27,7 +27,7 @@ from ddp_lab.runtime.watch.sequence import (
     recorded_collectives,
 )
 from ddp_lab.strategy.gradient_watch import GradientWatch
-from scripts.sweep_state import SweepState
+from ddp_lab.sweep.state import SweepState
 from tests.ranks import RankPool
 from tests.tables import each_row
 

@@ -60,11 +60,11 @@ def test_help_and_version_load_no_torch(name: str, family: Any) -> None:
 def test_every_flag_of_reports_is_documented() -> None:
     """Those of the entrypoints: `tests/runtime/test_flags.py`."""
     from ddp_lab.analysis.command import build_parser
-    from scripts import compare_runs
+    from ddp_lab.commands import compare
 
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `benchmarks/")[0]  # theirs are tested with them
-    documented = re.findall(r"^\| `(--[^`]+)` \|", text.split("## `scripts/compare_runs.py`")[1], re.MULTILINE)
-    parsers = (compare_runs.build_parser(), build_parser(""))
+    documented = re.findall(r"^\| `(--[^`]+)` \|", text.split("## `ddp-lab compare`")[1], re.MULTILINE)
+    parsers = (compare.build_parser(), build_parser())
     reports = [action.option_strings[-1] for parser in parsers for action in parser._actions if action.option_strings]
     assert documented == [flag for flag in reports if flag != "--help"]
 
@@ -80,7 +80,7 @@ def trained(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
 
 def test_compare_what_has_been_trained(tmp_path: Path) -> None:
     trained(tmp_path, {"zero1": {}, "baseline": {"step_time_s": [9.0, 0.2, 0.2]}})
-    answer = command("scripts/compare_runs.py", "sharding", "--output-dir", str(tmp_path))
+    answer = command("-m", "ddp_lab", "compare", "sharding", "--output-dir", str(tmp_path))
     assert answer.returncode == 0 and answer.stderr == "", answer.stderr
     table = pd.read_csv(tmp_path / "reports_sharding" / "compare.csv")
     assert table.choice.tolist() == ["baseline", "zero1"] and table.step_time_ratio.tolist() == [1.0, 0.5]

@@ -19,8 +19,8 @@ from ddp_lab.analysis.errors import TraceError
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
-from scripts import sweep as script
-from scripts.meshes import mesh_flags, mesh_labels, mesh_setting, place
+from ddp_lab.sweep import command as script
+from ddp_lab.sweep.meshes import mesh_flags, mesh_labels, mesh_setting, place
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ Train = Callable[[str, list[str]], bool]
 
 
 class Sweep:
-    """`scripts/sweep.py ddp 2` in `folder`, in this process; or of another family, on other ranks.
+    """`ddp-lab sweep ddp 2` in `folder`, in this process; or of another family, on other ranks.
 
     Attributes:
         asked: The arguments of each run that it starts.
@@ -55,17 +55,16 @@ class Sweep:
             return self.folder / "compare.html"
 
         out, error = io.StringIO(), io.StringIO()
-        command = ["sweep.py", *self.of, "--output-dir", str(self.folder), *arguments]
+        command = [*self.of, "--output-dir", str(self.folder), *arguments]
         with (
-            mock.patch.object(sys, "argv", command),
-            mock.patch.object(script, "train", started),
+            mock.patch.object(script, "start_ranks", started),
             mock.patch("ddp_lab.analysis.comparison.choices.report_on_choices", reported),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
         ):
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
-                code = script.main()
+                code = script.main(command)
             except SystemExit as stop:
                 code = int(stop.code or 0)
             finally:
@@ -177,7 +176,7 @@ def test_without_a_gpu_a_sweep_shows_the_physics(
     answer = sweep.run(*flags)
     assert answer.returncode == 0 and answer.stdout.startswith(said)
     for arguments in sweep.asked.values():
-        assert parse_config("", ddp.REGISTRY, (), arguments[1:]).link == link
+        assert parse_config("", ddp.REGISTRY, (), arguments[3:]).link == link
 
 
 @each_row(
@@ -219,7 +218,7 @@ def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> Non
     path = sweep.folder / "run.toml"
     path.write_text('ddp-choice = "zero3"\nmax-steps = 20\nlr = 0.5\nseed = 3\n')
     assert sweep.run("--config", str(path), "--seed", "4").returncode == 0
-    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[1:]), choice="") for run in sweep.asked.values()}
+    (config,) = {replace(parse_config("", ddp.REGISTRY, (), run[3:]), choice="") for run in sweep.asked.values()}
     assert (config.max_steps, config.lr, config.seed, config.output_dir) == (20, 0.5, 4, str(sweep.folder))
     assert [run[run.index("--ddp-choice") + 1] for run in sweep.asked.values()] == CHOICES
 
@@ -252,12 +251,12 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
     assert list(mesh_sweep.asked) == ON_FOUR[ON_FOUR.index("zero3@dp2-tp2-sp") :]
     assert mesh_sweep.run("--lr", "0.1").returncode == 0 and list(mesh_sweep.asked) == ON_FOUR
     for label, arguments in mesh_sweep.asked.items():
-        config = parse_config("", tensor_parallel.REGISTRY, (), arguments[1:])
+        config = parse_config("", tensor_parallel.REGISTRY, (), arguments[3:])
         assert config.label == label and (config.workload, config.lr) == ("sample-lm", 0.1)
-        assert arguments[0].endswith("main_parallel.py")
+        assert arguments[:3] == ["-m", "ddp_lab", "train"]
     for flags, workload in ((["--workload", "mlp"], "mlp"), (["--task", "causal-lm", "--model", "M"], "auto")):
         mesh_sweep.run(*flags, train=stopped_in(ON_FOUR[0]))
-        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][1:]).workload == workload
+        assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][3:]).workload == workload
 
 
 @each_row("ranks", [2, 3, 6, 8, 12, 64])
@@ -341,9 +340,9 @@ if sys.argv[1] == "can be reached from elsewhere":
 SWEEP = """
 import sys
 from torch import distributed
-from scripts.runs import train
+from ddp_lab.runtime.process.torchrun import start_ranks
 for how in sys.argv[2:]:
-    print(how, train("flat_ddp", 2, [sys.argv[1], how]), file=sys.stderr, flush=True)
+    print(how, start_ranks("flat_ddp", 2, [sys.argv[1], how]), file=sys.stderr, flush=True)
 assert distributed.TCPStore.__name__ == "TCPStore"
 """
 

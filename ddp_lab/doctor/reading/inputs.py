@@ -159,7 +159,7 @@ def _refuse_binary(name: str, content: bytes) -> None:
             "flight recorder dump JSON (torch._C._distributed_c10d._dump_nccl_trace_json)"
         )
     if content.startswith(b"\x28\xb5\x2f\xfd"):
-        raise ForeignFile(f"{name}: packed by zstd; unpack it first: zstdcat FILE | python scripts/doctor.py -")
+        raise ForeignFile(f"{name}: packed by zstd; unpack it first: zstdcat FILE | ddp-lab doctor -")
     text = content[:4096].replace(b"\0", b"").decode(encoding="utf-8", errors="replace")
     strange = sum(char == "\ufffd" or (char < " " and char not in "\t\n\r\b\f\x1b") for char in text)
     if encoding_of(content) == "utf-8" and strange > len(text) / 10:

@@ -1,6 +1,6 @@
 """A record of operators: how long each operator of a training step took on one device, kept in a JSON file.
 
-`scripts/plan.py record` measures it (`timing.py`), and `scripts/plan.py --record` plans with it. The
+`ddp-lab plan record` measures it (`timing.py`), and `ddp-lab plan --record` plans with it. The
 format is described in docs/planner-costs.md.
 """
 
@@ -83,11 +83,11 @@ def load(path: str | Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"cannot read a record of operators from {path}: {reason}") from None
     if not isinstance(content, dict) or content.get("what") != "operators":
-        raise UserError(f"{path}: not a record of operators; make one with scripts/plan.py record")
+        raise UserError(f"{path}: not a record of operators; make one with ddp-lab plan record")
     if content.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
             f"{path}: a record of version {content.get('schema_version')}, this reads version {SCHEMA_VERSION}; "
-            "make it again with scripts/plan.py record"
+            "make it again with ddp-lab plan record"
         )
     return content
 

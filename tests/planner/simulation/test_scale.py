@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import json, resource, sys, time
-from scripts import plan
+from ddp_lab.planner import command as plan
 from ddp_lab.planner.plan import outcome
 from ddp_lab.planner.plan_command import case_of
 

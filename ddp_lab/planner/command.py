@@ -1,11 +1,11 @@
 """What each strategy would need and take on devices that you do not have: its own code, run on tensors without data.
 
-    python scripts/plan.py --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
-    python scripts/plan.py memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
-    python scripts/plan.py record --model SmolLM2-360M --output l4.json             # times of this device, for --record
-    python scripts/plan.py savings profile/zero1                                    # of its memory, by other settings
+    ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
+    ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
+    ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of this device, for --record
+    ddp-lab plan savings profile/zero1                                    # of its memory, by other settings
 
-`python scripts/plan.py COMMAND --help` lists the flags of a command.
+`ddp-lab plan COMMAND --help` lists the flags of a command.
 Exit code 0: done. 2: the command line makes no sense, or what it names cannot be used; one line on standard error says
 why. 130: stopped by Ctrl-C.
 """
@@ -14,9 +14,7 @@ import argparse
 import importlib
 import os
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from collections.abc import Sequence
 
 from ddp_lab.planner.flags import COMMANDS
 from ddp_lab.runtime.cli import OneLineParser, unknown_name
@@ -28,22 +26,24 @@ WIDTH = 240
 """Characters of the widest table: a file or a pipe has no width of its own."""
 
 
-def build_parser(command: str) -> argparse.ArgumentParser:
+def build_parser(command: str = DEFAULT) -> argparse.ArgumentParser:
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "ddp-lab plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     COMMANDS[command][0](parser)
     return parser
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments = sys.argv[1:]
-    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT
+    prepare_process()  # `record` times operators as runs have them
+    command, rest = DEFAULT, list(arguments)
+    if rest and not rest[0].startswith("-"):
+        command = rest.pop(0)
     if command not in COMMANDS:
-        OneLineParser().error(unknown_name("command", command, COMMANDS))
+        OneLineParser("ddp-lab plan").error(unknown_name("command", command, COMMANDS))
     parser = build_parser(command)
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(rest)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(unknown_name("argument", unknown[0], known))
@@ -54,11 +54,4 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     return 0
-
-
-if __name__ == "__main__":
-    prepare_process()  # `record` times operators as runs have them
-    sys.exit(main())

@@ -1,47 +1,39 @@
 """Train with every choice, one after the other, report on each, and compare them.
 
-run_experiment_ddp.sh, run_experiment_shard.sh and run_experiment_parallel.sh start it.
+`ddp-lab sweep`, run_experiment_ddp.sh, run_experiment_shard.sh and run_experiment_parallel.sh start it.
 """
 
 import argparse
-import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from ddp_lab.analysis.errors import TraceError
+from ddp_lab.families import FAMILIES, Family
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
-from ddp_lab.runtime.process.environment import quiet_libraries
+from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
 from ddp_lab.runtime.settings.file import with_config_file
-from scripts.runs import FAMILIES, Runs, train
-from scripts.sweep_state import SweepState
+from ddp_lab.sweep.runs import Runs
+from ddp_lab.sweep.state import SweepState
 
 SWEEP_STEPS = 40
 """Optimizer steps of a choice by default: enough to see the loss fall and step times settle."""
 SWEEP_LINK = "2.5gbit"
 """Of each rank without a GPU by default: communication of workload `sample` then takes about as long as its backward
 pass, as on GPUs that people rent. In a laptop's memory it would cost nothing, and all choices would look alike."""
-QUIET = quiet_libraries() | {
-    "OMP_NUM_THREADS": "1",  # torchrun sets the same, with a warning of five lines
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds until torchrun kills a rank that does not end
-}
-"""Read when torch is imported, here and in the ranks. What the user has set stays."""
 
 
-def main() -> int:
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+def main(arguments: Sequence[str]) -> int:
+    quiet_torchrun()
     try:
-        runs, state, resumes = parse(sys.argv[1:])
+        runs, state, resumes = parse(arguments)
     except UserError as error:
         exit_with_error(str(error))
     try:
@@ -58,22 +50,19 @@ def main() -> int:
         return interrupted(number)
 
 
-def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
-    """What to run, what is finished already, and whether an interrupted sweep continues.
-
-    Raises:
-        UserError: the settings do not fit together, or no such sweep was interrupted.
+def build_parser(known: Family | None = None) -> argparse.ArgumentParser:
+    """Args:
+    known: The family, where run_experiment_*.sh has given it.
     """
-    known = FAMILIES.get(arguments[0] if arguments else "")
-    usage = "%(prog)s RANKS [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE] [flags of {}]"
+    usage = "%(prog)s {}RANKS [--output-dir DIR] [--checkpoint-dir DIR] [--resume] [--config FILE] [flags of {}]"
     parser = OneLineParser(
-        prog=known.sweep if known else "sweep.py",
+        prog=known.sweep if known else "ddp-lab sweep",
         description="Train with every choice, one after the other, report on each, and compare them.",
-        usage=usage.format(known.script if known else "the entrypoint"),
+        usage=usage.format(*("", known.script) if known else ("FAMILY ", "the entrypoint")),
         allow_abbrev=False,
     )
     help_on_family = argparse.SUPPRESS if known else ", ".join(FAMILIES)  # run_experiment_*.sh give it
-    parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=help_on_family)
+    parser.add_argument("family", choices=list(FAMILIES), metavar="FAMILY", help=help_on_family)
     parser.add_argument("ranks", type=int, metavar="RANKS", help="processes on this node; one per GPU if it has GPUs")
     folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
     parser.add_argument("--output-dir", **folder, default=Path(), help="root of profile/ and of the reports")
@@ -84,6 +73,16 @@ def parse(arguments: list[str]) -> tuple[Runs, SweepState, bool]:
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of flags, such as a run has left; its ddp-choice is ignored"
     )
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> tuple[Runs, SweepState, bool]:
+    """What to run, what is finished already, and whether an interrupted sweep continues.
+
+    Raises:
+        UserError: the settings do not fit together, or no such sweep was interrupted.
+    """
+    parser = build_parser(FAMILIES.get(arguments[0] if arguments else ""))
     arguments = with_config_file(arguments, ignored=["ddp-choice"])
     if checkpoint := given_to_resume(arguments):
         parser.error(
@@ -125,7 +124,7 @@ def has_gpu(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def given_to_resume(arguments: list[str]) -> str:
+def given_to_resume(arguments: Sequence[str]) -> str:
     """The value behind `--resume`, which takes none in a sweep; empty if there is none."""
     for one, following in pairwise([*arguments, ""]):
         if one.startswith("--resume="):
@@ -180,10 +179,10 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
         if label in state.finished:
             print(f"{label}: finished before", flush=True)
             continue
-        arguments = [str(ROOT / family.script), *runs.arguments(label)]
+        arguments = ["-m", "ddp_lab", "train", *runs.arguments(label)]
         if resumes and runs.has_begun(label):
             arguments.append("--resume")
-        if train(label, runs.ranks, arguments):
+        if start_ranks(label, runs.ranks, arguments):
             succeeded.append(label)
             state.add(label)
         else:
@@ -200,7 +199,3 @@ def sweep(runs: Runs, state: SweepState, resumes: bool) -> int:
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

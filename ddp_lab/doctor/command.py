@@ -1,10 +1,10 @@
 """Find out why NCCL or Gloo hangs, fails or is slow, from whatever there is.
 
-    python scripts/doctor.py FILE_OR_FOLDER ...      # NCCL_DEBUG=INFO logs, nvidia-smi topo -m, dmesg, lspci -vvv,
-                                                     # flight-recorder dumps as JSON, a run's folder profile/<choice>/
-    nvidia-smi topo -m | python scripts/doctor.py -
-    python scripts/doctor.py --live --ranks 4        # this machine: its settings, and an all-reduce between every pair
-    torchrun --nnodes=2 ... scripts/doctor.py --live # the same across nodes
+    ddp-lab doctor FILE_OR_FOLDER ...       # NCCL_DEBUG=INFO logs, nvidia-smi topo -m, dmesg, lspci -vvv,
+                                            # flight-recorder dumps as JSON, a run's folder profile/<choice>/
+    nvidia-smi topo -m | ddp-lab doctor -
+    ddp-lab doctor --live --ranks 4         # this machine: its settings, and an all-reduce between every pair
+    torchrun --nnodes=2 ... -m ddp_lab doctor --live # the same across nodes
 
 Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: wrong command line.
 3: found something. 4: no rule applies, but there are warnings or errors.
@@ -14,9 +14,8 @@ import argparse
 import io
 import os
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -34,9 +33,25 @@ from ddp_lab.runtime.cli import OneLineParser, at_least
 FOUND, UNEXPLAINED = 3, 4
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack characters that a log has
+    try:
+        code = diagnosed(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"error: cannot write the report: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def diagnosed(arguments: Sequence[str]) -> int:
+    """Look at what the command line names, print what is found, and return the exit code."""
     parser = build_parser()
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.rules:
         print(rules_as_markdown())
         return 0
@@ -66,7 +81,7 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "ddp-lab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders; - for standard input")
     parser.add_argument("--live", action="store_true", help="check this machine, and measure every pair of ranks")
@@ -134,19 +149,3 @@ def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
             live.pairs = pairs.measure_here(live.ranks, device, live.size_bytes, options.timeout)
     except pairs.MeasureError as error:
         inputs.problems.append(str(error))
-
-
-if __name__ == "__main__":
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack characters that a log has
-    try:
-        code = main()
-        sys.stdout.flush()
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            print(f"error: cannot write the report: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)

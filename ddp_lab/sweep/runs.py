@@ -1,65 +1,15 @@
-"""The families of strategies, and one run of a sweep over a family."""
+"""The runs of a sweep over a family."""
 
-import logging
-import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ddp
-import sharding
-import tensor_parallel
-from ddp_lab.runtime.config import RunConfig, labelled, split_label
+from ddp_lab.families import Family
+from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
-from ddp_lab.strategy.registry import Registry
-from scripts.meshes import mesh_flags, mesh_labels, mesh_setting
-
-
-@dataclass(frozen=True)
-class Family:
-    """One entrypoint, the command that sweeps its choices, and the root folder of their reports.
-
-    Attributes:
-        workload: On which a sweep trains by default. Default: that of the entrypoint.
-        on_meshes: Labels of a sweep's runs on so many ranks, where `--mesh` does not name one. Default: every choice.
-    """
-
-    script: str
-    sweep: str
-    registry: Registry
-    report_root: str
-    workload: str | None = None
-    on_meshes: Callable[[int], list[str]] | None = None
-
-
-FAMILIES = {
-    "ddp": Family("main_ddp.py", "run_experiment_ddp.sh", ddp.REGISTRY, "reports"),
-    "sharding": Family("main_shard.py", "run_experiment_shard.sh", sharding.REGISTRY, "reports_sharding"),
-    "parallel": Family(
-        "main_parallel.py",
-        "run_experiment_parallel.sh",
-        tensor_parallel.REGISTRY,
-        "reports_parallel",
-        "sample-lm",
-        mesh_labels,
-    ),
-}
-
-
-def report_root_of(label: str) -> str:
-    """Root folder of the reports on a run; on a mesh, that of main_parallel.py if it has the choice.
-
-    It is that of the replicated choices for a choice that no registry has.
-    """
-    choice, families = split_label(label)[0], list(FAMILIES.values())
-    if mesh_setting(label):
-        families.reverse()
-    of_choice = (family.report_root for family in families if choice in family.registry.sentences)
-    return next(of_choice, FAMILIES["ddp"].report_root)
+from ddp_lab.sweep.meshes import mesh_flags
 
 
 @dataclass(frozen=True)
@@ -149,26 +99,3 @@ class Runs:
 
         config = self.config(label)
         return config.checkpoint_every is not None and bool(checkpoints_in(checkpoint_folder(config)))
-
-
-def train(label: str, ranks: int, arguments: list[str]) -> bool:
-    """Run one choice under `torchrun`, in this process; False if it failed, after one line that says why."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    from ddp_lab.runtime.process.loopback import torchrun_on_loopback
-
-    logging.disable(logging.ERROR)  # torchrun logs that a rank failed, but not why
-    with tempfile.TemporaryDirectory(prefix="ddp-lab-") as log_dir, torchrun_on_loopback() as flags:
-        try:
-            torchrun([*flags, f"--nproc_per_node={ranks}", "--log-dir", log_dir, *arguments])
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if isinstance(failure.message, dict):  # the rank has left an error file
-                why = failure.message["message"]
-            else:
-                why = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            if not why.startswith("error: "):  # the rank has not printed it as one line
-                print(f"error: {label}: rank {rank} failed: {why}", file=sys.stderr)
-            return False
-    return True

@@ -1,5 +1,5 @@
-"""Compare finished runs: all choices of an entrypoint (python scripts/compare_runs.py sharding), or two runs of one
-choice (python scripts/compare_runs.py profile/zero3 --baseline RUN).
+"""Compare finished runs: all choices of an entrypoint (ddp-lab compare sharding), or two runs of one
+choice (ddp-lab compare profile/zero3 --baseline RUN).
 
 Exit code 0: compared. 1: not comparable; one line on standard error says why. 2: the command line makes no sense.
 3: --fail-above was exceeded.
@@ -8,9 +8,8 @@ Exit code 0: compared. 1: not comparable; one line on standard error says why. 2
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_lab.analysis.command import report_folder
 from ddp_lab.analysis.comparison.changes import exceeding, signed
@@ -18,20 +17,20 @@ from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
 from ddp_lab.analysis.errors import TraceError
+from ddp_lab.families import FAMILIES, Family, report_root_of
 from ddp_lab.runtime.cli import OneLineParser
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
-from scripts.meshes import place
-from scripts.runs import FAMILIES, Family, report_root_of
+from ddp_lab.sweep.meshes import place
 
 WORSE_THAN_ALLOWED = 3
 LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")
 """Of `RunConfig.label`."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = build_parser()
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.what in FAMILIES:
         for flag in ("baseline", "run", "fail_above"):
             if getattr(options, flag) is not None:
@@ -50,7 +49,7 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        "ddp-lab compare", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "what",
@@ -96,7 +95,7 @@ def of_family(options: argparse.Namespace) -> int:
 
 
 def trained_labels(profile: Path, family: Family) -> list[str]:
-    """The labels of a family's runs that have folders, in the order of `scripts.meshes.place`."""
+    """The labels of a family's runs that have folders, in the order of `ddp_lab.sweep.meshes.place`."""
     folders = [path.name for path in profile.iterdir() if path.is_dir()] if profile.is_dir() else []
     choices = list(family.registry.sentences)
     found = [label for label in folders if LABEL.fullmatch(label) and split_label(label)[0] in choices]
@@ -119,13 +118,7 @@ def of_choice(options: argparse.Namespace) -> int:
     if options.fail_above is None:
         return 0
     worse = exceeding(table, options.fail_above)
-    for row in worse.itertuples():
-        print(
-            f"error: {row.figure} got worse by more than {options.fail_above:g} %: {signed(row.change_pct)}",
-            file=sys.stderr,
-        )
+    for figure, change in zip(worse["figure"], worse["change_pct"], strict=True):
+        line = f"error: {figure} got worse by more than {options.fail_above:g} %: {signed(change)}"
+        print(line, file=sys.stderr)
     return WORSE_THAN_ALLOWED if len(worse) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The command `ddp-lab`, also `python -m ddp_lab`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+
+from ddp_lab.commands import COMMANDS
+from ddp_lab.runtime.cli import OneLineParser, unknown_name, versions
+
+COMPLETION = "completion"
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code. A mistake is one line on standard error, and code 2."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(versions())
+        return 0
+    if name == COMPLETION:
+        return print_completion(rest)
+    if name not in COMMANDS:
+        OneLineParser("ddp-lab").error(unknown_name("command", name, (*COMMANDS, COMPLETION)))
+    try:
+        code: int = COMMANDS[name].load().main(rest)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def help_text() -> str:
+    lines = ["usage: ddp-lab COMMAND [flags]", "", "Train one model with many parallel strategies, and compare them."]
+    for group, commands in groupby(COMMANDS.items(), key=lambda item: item[1].group):
+        lines += ["", f"{group}:"]
+        for name, command in commands:
+            lines += [f"  {name:<10}  {command.about}", f"  {'':<10}  ddp-lab {name} {command.example}"]
+    lines += [
+        "",
+        f"Flags of a command: ddp-lab COMMAND --help. For your shell: ddp-lab {COMPLETION} {'|'.join(SHELLS)}",
+    ]
+    return "\n".join(lines)
+
+
+def print_completion(arguments: Sequence[str]) -> int:
+    """Print the script with which a shell completes commands and flags."""
+    import shtab
+
+    asked = OneLineParser(
+        f"ddp-lab {COMPLETION}", description="Print the script with which a shell completes commands."
+    )
+    asked.add_argument("shell", choices=SHELLS)
+    shell, parser = asked.parse_args(arguments).shell, OneLineParser("ddp-lab")
+    commands = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        flags = command.load().build_parser()
+        commands.add_parser(name, help=command.about, parents=[flags], add_help=False)
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""`ddp-lab train CHOICE`: starts its own ranks. Where a launcher has started it, it is a rank."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from ddp_lab.families import EVERY
+from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.entrypoint import train_from_command_line
+from ddp_lab.runtime.flags import build_parser as build_flags
+from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.process.launcher import adopt_launcher
+
+ABOUT = "Train a model with one strategy."
+PROG = "ddp-lab train"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_flags(ABOUT, EVERY.sentences, prog=PROG)
+    parser.add_argument("name", metavar="CHOICE", choices=EVERY.names, help="the strategy, in place of --ddp-choice")
+    add_ranks(parser)
+    return parser
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    about = "processes to start on this node (default: one for each GPU; 2 without); under torchrun, torchrun says"
+    parser.add_argument("--ranks", type=at_least(1), metavar="N", help=about)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        build_parser().print_help()
+        return 0
+    finder = OneLineParser(PROG, add_help=False, allow_abbrev=False)
+    add_ranks(finder)
+    options, flags = finder.parse_known_args(arguments)
+    if flags and not flags[0].startswith("-"):
+        flags = ["--ddp-choice", *flags]
+    adopt_launcher(os.environ)
+    if "RANK" in os.environ:
+        return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
+    config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG)  # a mistake is answered here, once
+    if config.device == "cpu":
+        gpus = 0
+    else:
+        import torch  # takes seconds
+
+        gpus = torch.cuda.device_count()
+    from ddp_lab.runtime.process.torchrun import start_ranks
+
+    return 0 if start_ranks(config.label, options.ranks or gpus or 2, ["-m", "ddp_lab", "train", *flags]) else 1

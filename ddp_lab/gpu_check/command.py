@@ -1,0 +1,103 @@
+"""Check on this machine's GPUs all that the project says of itself, in half an hour.
+
+    ddp-lab check-gpu                       # every part, on all GPUs of this node (up to 8)
+    ddp-lab check-gpu --only parity,waits   # some parts
+    ddp-lab check-gpu --quick               # less of each
+    ddp-lab check-gpu --cpu                 # over Gloo, always quick; so it is on a machine without a GPU
+
+Each part prints its verdict in a line as it ends. A part that fails stops no other. At the end there is one folder, and
+in it one page, report.md, to send as an issue. Exit code 0: no part failed. 1: some did. 2: wrong command line.
+"""
+
+import argparse
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_lab.commands.checkout import require_checkout
+from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.process.environment import has_gpu
+
+PARTS = {
+    "environment": ("facts:environment", 1),
+    "topology": ("facts:topology", 2),
+    "backends": ("facts:backends", 1),
+    "parity": ("proofs:parity", 1),
+    "waits": ("proofs:waits", 1),
+    "sanitizer": ("proofs:sanitizer", 1),
+    "resume": ("proofs:resume", 1),
+    "all-reduce": ("speed:curve", 2),
+    "faults": ("proofs:faults", 2),
+    "originals": ("speed:beside_originals", 1),
+    "sweep": ("speed:sweep_sample", 1),
+    "sweep bf16": ("speed:sweep_llm", 1),
+}
+"""Each with where it is in `ddp_lab.gpu_check`, and how many GPUs it needs."""
+MOST_RANKS = 8
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        "ddp-lab check-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=at_least(1), help="processes (default: one for each GPU, up to 8; 2 without)")
+    parser.add_argument("--only", help=f"parts, with commas between, of: {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="less of each part; always so without a GPU")
+    parser.add_argument("--cpu", action="store_true", help="leave the GPUs alone: every part over Gloo")
+    parser.add_argument("--output-dir", type=Path, default=Path("gpu-check"), help="new folder (default: %(default)s)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    require_checkout("check-gpu")
+    wanted = [name.strip() for name in options.only.split(",")] if options.only else list(PARTS)
+    if unknown := [name for name in wanted if name not in PARTS]:
+        parser.error(f"--only {', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
+    try:
+        gpus = 0 if options.cpu else usable_gpus()
+    except UserError as error:
+        parser.error(str(error))
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
+    if gpus and (options.ranks or 1) > gpus:
+        parser.error(f"--ranks {options.ranks}: this machine has {gpus} GPUs, and NCCL takes one rank a GPU")
+    folder: Path = options.output_dir.resolve()
+    if folder.exists() and any(folder.iterdir()):
+        parser.error(f"--output-dir {options.output_dir}: it holds files already; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = options.ranks or (min(gpus, MOST_RANKS) if gpus else 2)
+    from ddp_lab.gpu_check.check import check, parts  # of the repository: an installed wheel lacks them
+    from ddp_lab.gpu_check.parts import Machine
+
+    machine = Machine(ranks, bool(gpus), folder, options.quick or not gpus)
+    return check(machine, parts({name: PARTS[name] for name in PARTS if name in wanted}))
+
+
+def usable_gpus() -> int:
+    """How many GPUs this node has.
+
+    Raises:
+        UserError: there is one, but torch cannot use it.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that is too old: the error says it
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    if not has_gpu():
+        return 0
+    why = "torch finds no device"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+    raise UserError(
+        f"a GPU is here, but torch {torch.__version__} cannot use it: {why}; nvidia-smi shows the driver, and it must "
+        f"be for CUDA {torch.version.cuda} or newer; --cpu checks without the GPU"
+    )

@@ -1,0 +1,1 @@
+"""Training with every strategy of a family, one after the other."""

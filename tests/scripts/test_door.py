@@ -1,0 +1,93 @@
+"""`ddp-lab`: what it offers, how fast it says so, and that `train` starts its own ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ddp_lab.__main__ import help_text, main
+from ddp_lab.commands import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--workload", "mlp", "--depth", "2", "--width", "8", "--train-samples", "16", "--eval-samples", "4"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    door = [sys.executable, "-m", "ddp_lab", *arguments]
+    return subprocess.run(door, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_help_has_every_command_with_an_example_and_loads_nothing_heavy() -> None:
+    """That keeps it under a second."""
+    code = "import sys; from ddp_lab.__main__ import main; main(['--help']);"
+    code += "print([name for name in ('torch', 'pandas', 'numpy', 'rich', 'transformers') if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.stdout == help_text() + "\n[]\n"
+    for name, one in COMMANDS.items():
+        assert f"  {name} " in answer.stdout and f"ddp-lab {name} {one.example}\n" in answer.stdout
+        assert one.load().build_parser().format_usage().startswith(f"usage: ddp-lab {name} ")
+
+
+def test_docs_list_every_command() -> None:
+    section = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab`\n")[1].split("\n## ")[0]
+    documented = re.findall(r"`([a-z-]+)[ A-Z]*`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)))
+    assert sorted(documented) == sorted([*COMMANDS, "completion"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["docter"], "unknown command 'docter'; did you mean doctor"),
+        (["train", "zero4"], "unknown strategy 'zero4'; did you mean zero3"),
+        (["train", "zero3", "--max-step", "3"], "unknown argument '--max-step'; did you mean --max-steps"),
+        (["train"], "--ddp-choice"),
+        (["train", "zero3", "--ranks", "0"], "0: must be a whole number of at least 1"),
+        (["bench", "strategy"], "unknown program 'strategy'; did you mean strategies"),
+        (["completion", "csh"], "invalid choice: 'csh'"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
+
+
+def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
+    script = tmp_path / "completion.bash"
+    script.write_text(command("completion", "bash").stdout)
+    ask = (
+        f"source {script}; COMP_WORDS=(ddp-lab train --grad-acc); COMP_CWORD=2; _shtab_ddp_lab; echo ${{COMPREPLY[@]}}"
+    )
+    answer = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=20)
+    assert answer.stdout == "--grad-accum-steps\n", answer.stderr
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_train_starts_its_ranks_or_is_one(tmp_path: Path, under_torchrun: bool) -> None:
+    flags = ["flat_ddp", *TINY, "--max-steps", "2", "--no-profile", "--output-dir", str(tmp_path)]
+    if under_torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_lab", "train"]
+        door = [sys.executable, *launcher, *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        answer = subprocess.run(door, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    else:
+        answer = command("train", *flags, "--ranks", "2")
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    (path,) = (tmp_path / "profile" / "flat_ddp").glob("*.run.json")
+    assert json.loads(path.read_text())["world_size"] == 2
+
+
+def test_a_wheel_has_the_rooms_alone(tmp_path: Path) -> None:
+    """Nothing with a name that others use too gets into a user's site-packages."""
+    subprocess.run(["uv", "build", "-q", "--wheel", "--out-dir", str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    rooms = {name for name in names if not name.endswith(".dist-info")}
+    assert rooms == {"ddp", "ddp_lab", "reference", "sharding", "tensor_parallel"}
