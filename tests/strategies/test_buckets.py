@@ -19,6 +19,7 @@ def test_the_last_bucket_is_small_beside_the_rest() -> None:
     assert [len(bucket) for bucket in fill_buckets(large, usual_cap_bytes(large))] == [1] * 40
 
 
-@pytest.mark.parametrize("model", ["llama", "tied", "odd"])
-def test_they_compute_the_same(ranks: RankPool, model: str) -> None:
-    check_parity(ranks, ("ddp", "bucket_ddp_async"), model, [[[2, 2], [2, 2]]] * 3, options={"bucket_cap_mb": "auto"})
+@pytest.mark.parametrize(("model", "cap_mb"), [("llama", "auto"), ("tied", "auto"), ("odd", "auto"), ("odd", 25.0)])
+def test_they_compute_the_same(ranks: RankPool, model: str, cap_mb: float | str) -> None:
+    """`odd` has parameters of two dtypes, which share no bucket."""
+    check_parity(ranks, ("ddp", "bucket_ddp_async"), model, [[[2, 2], [2, 2]]] * 3, options={"bucket_cap_mb": cap_mb})
