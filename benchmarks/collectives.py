@@ -117,7 +117,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     from benchmarks.collective.loop import RanksLostError, measure_all
-    from ddp_lab.runtime.distributed import joined_ranks, on_every_rank
+    from ddp_lab.runtime.distributed import joined_ranks
+    from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.run import silence_libraries
 
     silence_libraries()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runners import Runner, over_ranks
-from ddp_lab.runtime.distributed import Ranks, host_barrier
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.groups import host_barrier
 
 WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3

@@ -22,14 +22,16 @@ from torch import Tensor
 from ddp.buckets import Bucket, fill_buckets, usual_cap_bytes
 from ddp.early_updates import EarlyUpdates
 from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
 class BucketDDP(ReplicatedStrategy):
     """Non-blocking all-reduces, one a bucket, started during the last backward pass of a step."""
 
-    overlaps_optimizer = reduces_in_backward = True
+    supports = Supports(compress=True, overlap_optimizer=True)
+    reduces_in_backward = True
 
     def prepare(self) -> None:
         super().prepare()
@@ -53,7 +55,7 @@ class BucketDDP(ReplicatedStrategy):
     def _on_gradient_ready(self, parameter: Tensor) -> None:
         bucket, slot = self._place[parameter]
         bucket.place_gradient(slot)
-        if not self.synchronizes_gradients:
+        if not self.steps.reduces_now:
             return
         bucket.missing -= 1
         if bucket.missing == 0:

@@ -14,7 +14,8 @@ from torch import nn
 from ddp.buckets import Bucket
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
-from ddp_lab.strategy.communication.verdict import norm_of, not_finite, update_unless
+from ddp_lab.strategy.communication.verdict import not_finite, update_unless
+from ddp_lab.strategy.norms import norm_of
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 

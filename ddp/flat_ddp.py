@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy, by_dtype
 
 
@@ -18,7 +18,7 @@ class FlatDDP(ReplicatedStrategy):
     """One blocking all-reduce of all gradients, after the last backward pass of a step."""
 
     def after_backward(self) -> None:
-        if not self.synchronizes_gradients:
+        if not self.steps.reduces_now:
             return
         for parameters in by_dtype(self.trainable.values()).values():
             # A parameter without gradient is not used here in this step, but perhaps on another rank.

@@ -6,12 +6,9 @@ micro-batches a step, every rank puts K all-reduces of each gradient on the wire
 nothing computes meanwhile: communication is fully exposed. This is the yardstick that all the others improve on.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -21,11 +18,7 @@ class SimpleDDP(ReplicatedStrategy):
     # A gradient that earlier micro-batches have been reduced into is the same on every rank, so the average leaves it
     # as it is and averages only what this micro-batch has added. A sum would count it once for each rank.
     always_averages = True
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Does nothing: this strategy synchronizes at every micro-batch. `simple_ddp_ga` is the one that waits."""
-        yield
+    reduces_every_micro_batch = True  # `simple_ddp_ga` is the one that waits for the last
 
     def after_backward(self) -> None:
         for parameter in self.trainable.values():

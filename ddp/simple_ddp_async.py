@@ -7,47 +7,24 @@ exposed: at best only the all-reduce of the last gradient. Each small all-reduce
 `bucket_ddp_async` saves.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.communication.traffic import Collective
-from ddp_lab.strategy.replicated import ReplicatedStrategy
+from ddp.simple_ddp_hook import HookDDP
 
 
-class AsyncDDP(ReplicatedStrategy):
+class AsyncDDP(HookDDP):
     """Non-blocking all-reduces, one a parameter, started during the last backward pass of a step."""
-
-    reduces_in_backward = True
 
     def prepare(self) -> None:
         super().prepare()
-        self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))
         self._in_flight: list[dist.Work] = []
-        for parameter in self.trainable.values():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
-    def before_step(self) -> None:
-        super().before_step()
-        self._order.restart()
-
-    def _on_gradient_ready(self, parameter: Tensor) -> None:
-        if self.synchronizes_gradients:
-            for next_parameter in self._order.ready(parameter):
-                self._start(next_parameter)
-
-    def _start(self, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        self._in_flight.append(self.all_reduce(parameter.grad, async_op=True))
+    def _reduce(self, gradient: Tensor) -> None:
+        self._in_flight.append(self.all_reduce(gradient, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:
-        for parameter in self._order.rest():  # behind a gradient that backward did not make on this rank
-            self._start(parameter)
+        super().finish_gradient_synchronization()
         for work in self._in_flight:
             work.wait()
         self._in_flight.clear()
-
-    def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        return self.gradient_all_reduces(len(self.trainable), self.trainable.values())

@@ -1,13 +1,13 @@
 """Simple data parallelism with gradient accumulation: all-reduce each gradient on the last micro-batch only.
 
 The sum over micro-batches and the sum over ranks commute. So each rank adds up the gradients of its K micro-batches by
-itself, within `no_sync()`, and they are all-reduced once, after the last backward. Per optimizer step that is
+itself, and they are all-reduced once, after the last backward. Per optimizer step that is
 2(N-1)/N * P elements on the wire instead of K times as many; what is left is as exposed as in `simple_ddp`.
 """
 
 import torch
 
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -15,7 +15,7 @@ class SimpleDDPAccumulated(ReplicatedStrategy):
     """Blocking all-reduces, one a parameter, after the last backward pass of a step."""
 
     def after_backward(self) -> None:
-        if not self.synchronizes_gradients:
+        if not self.steps.reduces_now:
             return
         for parameter in self.trainable.values():
             if parameter.grad is None:  # not used here in this step, but perhaps on another rank

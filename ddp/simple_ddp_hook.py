@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp.fixed_order import FixedOrder
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -33,18 +33,23 @@ class HookDDP(ReplicatedStrategy):
         self._order.restart()
 
     def _on_gradient_ready(self, parameter: Tensor) -> None:
-        if self.synchronizes_gradients:
+        if self.steps.reduces_now:
             for next_parameter in self._order.ready(parameter):
-                self._reduce(next_parameter)
+                self._reduce(gradient_of(next_parameter))
 
-    def _reduce(self, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        self.all_reduce(parameter.grad)
+    def _reduce(self, gradient: Tensor) -> None:
+        self.all_reduce(gradient)
 
     def finish_gradient_synchronization(self) -> None:
         for parameter in self._order.rest():  # behind a gradient that backward did not make on this rank
-            self._reduce(parameter)
+            self._reduce(gradient_of(parameter))
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces(len(self.trainable), self.trainable.values())
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Its gradient, which is zeros if this rank has made none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -12,8 +12,8 @@ fit into one bucket.
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any, ClassVar
 
 import torch
@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes
-from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer
-from ddp_lab.strategy.options import FP16, StrategyOptions
+from ddp_lab.strategy.options import FP16
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
+from ddp_lab.strategy.state import require_matching_state, shapes_of
 from sharding.elementwise import require_elementwise
 
 LARGEST_BUCKET, KEPT_WHOLE, PREFETCHED = 500_000_000, 100_000, 50_000_000
@@ -54,18 +54,24 @@ class DeepSpeedZero(Strategy):
     """What the three stages share."""
 
     always_averages = True
-    compiles = False
+    supports = Supports(
+        compile=False,
+        refusals=(
+            (
+                lambda options, _: options.reduce_dtype,
+                "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here",
+            ),
+            (
+                lambda options, _: options.activation_checkpointing != NONE,
+                "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3",
+            ),
+            (
+                lambda options, _: options.precision == FP16,
+                "--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3",
+            ),
+        ),
+    )
     stage: ClassVar[int]
-
-    @classmethod
-    def require_options(cls, options: StrategyOptions) -> None:
-        super().require_options(options)
-        if options.reduce_dtype:
-            raise UnsupportedError("--reduce-dtype: DeepSpeed reduces gradients in their own dtype here")
-        if options.activation_checkpointing != NONE:
-            raise UnsupportedError("--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3")
-        if options.precision == FP16:
-            raise UnsupportedError("--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3")
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
@@ -80,7 +86,7 @@ class DeepSpeedZero(Strategy):
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger
                 self.deepspeed = load_deepspeed(self.device)
                 self.engine, self.zero, _, _ = self.deepspeed.initialize(
-                    model=Inner(self.module, self.autocast), optimizer=optimizer, config=self.settings()
+                    model=Inner(self.module, self.steps.autocast), optimizer=optimizer, config=self.settings()
                 )
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(f"DeepSpeed cannot train this module: {error}") from error
@@ -113,7 +119,6 @@ class DeepSpeedZero(Strategy):
 
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.process_group)
-        self.engine.set_gradient_accumulation_boundary(True)
 
     def micro_batch(self, last: bool = True) -> AbstractContextManager[None]:
         """Not supported: DeepSpeed has an engine of its own for such loops."""
@@ -124,15 +129,8 @@ class DeepSpeedZero(Strategy):
         answer.loss = loss
         return answer
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Stage 1 waits for the last micro-batch. The others reduce every one, so that they need less memory."""
-        self.engine.set_gradient_accumulation_boundary(False)
-        try:
-            with super().no_sync() if self.stage == 1 else nullcontext():
-                yield
-        finally:
-            self.engine.set_gradient_accumulation_boundary(True)
+    def before_micro_batch(self) -> None:
+        self.engine.set_gradient_accumulation_boundary(not self.steps.another_follows)
 
     def finish_gradient_synchronization(self) -> None:
         unused = [n for n, got in zip(self.trainable, self.watch.received_in_last_round(), strict=True) if not got]
@@ -153,16 +151,16 @@ class DeepSpeedZero(Strategy):
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None
 
-    def clipped_gradients(self) -> list[Tensor]:
-        return list(self.gradient_share())
-
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
-    def gradient_share(self) -> Iterable[Tensor]:
+    def gradients(self) -> Iterable[Tensor]:
         return [shard for shards in self.zero.averaged_gradients.values() if shards is not None for shard in shards]
 
+    def gradient_share(self) -> Iterable[Tensor]:
+        return self.gradients()
+
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return [*super().gradient_tensors(), *self.gradient_share()]
+        return [*super().gradient_tensors(), *self.gradients()]
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         parameters = list(self.module.parameters())
@@ -184,7 +182,7 @@ class DeepSpeedZero(Strategy):
         """Not supported: DeepSpeed keeps states in flat partitions and has checkpoints of its own."""
         raise UnsupportedError("DeepSpeed choices can neither save nor resume checkpoints; take zero1, zero2 or zero3")
 
-    def data_parallel_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         whole = self.deepspeed.utils.safe_get_full_grad
         return {name: whole(p).detach().cpu().clone() for name, p in self.trainable.items()}
 
@@ -194,13 +192,13 @@ class DeepSpeedZero(Strategy):
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=writer)
 
-    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         with self.gathered():
             if self.data_parallel_rank != 0:
                 return {}
             return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
-    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.gathered(writer=0):
             require_matching_state(shapes_of(self.module), state, self.process_group)
             if self.data_parallel_rank == 0:
@@ -242,6 +240,7 @@ class DeepSpeedZero1(DeepSpeedZero):
 class DeepSpeedZero2(DeepSpeedZero):
     """Gradients too."""
 
+    reduces_every_micro_batch = True  # so that they need less memory
     stage = 2
     shards = frozenset({"optimizer_state", "gradients"})
 
@@ -249,7 +248,7 @@ class DeepSpeedZero2(DeepSpeedZero):
 class DeepSpeedZero3(DeepSpeedZero):
     """Parameters too."""
 
-    communicates_in_forward = True
+    communicates_in_forward = reduces_every_micro_batch = True
     stage = 3
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
 

@@ -14,29 +14,28 @@ With `--offload parameters` (`CPUOffloadPolicy`) shards, their gradients and the
 and the CPU updates them. A shard is copied to the device when its unit is gathered, and a reduced gradient from it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import REPLICATE, SHARD
-from ddp_lab.runtime.profiling.memory import ModelSize, storage_bytes
 from ddp_lab.runtime.tensors import TensorsBeside
+from ddp_lab.strategy.accounting import Collective, ModelSize, storage_bytes
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
+from ddp_lab.strategy.state import require_matching_state, shapes_of
 from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
 from sharding.elementwise import require_elementwise
@@ -48,8 +47,8 @@ class FSDP2(Strategy):
 
     always_averages = True
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    communicates_in_forward = casts_parameters = replicates_shards = True
-    offloads = frozenset({"parameters"})
+    communicates_in_forward = reduces_every_micro_batch = True
+    supports = Supports(offload=frozenset({"parameters"}), param_dtype=True, replicas=True)
     frees_blocks_after_forward: ClassVar[bool]
 
     def replace_parameters(self) -> None:
@@ -74,7 +73,7 @@ class FSDP2(Strategy):
             self.units = {unit: self._leaves_of(unit) for unit in self.root.modules() if isinstance(unit, FSDPModule)}
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
-        self._has_run = False
+        self._has_run, self._sums_replicas = False, True
 
     def mesh(self) -> DeviceMesh:
         """Over which parameters are sharded. With replicas it has two dimensions, and FSDP2 shards over the second."""
@@ -93,14 +92,14 @@ class FSDP2(Strategy):
         unit.reshard()
         return leaves
 
-    def gradient_leaves(self) -> Iterable[Tensor]:
+    def leaves(self) -> Iterable[Tensor]:
         leaves = {name: leaf for of_unit in self.units.values() for name, leaf in of_unit.items()}
-        self.leaves = {name: leaves[name] for name in self.trainable}
-        return self.leaves.values()
+        self.whole_parameters = {name: leaves[name] for name in self.trainable}
+        return self.whole_parameters.values()
 
     def prepare(self) -> None:
         blocks = {name: block for name, block in self.module.named_modules() if block in self.units}
-        self._order = UnitOrder(blocks, self._agreement, self.data_parallel_rank)
+        self._order = UnitOrder(blocks, self.steps.agreement, self.data_parallel_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         require_elementwise(make_optimizer)
@@ -118,7 +117,7 @@ class FSDP2(Strategy):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: refuse_graph_of_backward())
         given = {id(tensor) for tensor in tensors}
-        for name, leaf in self.leaves.items():
+        for name, leaf in self.whole_parameters.items():
             if id(leaf) in given:  # its backward would crash the process
                 raise UnsupportedError(f"forward answers with parameter {name} itself, which FSDP2 cannot; add 0 to it")
         if not torch.is_grad_enabled():
@@ -126,23 +125,17 @@ class FSDP2(Strategy):
                 unit.reshard()  # otherwise backward does it
         return answer
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def before_micro_batch(self) -> None:
         """Gradients are reduced into shards at every micro-batch. Only replicas wait for the last one."""
-        if self.replicas == 1:
-            yield
-            return
-        self.fsdp.set_requires_all_reduce(False)
-        try:
-            yield
-        finally:
-            self.fsdp.set_requires_all_reduce(True)
+        if self.replicas > 1 and self._sums_replicas == self.steps.another_follows:
+            self._sums_replicas = not self._sums_replicas
+            self.fsdp.set_requires_all_reduce(self._sums_replicas)
 
     def after_backward(self) -> None:
         """Refuse what FSDP2 would lose: a gradient that came after those of its unit were reduced."""
-        late = [name for name, leaf in self.leaves.items() if leaf.grad is not None]
+        late = [name for name, leaf in self.whole_parameters.items() if leaf.grad is not None]
         for name in late:
-            self.leaves[name].grad = None
+            self.whole_parameters[name].grad = None
         if late:
             raise second_gradient(late[0])
 
@@ -153,14 +146,13 @@ class FSDP2(Strategy):
 
     # Shards and whole tensors --------------------------------------------------------------------------------------
 
-    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        return self._gradient_pieces() if self.replica == 0 else []
-
-    def _gradient_pieces(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(p, local(p.grad)) for p in self.trainable.values() if p.grad is not None]
+    def gradient_share(self) -> Iterable[Tensor]:
+        if self.replica != 0:  # the first replica speaks for all
+            return ()
+        return (local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p))
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return [gradient for _, gradient in self._gradient_pieces()]
+        return (local(p.grad) for p in self.trainable.values() if p.grad is not None)
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._shards(), *self._whole_leaves()]
@@ -199,15 +191,15 @@ class FSDP2(Strategy):
     def on_this_rank(self, tensor: Tensor) -> Tensor:
         return local(tensor).detach()
 
-    def data_parallel_gradients(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self.trainable.items() if p.grad is not None}
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.of_whole_model({n: whole(p.grad) for n, p in self.trainable.items() if p.grad is not None})
 
-    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         wholes = ((name, whole(tensor)) for name, tensor in self.module.state_dict().items())  # one at a time
-        return {name: tensor for name, tensor in wholes if self.data_parallel_rank == 0}
+        return self.of_whole_model({name: tensor for name, tensor in wholes if self.data_parallel_rank == 0})
 
-    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.load_whole(state, self.process_group)
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.load_whole(self.of_this_part(state), self.process_group)
 
     @torch.no_grad()
     def load_whole(self, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

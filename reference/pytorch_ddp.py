@@ -6,19 +6,17 @@ rebuilt in the order in which gradients became ready. They are all-reduced while
 It averages over ranks, so losses are weighted accordingly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.runtime.tensors import TensorsBeside
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective, ModelSize
+from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.replicated import ReplicatedStrategy
-from ddp_lab.strategy.step import MicroBatch
 
 
 class PyTorchDDP(ReplicatedStrategy):
@@ -49,15 +47,14 @@ class PyTorchDDP(ReplicatedStrategy):
         """Does nothing: DDP broadcasts the buffers in the first forward pass of a step."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.in_micro_batch:
+        if torch.is_grad_enabled() and self.steps.in_micro_batch:
             _, answer = self.ddp(*args, **kwargs)
             return answer
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with super().no_sync(), self.ddp.no_sync():
-            yield
+    def before_micro_batch(self) -> None:
+        super().before_micro_batch()
+        self.ddp.require_backward_grad_sync = self.steps.reduces_now  # what its own `no_sync` sets
 
     def finish_gradient_synchronization(self) -> None:
         """Only checks for unused parameters: DDP's backward returns when its buckets are reduced."""

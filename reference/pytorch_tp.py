@@ -27,8 +27,9 @@ from torch.distributed.tensor.parallel import (
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, Mesh, MeshGroups
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, MeshGroups
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.capabilities import MeshRefusal, Supports
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
@@ -41,6 +42,10 @@ from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
 
 NO_DATA_DIMENSION = "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp"
+NOTHING_TO_CUT: MeshRefusal = (
+    lambda mesh: mesh is None or mesh.model_size == 1,
+    "--mesh without tp: parallelize_module has nothing to cut; take zero3, or tp above 1",
+)
 
 
 def parallelize_by_torch(
@@ -187,14 +192,6 @@ class LossParallel(Strategy):
 
     _in_backward = ExitStack()  # what ends with backward; closed, it does nothing
 
-    @classmethod
-    def require_mesh(cls, mesh: Mesh | None) -> None:
-        super().require_mesh(mesh)
-        if mesh is None or mesh.model_size == 1:
-            raise UnsupportedError(
-                "--mesh without tp: parallelize_module has nothing to cut; take zero3, or tp above 1"
-            )
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(loss_parallel())
@@ -221,11 +218,13 @@ class LossParallel(Strategy):
 class PyTorchTP(LossParallel, ReplicatedStrategy):
     """Tensor parallelism alone: no two ranks see different samples."""
 
-    @classmethod
-    def require_mesh(cls, mesh: Mesh | None) -> None:
-        super().require_mesh(mesh)
-        if mesh is not None and mesh.data_size > 1:
-            raise UnsupportedError(NO_DATA_DIMENSION)
+    supports = Supports(
+        compress=True,
+        mesh_refusals=(
+            NOTHING_TO_CUT,
+            (lambda mesh: mesh is not None and mesh.data_size > 1, NO_DATA_DIMENSION),
+        ),
+    )
 
     def prepare(self) -> None:
         if self.data_parallel_size > 1:
@@ -242,17 +241,20 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
-    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        return ((p, local(p.grad)) for p in self.trainable.values() if p.grad is not None)
+    def gradient_share(self) -> Iterator[Tensor]:
+        return (local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p))
 
-    def data_parallel_gradients(self) -> dict[str, Tensor]:
-        return {n: local(p.grad).detach().cpu().clone() for n, p in self.trainable.items() if p.grad is not None}
+    def full_gradients(self) -> dict[str, Tensor]:
+        found = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
+        return self.of_whole_model({name: local(gradient).detach().cpu().clone() for name, gradient in found})
 
-    def data_parallel_state_dict(self) -> dict[str, Tensor]:
-        return {name: local(tensor).detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.module.state_dict()
+        return self.of_whole_model({name: local(tensor).detach().cpu().clone() for name, tensor in state.items()})
 
     @torch.no_grad()
-    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        state = self.of_this_part(state)
         for name, tensor in self.module.state_dict().items():
             local(tensor).copy_(state[name])
 
@@ -272,14 +274,18 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 class PyTorchFSDPTP(LossParallel, FSDP2):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
-    replicates_shards = False
+    supports = Supports(
+        offload=FSDP2.supports.offload,
+        param_dtype=True,
+        mesh_refusals=(
+            NOTHING_TO_CUT,
+            (
+                lambda mesh: mesh is not None and SHARD in mesh.degrees,
+                "--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3",
+            ),
+        ),
+    )
     frees_blocks_after_forward = True
-
-    @classmethod
-    def require_mesh(cls, mesh: Mesh | None) -> None:
-        super().require_mesh(mesh)
-        if mesh is not None and SHARD in mesh.degrees:
-            raise UnsupportedError("--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3")
 
     def mesh(self) -> DeviceMesh:
         assert self.model_parallel is not None and self.model_parallel.device_mesh is not None
@@ -290,12 +296,8 @@ class PyTorchFSDPTP(LossParallel, FSDP2):
 
     # `DTensor` knows both dimensions, so whole tensors need no help from `model_parallel`.
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.data_parallel_state_dict()
-        return state if dist.get_rank(self.everyone) == 0 else {}
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        return self.data_parallel_gradients()
+    def of_whole_model(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts if dist.get_rank(self.everyone) == 0 else {}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.load_whole(state, self.everyone)

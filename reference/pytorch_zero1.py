@@ -12,7 +12,8 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import bytes_of
@@ -23,6 +24,7 @@ class PyTorchZero1(PyTorchDDP):
     """DistributedDataParallel, with optimizer states sharded by parameter."""
 
     shards = frozenset({"optimizer_state"})
+    supports = Supports()
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         groups = super().build_optimizer(make_optimizer).param_groups

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 
 
 class Pending:

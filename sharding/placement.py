@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES
 from sharding.host_memory import Offload

@@ -19,14 +19,13 @@ The price is memory: 1/S instead of 1/N of the model states a rank. Zhao et al.,
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lab.runtime.mesh import REPLICATE
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 from sharding.collectives import Pending, is_gloo
 
 
@@ -43,15 +42,6 @@ class ShardRanks:
     ) -> None:
         self.everyone, self.shard, self.replicate = everyone, shard, replicate
         self.is_last = True
-
-    @contextmanager
-    def another_follows(self) -> Iterator[None]:
-        """Within this context, gradients are reduced over `shard` alone."""
-        self.is_last = False
-        try:
-            yield
-        finally:
-            self.is_last = True
 
     def expected_all_reduces(self, payloads: Sequence[int]) -> list[Collective]:
         """What `all_reduce` issues for shards of `payloads` bytes; nothing without replicas."""

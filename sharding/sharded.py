@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0
+from ddp_lab.strategy.state import require_matching_state, shapes_of
 from sharding.collectives import all_gather
 from sharding.elementwise import require_elementwise
 from sharding.flat import FlatParameters
@@ -33,8 +34,9 @@ class ShardedStrategy(Strategy):
         buckets: The gradients of the trainable ones.
     """
 
-    casts_parameters = offloads_to_files = rounds_updates = replicates_shards = True
-    offloads = frozenset({"optimizer"})
+    supports = Supports(
+        offload=frozenset({"optimizer"}), offload_to_files=True, param_dtype=True, master_dtype=True, replicas=True
+    )
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
 
@@ -93,10 +95,13 @@ class ShardedStrategy(Strategy):
         """Runs when this rank's shard is updated."""
         flat.shard_has_changed()
 
+    def before_micro_batch(self) -> None:
+        self.ranks.is_last = not self.steps.another_follows
+
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.group_of_buffers)
         for bucket in self.buckets:
-            bucket.averages = self.averages_over_ranks
+            bucket.averages = self.steps.averages
             if bucket.shard is None or self._has_zeros:
                 continue
             if any(piece.grad is not None for piece in bucket.flat.pieces.values()):
@@ -136,7 +141,7 @@ class ShardedStrategy(Strategy):
             for bucket in self.buckets:
                 bucket.reset()
 
-    def held_gradients(self) -> set[nn.Parameter]:
+    def holding(self) -> set[nn.Parameter]:
         pieces = (item for bucket in self.buckets for item in bucket.flat.pieces.items())
         return {parameter for parameter, piece in pieces if piece.grad is not None}
 
@@ -147,25 +152,24 @@ class ShardedStrategy(Strategy):
             for parameter in self._unused & bucket.flat.pieces.keys():
                 bucket.flat.pieces[parameter].grad = None
 
-    def gradient_pieces(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        return self._gradient_pieces() if self.replica == 0 else ()
-
-    def _gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for bucket in self.buckets:
-            for parameter, piece in bucket.flat.pieces.items():
-                if piece.grad is not None:
-                    yield parameter, piece.grad
+    def gradients(self) -> Iterator[Tensor]:
+        return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
 
     def gradient_share(self) -> Iterable[Tensor]:
-        return self.reduced_gradients() if self.replica == 0 else ()
+        if self.replica != 0:  # the first replica speaks for all
+            return ()
+        return self.gradients() if self.model_parallel is None else self._gradients_of_owned()
 
-    def reduced_gradients(self) -> Iterator[Tensor]:
-        return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
+    def _gradients_of_owned(self) -> Iterator[Tensor]:
+        for bucket in self.buckets:
+            for parameter, piece in bucket.flat.pieces.items():
+                if piece.grad is not None and self.speaks_for(parameter):
+                    yield piece.grad
 
     def gradient_tensors(self) -> Iterable[Tensor]:
         return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
 
-    def data_parallel_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.trainable.items()}
         result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
         for bucket in self.buckets:
@@ -177,10 +181,7 @@ class ShardedStrategy(Strategy):
             for slot, parameter in enumerate(flat.parameters):
                 if parameter not in self._unused:
                     result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
-        return result
-
-    def clipped_gradients(self) -> list[Tensor]:
-        return [gradient for _, gradient in self._gradient_pieces()]
+        return self.of_whole_model(result)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -233,21 +234,20 @@ class ShardedStrategy(Strategy):
             for (parameter, piece), start in zip(pieces.items(), flat.first_elements(), strict=True)
         ]
 
-    def data_parallel_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         self.finish_parameter_synchronization()
         whole: dict[Any, Tensor] = {}
         for flat in self.flats:
             values = flat.whole()
             if self.data_parallel_rank == 0:
                 whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
-        if self.data_parallel_rank != 0:
-            return {}
-        state = self.module.state_dict(keep_vars=True)
-        return {
-            name: whole[tensor] if tensor in whole else tensor.detach().cpu().clone() for name, tensor in state.items()
-        }
+        state = self.module.state_dict(keep_vars=True) if self.data_parallel_rank == 0 else {}
+        return self.of_whole_model(
+            {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()}
+        )
 
-    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
         self.finish_parameter_synchronization()
         own = self.module.state_dict(keep_vars=True)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.traffic import Collective
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from sharding.arrivals import Arrivals
 from sharding.blocks import around_units, plan_units
@@ -42,7 +42,6 @@ class Zero1(ShardedStrategy):
     shards = frozenset({"optimizer_state"})
     make_bucket: type[GradientBucket] = GradientBucket
     reduces_in_backward = True
-    reduces_every_micro_batch = False
 
     def prepare(self) -> None:
         super().prepare()
@@ -85,7 +84,7 @@ class Zero1(ShardedStrategy):
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             bucket.place(slot)
-            if not self.synchronizes_gradients:
+            if not self.steps.reduces_now:
                 return
             bucket.missing -= 1
             if bucket.missing == 0:

@@ -12,9 +12,6 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P / N gradients, 8 P / 
 2020, "ZeRO", section 5.2).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from sharding.gradient_buckets import GradientBucket, ShardedGradientBucket
 from sharding.zero1 import Zero1
 
@@ -26,20 +23,12 @@ class Zero2(Zero1):
     make_bucket = ShardedGradientBucket
     reduces_every_micro_batch = True
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Every micro-batch is reduced. Only replicas wait for the last one."""
-        with self.ranks.another_follows():
-            yield
-
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
         self.finish_one_before(bucket)
 
     def after_backward(self) -> None:
-        """Finish each micro-batch after its backward pass: its full gradients are freed then."""
-        super().finish_gradient_synchronization()
-        self.order.restart()
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do at the end of a step."""
+        """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""
+        if self.steps.another_follows:  # else it is the end of the step, which does it
+            self.finish_gradient_synchronization()
+            self.order.restart()

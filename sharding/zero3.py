@@ -28,8 +28,7 @@ elements once a step. Rajbhandari et al., 2020, "ZeRO", section 7.2.2.
 every rank. This file is when: what modules and autograd tell by hooks.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,8 @@ from torch import Tensor, nn
 from ddp.buckets import DEFAULT_CAP_MB
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
 from ddp_lab.runtime.tensors import tensors_in
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.traffic import Collective
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from sharding.blocks import around_units, plan_units
@@ -57,8 +56,8 @@ class Zero3(ShardedStrategy):
     """Optimizer states, gradients and parameters are sharded."""
 
     shards = frozenset({"optimizer_state", "gradients", "parameters"})
-    offloads = frozenset({"optimizer", "parameters"})
-    communicates_in_forward = reduces_in_backward = True
+    supports = replace(ShardedStrategy.supports, offload=frozenset({"optimizer", "parameters"}))
+    communicates_in_forward = reduces_in_backward = reduces_every_micro_batch = True
     nonfinite_advice = (
         f"{ShardedStrategy.nonfinite_advice}; in zero3 so is a weight that is read outside of the module that holds it"
     )
@@ -113,6 +112,8 @@ class Zero3(ShardedStrategy):
     # Forward -----------------------------------------------------------------------------------------------------
 
     def before_micro_batch(self) -> None:
+        super().before_micro_batch()
+        self.schedule.keeps_root = self.steps.another_follows
         self._forwards = 0
 
     def _before_forward(self) -> None:
@@ -171,7 +172,7 @@ class Zero3(ShardedStrategy):
             self.schedule.follow(agreed)
         self.embeddings.reshard_after_forward()
         self._in_backward = True
-        self.schedule.begin_backward(self._forwards > 1 or not self.in_micro_batch, not self.in_micro_batch)
+        self.schedule.begin_backward(self._forwards > 1 or not self.steps.in_micro_batch, not self.steps.in_micro_batch)
         last = self.schedule.last_unit
         self._reshard([unit for unit in self.schedule.units if unit is not last])
         for leaf in tensors_with_gradient(output):
@@ -213,6 +214,10 @@ class Zero3(ShardedStrategy):
 
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
+        if self.steps.another_follows:
+            self.finish_gradient_synchronization()
+
+    def finish_gradient_synchronization(self) -> None:
         self.schedule.finish_reductions()
         self._reshard(self.all_units if not self.schedule.keeps_root else self.all_units[1:])
         self.take_gradients()
@@ -221,19 +226,9 @@ class Zero3(ShardedStrategy):
         for unit in units:
             unit.reshard()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Every micro-batch is reduced all the same. But the root stays whole for the next one, and replicas wait."""
-        self.schedule.keeps_root = True
-        try:
-            with self.ranks.another_follows():
-                yield
-        finally:
-            self.schedule.keeps_root = False
-
     def abandon_step(self) -> None:
         super().abandon_step()
-        self._in_backward = False
+        self._in_backward = self.schedule.keeps_root = False
         self.schedule.begin_forward()
         for unit in self.all_units:
             unit.begin_forward()

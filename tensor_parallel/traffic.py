@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.communication.traffic import Collective
 from ddp_lab.strategy.precision import DTYPES
 from ddp_lab.strategy.recompute.setting import Recomputation
 from sharding.collectives import expected_all_gathers, expected_reduce_scatters

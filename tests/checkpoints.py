@@ -18,9 +18,9 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Plan, TrainingResult, Unwatched, train
 from ddp_lab.runtime.run import seed_everything
 from ddp_lab.runtime.schedule import learning_rates
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import AUTO
-from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, answer, batch, build
 from tests.parity import load
 
@@ -135,7 +135,7 @@ def straight_and_asked_to_stop(choice: tuple[str, str], folder: Path) -> tuple[d
     straight = fingerprints(*train_to(choice, 8, dropout=0.5))
     changes = {"dropout": 0.5, "checkpoint_every": 100}
     strategy, result = train_to(choice, 8, folder, asks_in_step=3, resume=AUTO, **changes)  # there is none yet
-    assert strategy.stops_after == len(result.loss) == strategy.optimizer_steps
+    assert strategy.steps.stops_after == len(result.loss) == strategy.optimizer_steps
     saved = checkpoints_in(folder)
     return straight, fingerprints(*train_to(choice, 8, folder, resume=AUTO, **changes)), len(result.loss), saved[0][0]
 

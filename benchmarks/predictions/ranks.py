@@ -33,10 +33,10 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.loop import Unwatched, train
-from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.records.record import gather_memory
 from ddp_lab.runtime.run import batches_of_steps, build_strategy, seed_everything, silence_libraries
+from ddp_lab.strategy.accounting import ModelSize
 
 
 def main() -> None:

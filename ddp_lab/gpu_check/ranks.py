@@ -31,9 +31,9 @@ from ddp_lab.runtime.data import copies
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 
 MODEL, SAMPLES, STEPS = "llama", 3, 4

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.strategy.interface import MicroBatch
+from ddp_lab.strategy.batches import MicroBatch
 
 MODEL_STATES = ("parameters", "gradients", "optimizer_state")
 COMPONENTS = {
@@ -76,7 +76,7 @@ class CollectiveCosts(Protocol):
 
         Args:
             kind: One of `ddp_lab.planner.costs.volumes.KINDS`.
-            payload_bytes: As `ddp_lab.strategy.communication.traffic.Collective` counts them.
+            payload_bytes: As `ddp_lab.strategy.accounting.Collective` counts them.
         """
         ...
 

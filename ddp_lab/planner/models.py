@@ -21,7 +21,7 @@ from ddp_lab.runtime.cli import unknown_name
 from ddp_lab.runtime.data.reviews import STARS
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION
-from ddp_lab.strategy.interface import MicroBatch
+from ddp_lab.strategy.batches import MicroBatch
 
 TABLE = Path(__file__).with_name("models.toml")
 TOKENS = "tokens"

@@ -14,7 +14,7 @@ from ddp_lab.runtime.data.workloads import WORKLOADS, build_workload
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.settings.data import CAUSAL_LM
-from ddp_lab.strategy.interface import MicroBatch
+from ddp_lab.strategy.batches import MicroBatch
 
 PAD_TOKEN = 0
 """The first token of the tokenizer that workload `sample` trains."""

@@ -24,7 +24,7 @@ from ddp_lab.planner.runs import first_micro_batches, module_maker
 from ddp_lab.planner.simulation.simulate import simulate
 from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.strategy.accounting import storage_bytes
 
 RECORDED = "as recorded"
 CHANGES: Mapping[str, Mapping[str, Any]] = {

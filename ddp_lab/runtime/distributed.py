@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
+from ddp_lab.runtime.groups import host_barrier, on_every_rank
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.link.world import paced_groups
 from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
@@ -236,69 +237,6 @@ def current_attempt() -> str:
     """
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else 'of a store of its own'}"
-
-
-def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether `group` carries CPU tensors, so that an exchange of them does not wait for a device."""
-    return "cpu:" in dist.get_backend_config(group)
-
-
-def host_barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Return when all ranks of `group` (default: all) have called this.
-
-    `torch.distributed.barrier` goes over NCCL where the group has it (torch 2.15), and waits for all that the device
-    has to do. So does this in a group that cannot carry CPU tensors.
-    """
-    group = group or dist.group.WORLD
-    assert group is not None, "join the process group first"
-    if not has_cpu_backend(group):
-        dist.barrier(group)
-        return
-    options = dist.BarrierOptions()
-    options.device = torch.device("cpu")
-    group.barrier(options).wait()
-
-
-def from_rank0(make: Callable[[], Result]) -> Result:
-    """What `make` returns on rank 0, broadcast to every rank. Collective.
-
-    Raises:
-        UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
-    """
-    answer: list[tuple[Result | None, str | None]] = [(None, None)]
-    own: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer = [(make(), None)]
-        except Exception as error:  # whatever it is, the others must not wait for it
-            own, answer = error, [(None, str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    result, problem = answer[0]
-    if problem is not None:
-        raise own or UserError(problem)
-    return result  # type: ignore[return-value]
-
-
-def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """What `make` returns here, once it has returned on every rank of `group`. Collective.
-
-    Raises:
-        UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
-            which `make` raised anything but a UserError raises that.
-    """
-    result, own = None, None
-    try:
-        result = make()
-    except Exception as error:  # whatever it is, the others must not wait for it
-        own = error
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, None if own is None else str(own), group)
-    if own is not None and not isinstance(own, UserError):
-        raise own
-    for rank, found in enumerate(problems):
-        if found is not None:
-            raise UserError(found if rank == 0 else f"rank {rank}: {found}")
-    return result  # type: ignore[return-value]
 
 
 def node_leader_first(make: Callable[[], Result]) -> Result:

@@ -15,10 +15,10 @@ from ddp_lab.runtime.data.copies import to_device
 from ddp_lab.runtime.data.sampling import evaluation_batches
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.watch.phases import begin_step, phase
+from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.communication.verdict import Verdict
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.replicated import broadcast_from_rank0
-from ddp_lab.strategy.step import StepData, sample_count
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 """The parts of an optimizer step, as a profile names them."""
@@ -144,7 +144,7 @@ def train(
         strategy.zero_grad()
         strategy.forward_backward(data.micro_batches, data.weights, data.tokens)
         verdict = strategy.verdict
-        is_last = following is None or strategy.stops_after == strategy.optimizer_steps + 1
+        is_last = following is None or strategy.steps.stops_after == strategy.optimizer_steps + 1
         if following is not None and not is_last:
             strategy.announce(following.micro_batches, following.weights, following.tokens)
         with phase("optimizer"):

@@ -21,14 +21,14 @@ from ddp_lab.runtime.data.lora import save_adapter
 from ddp_lab.runtime.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
-from ddp_lab.runtime.distributed import Ranks, from_rank0, joined_ranks, meshed, on_every_rank
+from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from ddp_lab.runtime.generation import generate, require_generates
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
 from ddp_lab.runtime.mesh import Mesh, MeshGroups
 from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
-from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
 from ddp_lab.runtime.records.flops import model_flops
@@ -49,11 +49,12 @@ from ddp_lab.runtime.watch.cause import COMPLETED, STOPPED, Ending
 from ddp_lab.runtime.watch.names import RankNames
 from ddp_lab.runtime.watch.phases import between_steps
 from ddp_lab.runtime.watch.watcher import watched
+from ddp_lab.strategy.accounting import ModelSize
+from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.compilation import require_compiler
-from ddp_lab.strategy.interface import MicroBatch, Strategy
+from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
-from ddp_lab.strategy.step import StepData
 
 OPTIMIZER = torch.optim.AdamW
 Parallelize = Callable[[torch.nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]
@@ -111,7 +112,7 @@ def train_and_record(
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
     config.require_profiled_ranks(ranks.world_size)
     strategy_class = load_strategy(config.choice)
-    strategy_class.require_mesh(ranks.groups.mesh if ranks.groups else None)
+    strategy_class.supports.require_mesh(ranks.groups.mesh if ranks.groups else None)
     require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
@@ -168,7 +169,7 @@ def train_and_record(
             train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, plan)
             checkpoints.finish()
     done = len(so_far.result.loss)
-    if strategy.stops_after == done < steps:
+    if strategy.steps.stops_after == done < steps:
         on_every_rank(lambda: require_written(profiler))
         from_rank0(lambda: leave_stopped(so_far, steps, checkpoints.path_of(done)))
         return

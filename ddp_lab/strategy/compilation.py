@@ -23,8 +23,6 @@ from torch import nn
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.blocks import find_blocks
 
-SETTLING_STEPS = 2
-"""Graphs are made in the first step, forward and backward, and again in the second where shapes have changed."""
 MOST_COMPILATIONS = 100_000
 """Of which torch keeps figures: the last 64, unless told otherwise."""
 VARIANTS = 8
@@ -60,6 +58,9 @@ class CompiledBlocks:
     Args:
         backend: Of torch.compile: `inductor`, or in tests one that takes less time.
     """
+
+    settling_steps = 2
+    """Graphs are made in the first step, forward and backward, and again in the second where shapes have changed."""
 
     def __init__(self, module: nn.Module, backend: str) -> None:
         from torch._dynamo import utils

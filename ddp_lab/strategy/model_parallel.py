@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.runtime.mesh import TENSOR
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -2,19 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.communication.compression import Compression
-from ddp_lab.strategy.communication.consistency import require_matching_state, shapes_of
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
+from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.ranges import share
+from ddp_lab.strategy.state import require_matching_state, shapes_of
+
+if TYPE_CHECKING:
+    from ddp_lab.strategy.communication.compression import Compression
+    from ddp_lab.strategy.optimizers import MakeOptimizer
 
 
 class ReplicatedStrategy(Strategy):
@@ -24,20 +27,25 @@ class ReplicatedStrategy(Strategy):
     in PyTorch DDP by default.
     """
 
+    supports = Supports(compress=True)
+    compression: "Compression | None"
+
     def prepare(self) -> None:
         self.make_compression()
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
-    def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    def build_optimizer(self, make_optimizer: "MakeOptimizer") -> torch.optim.Optimizer:
         make_groups = self.options.parameter_groups
         return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def make_compression(self) -> None:
         """With `options.compress`, or in bf16, gradients are compressed (`communication.compression`) and
         averaged."""
-        self.compression: Compression | None = None
+        self.compression = None
         kind = "bf16" if self.options.reduce_dtype == "bf16" else self.options.compress
         if kind:
+            from ddp_lab.strategy.communication.compression import Compression
+
             self.compression = Compression(kind, self.process_group)
             self.always_averages = True
 
@@ -51,7 +59,7 @@ class ReplicatedStrategy(Strategy):
             A handle to wait for, if `async_op`.
         """
         if self.compression is None:
-            op = dist.ReduceOp.AVG if self.averages_over_ranks else dist.ReduceOp.SUM
+            op = dist.ReduceOp.AVG if self.steps.averages else dist.ReduceOp.SUM
             return dist.all_reduce(gradient, op, self.process_group, async_op)
         handle = self.compression.all_reduce(gradient, parts or [gradient])
         return handle if async_op else handle.wait()
@@ -74,23 +82,24 @@ class ReplicatedStrategy(Strategy):
         """Nothing where this rank holds all gradients."""
         return super().expected_clipping_traffic() if self.model_parallel else []
 
-    def data_parallel_gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.detach().cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
+    def full_gradients(self) -> dict[str, Tensor]:
+        found = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
+        return self.of_whole_model({name: gradient.detach().cpu().clone() for name, gradient in found})
 
-    def gradient_pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def gradient_share(self) -> Iterator[Tensor]:
         found = [(p, p.grad) for p in self.trainable.values() if p.grad is not None]
         lengths = [gradient.numel() for _, gradient in found]
         for index, start, end in share(lengths, self.data_parallel_rank, self.data_parallel_size):
             parameter, gradient = found[index]
-            whole = end - start == lengths[index]
-            yield parameter, gradient if whole else gradient.reshape(-1)[start:end]
+            if self.speaks_for(parameter):
+                yield gradient if end - start == lengths[index] else gradient.reshape(-1)[start:end]
 
-    def data_parallel_state_dict(self) -> dict[str, Tensor]:
-        if self.data_parallel_rank != 0:
-            return {}
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.module.state_dict() if self.data_parallel_rank == 0 else {}
+        return self.of_whole_model({name: tensor.detach().cpu().clone() for name, tensor in state.items()})
 
-    def load_data_parallel_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        state = self.of_this_part(state)
         require_matching_state(shapes_of(self.module), state, self.process_group)
         if self.data_parallel_rank == 0:
             self.module.load_state_dict(state)

@@ -16,9 +16,9 @@ from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.mesh import ShardGroups
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.step import StepData
 from ddp_lab.stream_checker.device import Device, pretended_device
 from ddp_lab.stream_checker.group import CONFIG, CheckedGroup
 

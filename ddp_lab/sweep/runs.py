@@ -82,8 +82,8 @@ class Runs:
         config = self.config(label)
         strategy = self.family.registry.load(config.choice)
         try:
-            strategy.require_options(config.strategy)
-            strategy.require_mesh(Mesh.parse(config.mesh) if config.mesh else None)
+            strategy.supports.require(config.strategy)
+            strategy.supports.require_mesh(Mesh.parse(config.mesh) if config.mesh else None)
         except UnsupportedError as error:
             return str(error)
         return ""

@@ -139,7 +139,7 @@ def skip_collective(strategy: Any) -> None:
 
 def overflow(strategy: Any) -> None:
     """The first gradient becomes infinite, also when the step is repeated to find out where."""
-    next(iter(strategy.gradient_leaves())).register_hook(lambda gradient: gradient + float("inf"))
+    next(iter(strategy.leaves())).register_hook(lambda gradient: gradient + float("inf"))
 
 
 def vanish(kind: str) -> Callable[[Any], None]:
@@ -204,7 +204,7 @@ def with_fault(real: type, plan: Plan) -> type:
             if plan.is_due(self, "forward"):
                 fault(self)
             if plan.is_due(self, "backward"):
-                leaf = next(iter(self.gradient_leaves()))
+                leaf = next(iter(self.leaves()))
                 handle = leaf.register_hook(lambda gradient: (handle.remove(), fault(self))[0])
             answer = super().forward(*args, **kwargs)
             if self.__dict__.pop("is_poisoned", False):

@@ -15,7 +15,7 @@ from ddp_lab.planner import models
 from ddp_lab.planner.accounting import STAGES, Decoder, formula, least_ranks, state_bytes, total
 from ddp_lab.runtime.data.masks import without_useless_mask
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.runtime.profiling.memory import ModelSize, expected_state_bytes
+from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
 from ddp_lab.strategy.options import PRECISIONS
 from ddp_lab.strategy.precision import autocast
 from tensor_parallel.parallelize import parallelize

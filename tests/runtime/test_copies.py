@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_lab.runtime.data.copies import copied_ahead
-from ddp_lab.strategy.step import StepData
+from ddp_lab.strategy.batches import StepData
 
 
 class PretendedStream:

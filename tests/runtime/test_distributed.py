@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.groups import host_barrier
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ BOUND = """
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.groups import host_barrier
 
 dist.init_process_group("cpu:gloo,cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.group.WORLD

@@ -11,8 +11,8 @@ import ddp_lab
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import in_own_loops, load, one_step, options_of
 from tests.ranks import RankPool

@@ -25,14 +25,13 @@ from ddp_lab.runtime.distributed import (
     Ranks,
     backend_class,
     choose_device_and_backend,
-    from_rank0,
     gpus_of_ranks,
     group_config,
     library_of,
-    on_every_rank,
     require_own_gpus,
 )
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.link.speed import Link, Nodes
 from ddp_lab.runtime.run import run, seed_everything, train_and_record
 from ddp_lab.strategy.communication.agreement import NonFiniteError

@@ -19,13 +19,8 @@ from ddp_lab.runtime.watch.exit_reason import ExitReason, kind_of, text_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import find_deadlock, find_difference
 from ddp_lab.runtime.watch.rank_state import Entry, RankState
-from ddp_lab.runtime.watch.sequence import (
-    agree_on_sequence,
-    digest,
-    follow_gradients,
-    group_label,
-    recorded_collectives,
-)
+from ddp_lab.runtime.watch.sequence import group_label, recorded_collectives
+from ddp_lab.strategy.communication.observer import agree_on_sequence, digest, follow_gradients
 from ddp_lab.strategy.gradient_watch import GradientWatch
 from ddp_lab.sweep.state import SweepState
 from tests.ranks import RankPool

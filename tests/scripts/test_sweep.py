@@ -268,7 +268,7 @@ def test_meshes_of_the_short_list_fit(ranks: int) -> None:
         config = parse_config("", tensor_parallel.REGISTRY, (), flags)
         mesh = Mesh.parse(config.mesh or "")
         assert config.label == label and mesh.size == ranks and mesh.degree("tp") <= 4
-        tensor_parallel.load(config.choice).require_mesh(mesh)
+        tensor_parallel.load(config.choice).supports.require_mesh(mesh)
 
 
 @pytest.mark.parametrize(

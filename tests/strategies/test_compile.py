@@ -141,4 +141,4 @@ def test_zero3_refuses_a_module_without_blocks(ranks: RankPool) -> None:
 
 def test_deepspeed_refuses() -> None:
     with pytest.raises(UnsupportedError, match="--compile: this strategy has hooks within blocks"):
-        DeepSpeedZero3.require_options(StrategyOptions(**QUICK))
+        DeepSpeedZero3.supports.require(StrategyOptions(**QUICK))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import ddp
-from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.strategy.accounting import storage_bytes
 from ddp_lab.strategy.communication.compression import RoundedAllReduce
 from ddp_lab.strategy.communication.powersgd import WHOLE_ROUNDS, PowerSGD
 from ddp_lab.strategy.communication.verdict import VERDICT_BYTES

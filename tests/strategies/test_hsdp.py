@@ -17,7 +17,7 @@ from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpo
 from ddp_lab.runtime.checkpoint.state import tensors_to_save
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.accounting import ModelSize
 from tests.models import build, make_batch
 from tests.parity import (
     OPTIMIZERS,
@@ -266,7 +266,7 @@ def check_settings(ranks: RankPool, choice: Choice, settings: list[dict[str, Any
     """Replicas hold the same bits under each setting, and nearly what one row of all ranks computes."""
     for options in settings:
         try:
-            load(choice).require_options(options_of(choice, **options))
+            load(choice).supports.require(options_of(choice, **options))
         except UnsupportedError:
             continue
         own = run(ranks, FOUR, with_settings, options, choice)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import Plan, Unwatched, train
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import for_each_choice, load, message_of, options_of
 from tests.ranks import RankPool

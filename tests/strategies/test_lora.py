@@ -2,7 +2,7 @@
 
 import torch
 
-from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.accounting import ModelSize
 from tests.models import LORA, build
 from tests.parity import build_and_step, check_parity, for_each_choice
 from tests.ranks import RankPool

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.runtime.profiling.memory import ModelSize
+from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming
@@ -162,7 +162,7 @@ def test_other_choices_refuse_to_cast_parameters() -> None:
     for choice in all_choices():
         if choice not in CASTING:
             with pytest.raises(UnsupportedError, match="--param-dtype: this strategy computes with"):
-                load(choice).require_options(StrategyOptions(**BF16))
+                load(choice).supports.require(StrategyOptions(**BF16))
 
 
 def build_with_statistics(choice: tuple[str, str]) -> str:

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
-from ddp_lab.runtime.profiling.memory import ModelSize
-from ddp_lab.strategy.communication.clipping import clip_parts
+from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.communication.loss_scale import LossScaler
-from ddp_lab.strategy.communication.verdict import norm_of
+from ddp_lab.strategy.norms import clip_parts, norm_of
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build
 from tests.parity import OPTIMIZERS, all_choices, global_batch, load, weight_decay_groups
@@ -120,13 +119,13 @@ def test_other_choices_refuse_it() -> None:
     for choice, what in itertools.product(all_choices(), ("optimizer", "parameters")):
         if (choice[1], what) not in CASES + ORIGINALS:
             with pytest.raises(UnsupportedError, match=f"--offload {what}: this strategy can take"):
-                load(choice).require_options(StrategyOptions(offload=what))
+                load(choice).supports.require(StrategyOptions(offload=what))
 
 
 @each_row("name, what", ORIGINALS)
 def test_originals_take_no_folder(name: str, what: str) -> None:
     with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
-        load(("sharding", name)).require_options(StrategyOptions(offload=f"{what}:/tmp"))
+        load(("sharding", name)).supports.require(StrategyOptions(offload=f"{what}:/tmp"))
 
 
 class OneDevice(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.loop import Plan, Unwatched, train
 from ddp_lab.runtime.schedule import learning_rates
-from ddp_lab.strategy.step import StepData
+from ddp_lab.strategy.batches import StepData
 from tests.checkpoints import fingerprints, train_to
 from tests.models import build
 from tests.parity import OPTIMIZERS, assert_close, for_each_choice, global_batch, joined, load, options_of

@@ -260,7 +260,7 @@ def test_other_choices_refuse_it() -> None:
         if choice[1] not in STAGES:
             flag = "master" if choice[1] in ("pytorch_zero2", "pytorch_zero3") else "param"  # FSDP2 casts parameters
             with pytest.raises(UnsupportedError, match=f"--{flag}-dtype: this strategy"):
-                load(choice).require_options(StrategyOptions(**ROUNDED))
+                load(choice).supports.require(StrategyOptions(**ROUNDED))
 
 
 def test_it_needs_parameters_in_bf16() -> None:

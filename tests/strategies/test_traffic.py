@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.analysis.traces.collectives import gloo_collectives
 from ddp_lab.analysis.traces.reading import read_trace
-from ddp_lab.runtime.profiling.memory import storage_bytes
+from ddp_lab.strategy.accounting import storage_bytes
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, build_and_step, for_each_choice, is_refused, load, options_of
 from tests.ranks import RankPool

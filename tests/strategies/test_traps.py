@@ -127,11 +127,11 @@ def test_bucket_gradients_are_views_into_persistent_buffers(ranks: RankPool) -> 
 
 def leave_no_sync(choice: Choice) -> tuple[bool, bool, bool]:
     strategy = make(choice, build("plain"))
-    before = strategy.synchronizes_gradients
+    before = strategy.steps.reduces_now
     with pytest.raises(RuntimeError, match="planted"), strategy.micro_batch(last=False):
-        inside = strategy.synchronizes_gradients
+        inside = strategy.steps.reduces_now
         raise RuntimeError("planted")
-    return before, inside, strategy.synchronizes_gradients
+    return before, inside, strategy.steps.reduces_now
 
 
 @trap_of_own_loops

@@ -13,6 +13,7 @@ from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import EarlyUpdates
 from ddp.flat_ddp import FlatDDP
 from ddp.simple_ddp_async import AsyncDDP
+from ddp.simple_ddp_hook import HookDDP
 from ddp_lab.strategy import replicated
 from sharding.arrivals import Arrivals
 from sharding.collectives import Pending, all_gather, free
@@ -47,17 +48,16 @@ class Planted:
 
 
 def async_without_wait(self: AsyncDDP) -> None:
-    for parameter in self._order.rest():
-        self._start(parameter)
+    HookDDP.finish_gradient_synchronization(self)
     self._in_flight.clear()
 
 
-plain_start = AsyncDDP._start
+plain_reduce = AsyncDDP._reduce
 
 
-def zeroed_in_flight(self: AsyncDDP, parameter: Any) -> None:
-    plain_start(self, parameter)
-    parameter.grad.add_(0)
+def zeroed_in_flight(self: AsyncDDP, gradient: Any) -> None:
+    plain_reduce(self, gradient)
+    gradient.add_(0)
 
 
 def flat_without_wait(self: FlatDDP) -> None:
@@ -162,7 +162,7 @@ BUCKETS = {"bucket_cap_mb": 0.0005}
 PLANTED = [
     Planted("gradients are not waited for", "simple_ddp_async", AsyncDDP, "finish_gradient_synchronization",
             async_without_wait, "what all_reduce issued at"),
-    Planted("a gradient is changed while it is reduced", "simple_ddp_async", AsyncDDP, "_start", zeroed_in_flight,
+    Planted("a gradient is changed while it is reduced", "simple_ddp_async", AsyncDDP, "_reduce", zeroed_in_flight,
             "add_ at tests/stream_checker/planted.py"),
     Planted("a flat tensor is read while it is reduced", "flat_ddp", FlatDDP, "after_backward", flat_without_wait,
             "copy_ at tests/stream_checker/planted.py"),

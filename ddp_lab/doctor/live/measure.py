@@ -93,7 +93,7 @@ def _serve(
     """Body of a process of `measure_here`."""
     import torch.distributed as dist
 
-    from ddp_lab.runtime.distributed import host_barrier
+    from ddp_lab.runtime.groups import host_barrier
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     try:
@@ -151,7 +151,7 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from ddp_lab.runtime.distributed import host_barrier
+    from ddp_lab.runtime.groups import host_barrier
 
     data = torch.ones(max(1, size_bytes // 4), device=device)
     for pair in combinations(range(ranks), 2):

@@ -28,7 +28,7 @@ from ddp_lab.planner.costs.record import SCHEMA_VERSION, key_of
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.runtime.records.record import device_name, package_versions
-from ddp_lab.strategy.interface import MicroBatch
+from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.precision import autocast
 
 MARK = "planner operator "

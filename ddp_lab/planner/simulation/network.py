@@ -29,7 +29,7 @@ class Issued:
     """A collective that has been issued.
 
     Attributes:
-        kind, payload_bytes: As in `ddp_lab.strategy.communication.traffic.Collective`.
+        kind, payload_bytes: As in `ddp_lab.strategy.accounting.Collective`.
         backend: Carries it: `nccl` or `gloo`.
     """
 

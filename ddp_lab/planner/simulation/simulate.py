@@ -28,8 +28,8 @@ from ddp_lab.planner.simulation.process_group import pretended_world
 from ddp_lab.planner.simulation.streams import Streams, pretended_streams
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
+from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.step import StepData, sample_count
 
 NEEDS_DATA = (
     "reference.fsdp2:require_elementwise",
@@ -111,12 +111,12 @@ class Simulation:
             self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
-            for leaf in strategy.gradient_leaves():
+            for leaf in strategy.leaves():
                 leaf.register_post_accumulate_grad_hook(self._on_gradient)
             try:
                 yield
             finally:
-                forget_hooks([*module.parameters(), *strategy.gradient_leaves()])
+                forget_hooks([*module.parameters(), *strategy.leaves()])
                 self.strategy = None
 
     def measure(self) -> Simulated:

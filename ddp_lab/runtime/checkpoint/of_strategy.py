@@ -16,8 +16,8 @@ from ddp_lab.runtime.checkpoint.files import TensorFiles, write_tensors
 from ddp_lab.runtime.checkpoint.manifest import file_name
 from ddp_lab.runtime.checkpoint.parts import OwnParts
 from ddp_lab.runtime.checkpoint.state import describe_groups, fill, tensors_to_save
-from ddp_lab.runtime.distributed import on_every_rank
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut
 

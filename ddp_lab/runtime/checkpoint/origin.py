@@ -17,8 +17,9 @@ from ddp_lab.runtime.checkpoint.manifest import (
     verify_files,
 )
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, from_rank0, on_every_rank
+from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.settings.checkpoints import LATEST
 from ddp_lab.runtime.settings.field import flag_name
 from ddp_lab.strategy.options import AUTO

@@ -27,8 +27,9 @@ from ddp_lab.runtime.checkpoint.manifest import (
     remove_unfinished,
     write_manifest,
 )
-from ddp_lab.runtime.distributed import Ranks, from_rank0, on_every_rank
+from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 
 LOCK = ".lock"
 LAST_WAIT_S = 10.0

@@ -26,11 +26,13 @@ from ddp_lab.runtime.checkpoint.state import (
     tensors_to_save,
 )
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.distributed import Ranks, on_every_rank
+from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.watch.phases import between_steps
-from ddp_lab.strategy.interface import MicroBatch, Strategy
+from ddp_lab.strategy.batches import MicroBatch
+from ddp_lab.strategy.interface import Strategy
 
 
 class Checkpoints:
@@ -130,7 +132,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
         return self._every is not None and (
-            step % self._every == 0 or step in (self._last_step, self._strategy.stops_after)
+            step % self._every == 0 or step in (self._last_step, self._strategy.steps.stops_after)
         )
 
     def after_step(self, result: TrainingResult) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ddp_lab.strategy.step import StepData
+from ddp_lab.strategy.batches import StepData
 
 Batch = dict[str, Tensor]
 

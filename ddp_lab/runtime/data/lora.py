@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import from_rank0
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import from_rank0
 from ddp_lab.strategy.interface import Strategy
 
 TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM"}

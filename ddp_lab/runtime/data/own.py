@@ -16,8 +16,9 @@ from torch.utils.data import Subset
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.own_checks import in_one_line, require_fields, require_same_lengths, require_trains
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import node_leader_first, on_every_rank
+from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import OWN_MODULE, UserError
+from ddp_lab.runtime.groups import on_every_rank
 
 
 def build(config: RunConfig) -> Workload:

@@ -11,7 +11,8 @@ from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
 from ddp_lab.runtime.data.reviews import STARS, make_reviews
 from ddp_lab.runtime.data.sampling import Collate
 from ddp_lab.runtime.data.workload import Workload
-from ddp_lab.runtime.distributed import from_rank0, node_leader_first
+from ddp_lab.runtime.distributed import node_leader_first
+from ddp_lab.runtime.groups import from_rank0
 
 SAMPLE_VOCABULARY = 2048
 MAX_TOKENS = 512

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ddp_lab.runtime.data.sampling import Collate
-from ddp_lab.strategy.step import sample_count
+from ddp_lab.strategy.batches import sample_count
 
 
 class Language(NamedTuple):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.link.group import PacedGroup
 from ddp_lab.runtime.link.ledger import Ledger, make_file
 from ddp_lab.runtime.link.registers import replace_default
@@ -39,8 +40,6 @@ def shared_ledger(group: dist.ProcessGroup, link: Link, nodes: Nodes | None) -> 
     Raises:
         UserError: a rank cannot open it.
     """
-    from ddp_lab.runtime.distributed import from_rank0, on_every_rank  # which import this module
-
     path = from_rank0(lambda: make_file(group.size()))
     try:
         return on_every_rank(lambda: Ledger(path, group.size(), link, nodes))

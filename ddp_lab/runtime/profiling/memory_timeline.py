@@ -19,9 +19,9 @@ from ddp_lab.runtime.loop import PHASES, Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, profiled_events
 from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.tensors import tensors_in
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.step import StepData
 
 MARK = "memory sample "
 MOST_SAMPLES = 400
@@ -96,7 +96,7 @@ class MemoryRecorder:
         for name, module in strategy.module.named_modules():
             if module is strategy.module or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_hook(self._after_forward(name or "model")))
-        for name, leaf in zip(strategy.trainable, strategy.gradient_leaves(), strict=True):
+        for name, leaf in zip(strategy.trainable, strategy.leaves(), strict=True):
             self._handles.append(leaf.register_post_accumulate_grad_hook(self._hook(f"gradient of {name}")))
         if isinstance(strategy.optimizer, torch.optim.Optimizer):
             self._handles.append(strategy.optimizer.register_step_pre_hook(self._hook("before the optimizer")))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.strategy.step import sample_count
+from ddp_lab.strategy.batches import sample_count
 
 
 def model_flops(module: nn.Module, micro_batch: Mapping[str, Tensor]) -> float | None:

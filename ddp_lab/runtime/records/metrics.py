@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ddp_lab.runtime.config import RunConfig, choice_folder
-from ddp_lab.runtime.distributed import on_every_rank
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.loop import TrainingResult
 
 PROJECT = "ddp-lab"

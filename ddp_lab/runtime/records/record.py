@@ -19,7 +19,8 @@ from ddp_lab.runtime.checkpoint.files import write_durably
 from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import TrainingResult
-from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, peak_rss_bytes
+from ddp_lab.runtime.profiling.memory import COMPONENTS, peak_rss_bytes
+from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.interface import Strategy
 
 STEP_MEMORY = (*(f"peak_{component}_bytes" for component in COMPONENTS), "peak_model_states_bytes", "peak_bytes")

@@ -19,11 +19,11 @@ from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
-from ddp_lab.runtime.profiling.memory import ModelSize
 from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.rank_state import RankState
-from ddp_lab.strategy.communication.traffic import Collective, on_mesh
+from ddp_lab.strategy.accounting import Collective, ModelSize
+from ddp_lab.strategy.communication.traffic import on_mesh
 from ddp_lab.strategy.interface import Strategy
 
 FLIGHT_VERSION = 1

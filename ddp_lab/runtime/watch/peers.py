@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import RankReport
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import Mismatch, find_deadlock, find_difference

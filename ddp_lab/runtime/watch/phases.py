@@ -1,18 +1,25 @@
 """The phase that this rank is in. It shows in the rank's profile and in its flight recorder."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch.profiler import record_function
 
-from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
-from ddp_lab.runtime.watch.rank_state import LOOP
+LOOP = "training loop"
+"""The phase between the named parts of a step."""
 
-_recorder: FlightRecorder | None = None
+
+class Recorder(Protocol):
+    """A flight recorder (`ddp_lab.runtime.watch.flight_recorder`)."""
+
+    def set_phase(self, step: int, phase: str, /) -> None: ...
+
+
+_recorder: Recorder | None = None
 _step, _phase = -1, "starting"
 
 
-def record_phases_in(recorder: FlightRecorder | None) -> None:
+def record_phases_in(recorder: Recorder | None) -> None:
     """From now on, write each phase into `recorder`; None: nowhere."""
     global _recorder, _step, _phase
     _recorder, _step, _phase = recorder, -1, "starting"

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-LOOP = "training loop"
-"""The phase between the named parts of a step."""
+from ddp_lab.runtime.watch.phases import LOOP
+
 ON_DEVICE = QUEUED, STARTED, COMPLETED = ("queued", "started", "completed")
 """How far a device is with a collective that it runs: not there yet, in it, past it."""
 ISSUED = "issued"

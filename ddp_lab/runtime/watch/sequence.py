@@ -35,6 +35,7 @@ from ddp_lab.runtime.watch.mismatch import ADVICE, UNEVEN, find_difference
 from ddp_lab.runtime.watch.names import NUMBERS, RankNames
 from ddp_lab.runtime.watch.on_device import DeviceCollectives, only_orders_streams
 from ddp_lab.runtime.watch.phases import current_step
+from ddp_lab.strategy.communication.observer import observe
 from ddp_lab.strategy.gradient_watch import GradientWatch
 
 HOOK_ID = 7_318_211
@@ -114,7 +115,7 @@ class CollectiveRecorder:
         return [name for _, others, name in self._groups if others == members]
 
     def compare(self, group: dist.ProcessGroup, among: dist.ProcessGroup, so_far: str) -> SequenceError | None:
-        """See `agree_on_sequence`."""
+        """See `communication.observer.agree_on_sequence`."""
         everyone: list[Any] = [None] * dist.get_world_size(among)
         dist.all_gather_object(everyone, self._flight.state().entries, group=among)
         self._digests.update(dict.fromkeys(self._alike(group), 0))  # on all its ranks alike
@@ -216,9 +217,6 @@ def described(name: Any, dtype: torch.dtype | None) -> tuple[str, str, int]:
     return kind, dtype_name, zlib.crc32(f"{kind} {dtype_name}".encode())
 
 
-_recorder: CollectiveRecorder | None = None
-
-
 @contextmanager
 def recorded_collectives(
     flight: FlightRecorder,
@@ -235,8 +233,7 @@ def recorded_collectives(
         on_abort: A backend calls it before it ends the process because a collective failed or timed out.
         names: How errors name ranks.
     """
-    global _recorder
-    recorder = _recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
+    recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
     plain_waits, plain_new = {kind: kind.wait for kind in WAITED_FOR}, c10d._new_group_with_tag
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,6 +249,7 @@ def recorded_collectives(
         return group
 
     assert dist.group.WORLD is not None, "join the process group first"
+    observe(recorder)
     recorder.follow(dist.group.WORLD)
     for kind, plain in plain_waits.items():
         kind.wait = recording(plain)  # type: ignore[method-assign]
@@ -263,31 +261,4 @@ def recorded_collectives(
             kind.wait = plain  # type: ignore[method-assign]
         c10d._new_group_with_tag = plain_new
         recorder.stop()
-        _recorder = None
-
-
-def digest(group: dist.ProcessGroup) -> int:
-    """What this rank compares with the others of `group`; 0 if nothing is recorded."""
-    return _recorder.digest(group) if _recorder is not None else 0
-
-
-def follow_gradients(watch: GradientWatch) -> None:
-    """Tell gradients apart by the numbers that `watch` gives to their parameters."""
-    if _recorder is not None:
-        _recorder.gradients = watch
-
-
-def agree_on_sequence(
-    group: dist.ProcessGroup, among: dist.ProcessGroup | None = None, so_far: str = "no parameter is updated yet"
-) -> SequenceError | None:
-    """Compare what each rank has recorded, after digests of `group` differed. Collective.
-
-    Args:
-        among: All who have seen that. Default: `group`.
-        so_far: What it means for training.
-
-    Returns:
-        On every rank, an error that says where the collectives differ; None if no recorded ones do.
-    """
-    assert _recorder is not None, "digests differ, so collectives are recorded"
-    return _recorder.compare(group, among or group, so_far)
+        observe(None)

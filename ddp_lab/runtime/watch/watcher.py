@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ddp_lab.runtime.distributed import host_barrier
 from ddp_lab.runtime.errors import AgreedError, OneRankError, SequenceError, tell_torchrun
+from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.watch.cause import Ending, RankReport, first_cause
 from ddp_lab.runtime.watch.exit_reason import ExitReason, text_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder

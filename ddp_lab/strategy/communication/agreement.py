@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.runtime.distributed import has_cpu_backend
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
-from ddp_lab.runtime.watch import sequence
+from ddp_lab.runtime.groups import exchange_device
+from ddp_lab.strategy.accounting import EVERYONE, Collective
+from ddp_lab.strategy.communication import observer
+from ddp_lab.strategy.communication.verdict import VERDICT_BYTES
 
 COUNTS_ROW_BYTES = 4 * 8
 DIGEST_BYTES = RECEIVED_BYTES = 8
@@ -82,8 +84,7 @@ class StepAgreement:
         everyone: These, and ranks that see the same samples and hold other parts of the model. They agree on how many
             micro-batches there are.
         model: Ranks that see the same samples, with consecutive numbers in `everyone`; None if there is only this one.
-        module_device: Where the exchanges run if the group cannot carry CPU tensors. The CPU is better: an exchange on
-            a GPU makes the host wait for all that is queued there.
+        module_device: Where the exchanges run if the group cannot carry CPU tensors.
     """
 
     def __init__(
@@ -95,15 +96,22 @@ class StepAgreement:
     ) -> None:
         self._group, self._everyone, self._model = group, everyone, model
         self._copies = dist.get_world_size(everyone) // dist.get_world_size(group)  # ranks with the same samples
-        self.device = torch.device("cpu") if has_cpu_backend(group) else module_device
+        self.device = exchange_device(group, module_device)
 
-    @property
-    def counts_row_bytes(self) -> int:
-        return COUNTS_ROW_BYTES + (DIGEST_BYTES if self._model is not None else 0)
+    def expected_traffic(self, parameters: int) -> list[Collective]:
+        """What a step sends beside what the strategy does: the two exchanges, and the verdict.
 
-    def results_row_bytes(self, parameters: int) -> int:
-        """`parameters`: how many are trainable."""
-        return DIGEST_BYTES + RECEIVED_BYTES * parameters
+        Args:
+            parameters: How many are trainable.
+        """
+        size, everyone = dist.get_world_size(self._group), dist.get_world_size(self._everyone)
+        counts_bytes = (COUNTS_ROW_BYTES + (DIGEST_BYTES if self._model is not None else 0)) * everyone
+        results_bytes = (DIGEST_BYTES + RECEIVED_BYTES * parameters) * size
+        return [
+            Collective("all_gather", 1, counts_bytes, everyone, "bookkeeping", EVERYONE),
+            Collective("all_gather", 1, results_bytes, size, "bookkeeping"),
+            Collective("all_reduce", 1, VERDICT_BYTES, everyone, "bookkeeping", EVERYONE),
+        ]
 
     def begin_counts(
         self, weight: float, micro_batches: int, lacks_any: bool, wants_to_stop: bool, tokens: int = 0
@@ -115,7 +123,7 @@ class StepAgreement:
             wants_to_stop: It has been asked to stop after a step.
         """
         flags = LACKS_ANY * lacks_any + WANTS_TO_STOP * wants_to_stop
-        digests = [sequence.digest(self._model)] if self._model is not None else []
+        digests = [observer.digest(self._model)] if self._model is not None else []
         return self._begin([weight, micro_batches, flags, tokens, *digests], self._everyone)
 
     def counts(self, exchange: Pending, step: int) -> GlobalBatch:
@@ -145,7 +153,7 @@ class StepAgreement:
         assert self._model is not None
         if (digests == digests[:, :1]).all():
             return
-        if problem := sequence.agree_on_sequence(self._model, self._everyone, UPDATED):
+        if problem := observer.agree_on_sequence(self._model, self._everyone, UPDATED):
             raise problem
 
     def begin_results(self, received: Sequence[bool]) -> Pending:
@@ -154,7 +162,7 @@ class StepAgreement:
         Args:
             received: Whether each trainable parameter got a gradient on this rank.
         """
-        return self._begin([sequence.digest(self._group), *received], self._group)
+        return self._begin([observer.digest(self._group), *received], self._group)
 
     def results(self, exchange: Pending) -> StepResult:
         """How the step went on all ranks.
@@ -165,7 +173,7 @@ class StepAgreement:
         table, work = exchange
         work.wait()
         table = table.cpu()
-        if (table[:, 0] != table[0, 0]).any() and (problem := sequence.agree_on_sequence(self._group)):
+        if (table[:, 0] != table[0, 0]).any() and (problem := observer.agree_on_sequence(self._group)):
             raise problem
         return StepResult(used=(table[:, 1:].sum(0) > 0).tolist())
 

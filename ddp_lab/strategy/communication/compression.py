@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.communication.int8 import Int8
 from ddp_lab.strategy.communication.powersgd import PowerSGD
-from ddp_lab.strategy.communication.traffic import Collective
 
 
 class Handle(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ddp_lab.runtime.errors import UnsupportedError
@@ -70,32 +70,15 @@ def require_same_parameters(module: nn.Module, group: dist.ProcessGroup, device:
         )
 
 
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a module's tensors, by name."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def require_matching_state(
-    wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], group: dist.ProcessGroup
-) -> None:
-    """Refuse a state (rank 0's; the others' is not read) that does not fit a module. `wanted`: its `shapes_of`.
+def require_none_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Check that no parameter trains that was frozen when the strategy was built.
 
     Raises:
-        ValueError: on every rank, names the entries that are missing, unknown or of another shape.
+        UnsupportedError: names one. Its gradient would stay on this rank.
     """
-    problem = [_state_problem(wanted, state) if dist.get_rank(group) == 0 else ""]
-    dist.broadcast_object_list(problem, group=group, group_src=0)
-    if problem[0]:
-        raise ValueError(f"load_full_state_dict: {problem[0]}")
-
-
-def _state_problem(wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
-    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    problems = [f"missing {name}" for name in wanted if name not in given]
-    problems += [f"unknown {name}" for name in given if name not in wanted]
-    problems += [
-        f"{name} has shape {given[name]} instead of {shape}"
-        for name, shape in wanted.items()
-        if given.get(name, shape) != shape
-    ]
-    return "; ".join(problems)
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name} was frozen when the strategy was built, and trains now; build the strategy while it trains, "
+                "and freeze it later"
+            )

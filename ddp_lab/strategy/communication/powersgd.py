@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.strategy.communication.traffic import Collective
+from ddp_lab.strategy.accounting import Collective
 
 WHOLE_ROUNDS = 2
 """The first rounds of PowerSGD are not compressed, because DDP rebuilds its buckets after the first one."""

@@ -1,16 +1,17 @@
 """Loss and gradient norm of a step, and whether all is finite: found on the device, read by the host later.
 
 A host that reads a value of the device waits until the device has done all that is queued. So a step reads nothing:
-- Each rank adds up its share of the loss, and takes the norm of its share of the gradients (`norm_of`). One all-reduce
-  of the loss and the norm's square gives every rank the loss and the norm over the whole model, and shows NaN and
-  infinity wherever they are: a sum keeps both. In fp64 the square of any fp32 norm is finite.
+- Each rank adds up its share of the loss, and takes the norm of its share of the gradients
+  (`strategy.norms`). One all-reduce of the loss and the norm's square gives every rank the loss and the norm over the
+  whole model, and shows NaN and infinity wherever they are: a sum keeps both. In fp64 the square of any fp32 norm is
+  finite.
 - `found_inf` is 1 on the device if they are there. A fused optimizer reads it on the device, and then changes nothing
   (`update_unless`). This is how `torch.amp.GradScaler` skips a step.
 - The numbers are copied to pinned memory behind an event (`ReadLater`). The host reads them a step later, when the
   device is long past the event.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,6 @@ from torch import Tensor
 
 VERDICT_BYTES = 2 * 8
 """Bytes of the all-reduce, in fp64."""
-
-
-def norm_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all elements, an fp64 scalar on `device`, by one fused kernel.
-
-    It is finite if, and only if, they all are. One that is larger than its dtype can hold counts as infinite. The
-    tensors may be on the host.
-    """
-    found = [tensor.detach() for tensor in tensors]
-    if not found:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)), dtype=torch.float64).to(device)
 
 
 def not_finite(values: Tensor) -> Tensor:
@@ -66,7 +55,7 @@ class Verdict:
 
     Args:
         loss: This rank's share of the global mean loss, an fp64 scalar.
-        norm: Of this rank's share of the reduced gradients (`norm_of`).
+        norm: Of this rank's share of the reduced gradients (`strategy.norms`).
         step: Number of the step, from 0.
         loss_scale: With fp16, that of the step, a scalar on the device.
 

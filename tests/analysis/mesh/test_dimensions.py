@@ -18,7 +18,8 @@ from ddp_lab.analysis.traces.collectives import gloo_collectives
 from ddp_lab.analysis.traces.groups import ranks_of, shown
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
 from ddp_lab.runtime.watch.group_marks import ranks_text
-from ddp_lab.strategy.communication.traffic import EVERYONE, Collective, on_mesh
+from ddp_lab.strategy.accounting import EVERYONE, Collective
+from ddp_lab.strategy.communication.traffic import on_mesh
 from tests.analysis.metrics.test_exposure import timeline
 from tests.tables import each_row
 from tests.traces import event, parsed, record_of_eight_steps

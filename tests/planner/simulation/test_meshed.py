@@ -16,10 +16,10 @@ from ddp_lab.planner.simulation.network import CannotSimulate
 from ddp_lab.planner.simulation.simulate import Simulation, adamw, simulate
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from ddp_lab.runtime.profiling.memory import storage_bytes
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.strategy.accounting import storage_bytes
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import load, options_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting

@@ -23,11 +23,11 @@ from ddp_lab.planner.simulation.network import CannotSimulate
 from ddp_lab.planner.simulation.simulate import Simulation, adamw, host_of, simulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.memory import storage_bytes
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.strategy.accounting import storage_bytes
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.step import StepData
 from tests.models import FEATURES, build, llama_classifier, make_batch
 from tests.parity import REFUSALS, all_choices, load
 from tests.ranks import RankPool

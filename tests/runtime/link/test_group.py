@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.runtime.distributed import host_barrier
+from ddp_lab.runtime.groups import host_barrier
 from ddp_lab.runtime.link.ledger import SLOTS
 from ddp_lab.runtime.link.speed import Link
 from ddp_lab.runtime.link.world import paced_groups

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, workspace_changes
-from ddp_lab.runtime.profiling.memory import COMPONENTS, ModelSize, expected_state_bytes
+from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.profiling.memory_timeline import (
     MemoryRecorder,
     build_timeline,
@@ -22,8 +22,9 @@ from ddp_lab.runtime.profiling.memory_timeline import (
     record_step_memory,
     thinned,
 )
+from ddp_lab.strategy.accounting import ModelSize, expected_state_bytes
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.strategy.step import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
@@ -174,7 +175,7 @@ def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict
 
 def count_hooks(strategy: Any) -> int:
     modules = sum(len(module._forward_hooks) for module in strategy.module.modules())
-    return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.gradient_leaves())
+    return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.leaves())
 
 
 @pytest.mark.parametrize("choice", all_choices(), ids="-".join)

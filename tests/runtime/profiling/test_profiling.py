@@ -16,7 +16,7 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_window_fits
-from ddp_lab.strategy.step import StepData
+from ddp_lab.strategy.batches import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool

@@ -113,7 +113,7 @@ class Case(NamedTuple):
 def refusal(choice: Choice, options: Options) -> str | None:
     """What is said to `options`, whatever the module; None if the choice takes them."""
     try:
-        load(choice).require_options(options_of(choice, **options))
+        load(choice).supports.require(options_of(choice, **options))
     except UserError as error:
         return str(error)
     return None

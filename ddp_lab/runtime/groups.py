@@ -1,0 +1,110 @@
+"""Process groups: what they can carry, work that all ranks of one agree on, and their end. Imports nothing of ours but
+errors."""
+
+import atexit
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.runtime.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether `group` carries CPU tensors, so that an exchange of them does not wait for a device."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def exchange_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where ranks of `group` exchange small numbers: the CPU, or `device` if the group cannot carry CPU tensors. An
+    exchange on a GPU makes the host wait for all that is queued there."""
+    return torch.device("cpu") if has_cpu_backend(group) else device
+
+
+def host_barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks of `group` (default: all) have called this.
+
+    `torch.distributed.barrier` goes over NCCL where the group has it (torch 2.15), and waits for all that the device
+    has to do. So does this in a group that cannot carry CPU tensors.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "join the process group first"
+    if not has_cpu_backend(group):
+        dist.barrier(group)
+        return
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def from_rank0(make: Callable[[], Result]) -> Result:
+    """What `make` returns on rank 0, broadcast to every rank. Collective.
+
+    Raises:
+        UserError: on every rank, if `make` failed on rank 0; rank 0 itself raises what `make` raised.
+    """
+    answer: list[tuple[Result | None, str | None]] = [(None, None)]
+    own: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), None)]
+        except Exception as error:  # whatever it is, the others must not wait for it
+            own, answer = error, [(None, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    result, problem = answer[0]
+    if problem is not None:
+        raise own or UserError(problem)
+    return result  # type: ignore[return-value]
+
+
+def on_every_rank(make: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What `make` returns here, once it has returned on every rank of `group`. Collective.
+
+    Raises:
+        UserError: on every rank, if `make` failed on any; names the first such rank if it is not rank 0. A rank on
+            which `make` raised anything but a UserError raises that.
+    """
+    result, own = None, None
+    try:
+        result = make()
+    except Exception as error:  # whatever it is, the others must not wait for it
+        own = error
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, None if own is None else str(own), group)
+    if own is not None and not isinstance(own, UserError):
+        raise own
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise UserError(found if rank == 0 else f"rank {rank}: {found}")
+    return result  # type: ignore[return-value]
+
+
+RELEASE_S = 0.2
+"""Seconds within which threads drop what they have finished with."""
+
+_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def settle_at_exit(group: dist.ProcessGroup) -> None:
+    """When the process ends, let threads of `group` and of groups made from it finish, if it still exists then.
+
+    Gloo's threads drop their last tensors a moment after a collective is done, and need the interpreter for it. If
+    Python is ending by then, the process aborts ("terminate called without an active exception"). A group that is
+    destroyed joins its threads, but what a script has at module level, such as a strategy, keeps its groups until the
+    very end.
+    """
+    if not _groups:
+        atexit.register(_settle)
+    _groups.add(group)
+
+
+def _settle() -> None:
+    gc.collect()
+    if _groups:
+        time.sleep(RELEASE_S)

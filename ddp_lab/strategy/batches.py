@@ -1,0 +1,43 @@
+"""What a step is made of: the micro-batches of a rank, and how much each of them weighs."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+MicroBatch = Mapping[str, Tensor]
+
+
+class StepData(NamedTuple):
+    """What the training loop needs of one optimizer step.
+
+    Attributes:
+        samples: In the global batch.
+        micro_batches: Of this rank.
+        weights: For each micro-batch, what its loss is a mean over, such as its number of tokens. Default: its samples.
+        tokens: In this rank's micro-batches; 0 if they hold no tokens.
+    """
+
+    samples: int
+    micro_batches: Sequence[MicroBatch]
+    weights: Sequence[float] | None = None
+    tokens: int = 0
+
+
+class Weighted(NamedTuple):
+    """A micro-batch, and how many terms its loss is a mean over."""
+
+    batch: MicroBatch
+    weight: float
+
+
+def weighted(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> list[Weighted]:
+    """Those micro-batches that are not empty, with their weights, by default their numbers of samples."""
+    if weights is None:
+        weights = [sample_count(batch) for batch in micro_batches]
+    return [Weighted(batch, weight) for batch, weight in zip(micro_batches, weights, strict=True) if weight]
+
+
+def sample_count(micro_batch: MicroBatch) -> int:
+    """Samples in a micro-batch: dimension 0 of its first tensor."""
+    return next(iter(micro_batch.values())).shape[0]
