@@ -7,8 +7,8 @@ and gathers it again for backward: 3(N-1)/N * P elements on the wire per micro-b
 until its backward pass is done, which saves a third of that. Despite its name it is no ZeRO-2 at rest: it then holds as
 little as `pytorch_zero3`.
 
-With replicas (`sharding.replicas`) the mesh has two dimensions: FSDP2 shards over `shard`, and all-reduces the shards
-of gradients over `replicate` after the last micro-batch.
+With replicas (`sharding.options.replicas`) the mesh has two dimensions: FSDP2 shards over `shard`, and all-reduces the
+shards of gradients over `replicate` after the last micro-batch.
 
 With `--offload parameters` (`CPUOffloadPolicy`) shards, their gradients and the optimizer's states are in host memory,
 and the CPU updates them. A shard is copied to the device when its unit is gathered, and a reduced gradient from it.
@@ -32,14 +32,13 @@ from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
 from reference.dtensors import first_element, local, padded_bytes, whole
 from reference.unit_order import UnitOrder
-from sharding.elementwise import require_elementwise
-from sharding.placement import Placement
+from sharding.options.placement import Placement
 
 
 class FSDP2(Strategy):

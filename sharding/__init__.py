@@ -1,6 +1,7 @@
 """Hand-written sharding (ZeRO), one stage a file, with PyTorch's own beside it.
 
-Reading order: zero1, zero2, zero3 (docs/how-it-works/README.md names the files that each one needs).
+Reading order: zero1, zero2, zero3 (docs/how-it-works/README.md names the files that each one needs). What they are made
+of is in `parts`. What serves options, and large embeddings, is in `options`: a first reader may skip it.
 """
 
 from ddp_lab.strategy.registry import Registry

@@ -7,7 +7,7 @@ reduce-scatter followed by an all-gather, and the optimizer fits between the two
   backward goes on.
 - After backward, each rank updates its shard of the parameters with its shard of the gradients.
 - Then the updated parameters are all-gathered, bucket by bucket, while the next forward pass begins. Each part of the
-  model waits only for its own parameters (`sharding.arrivals`).
+  model waits only for its own parameters (`sharding.options.arrivals`).
 
 On the wire that is 2(N-1)/N * P elements, as much as DDP.
 
@@ -15,21 +15,21 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N op
 2020, "ZeRO", section 5.1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
 from ddp.fixed_order import FixedOrder
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
-from sharding.arrivals import Arrivals
-from sharding.blocks import around_units, plan_units
-from sharding.collectives import all_gather, expected_all_gathers, expected_reduce_scatters, side_group
-from sharding.flat import FlatParameters
-from sharding.gradient_buckets import GradientBucket
-from sharding.sharded import ShardedStrategy
+from ddp_lab.strategy.communication.collectives import all_gather, side_group
+from ddp_lab.strategy.replicated import broadcast_from_rank0
+from sharding.options.arrivals import Arrivals
+from sharding.parts.flat import FlatParameters
+from sharding.parts.gradient_buckets import GradientBucket
+from sharding.parts.plan import segments
+from sharding.parts.sharded import ShardedStrategy
 
 IN_FLIGHT = 2
 """Buckets that are reduced while one fills, where a rank waits for them in backward. With a single one, the link and
@@ -48,13 +48,11 @@ class Zero1(ShardedStrategy):
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
             FlatParameters(parameters, self.ranks, self.placement)
-            for segment in self._segments()
+            for segment in segments(self.module, with_frozen=self.saves_shards_of > self.shards)
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
-        if (
-            self.buffers() and self.shard_group is self.process_group
-        ):  # or forward would not begin before all parameters are gathered
+        if self.buffers() and self.shard_group is self.process_group:  # or forward would wait for all parameters
             self.group_of_buffers = side_group(self.process_group, self.device)
         self.buckets = [self.make_bucket(flat, self.placement.reduce_dtype) for flat in self.flats if flat.trainable]
         self.order = FixedOrder(self.buckets)
@@ -62,16 +60,6 @@ class Zero1(ShardedStrategy):
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(bucket, slot))
-
-    def _segments(self) -> Iterator[list[nn.Parameter]]:
-        """Trainable parameters in the order in which backward makes gradients: heads, blocks, embeddings. They share
-        no bucket, so that forward can begin before the parameters of later blocks have arrived."""
-        plans = plan_units(self.module, 0) if find_blocks(self.module) else []
-        before, after = around_units(self.module, plans)
-        for segment in (after, [p for plan in plans for p in plan.parameters], before):
-            yield [p for p in segment if p.requires_grad and p.numel()]
-        if self.saves_shards_of > self.shards:  # frozen ones are cast too; their own values are saved
-            yield [p for p in self.module.parameters() if not p.requires_grad and p.numel()]
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -122,12 +110,6 @@ class Zero1(ShardedStrategy):
         self.arrivals.wait()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
-        device, times = self.flats[0].full.device, micro_batches if self.reduces_every_micro_batch else 1
-        reductions = [bucket.full_bytes for bucket in self.buckets] * times
-        gathers = [bucket.flat.full_bytes for bucket in self.buckets]
-        return [
-            expected_reduce_scatters(reductions, self.shard_group, device),
-            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
-            expected_all_gathers(gathers, self.shard_group, device),
-            *buffer_broadcasts(self.module, self.data_parallel_size),
-        ]
+        times = micro_batches if self.reduces_every_micro_batch else 1
+        reduced = [bucket.full_bytes for bucket in self.buckets] * times
+        return self.traffic_of([bucket.flat.full_bytes for bucket in self.buckets], reduced)

@@ -12,7 +12,7 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P / N gradients, 8 P / 
 2020, "ZeRO", section 5.2).
 """
 
-from sharding.gradient_buckets import GradientBucket, ShardedGradientBucket
+from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
 from sharding.zero1 import Zero1
 
 

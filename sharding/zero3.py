@@ -18,13 +18,13 @@ What happens in a step, with units 1 to n:
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
 two; at its start also the root. Under autocast, copies of the linear layers' weights come and go with their unit
-(`sharding.units.low_precision`).
+(`sharding.options.low_precision`).
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
 elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
 elements once a step. Rajbhandari et al., 2020, "ZeRO", section 7.2.2.
 
-`sharding.units.unit` is how a unit is unsharded and resharded. `sharding.units.schedule` is in which order, the same on
+`sharding.parts.unit` is how a unit is unsharded and resharded. `sharding.parts.schedule` is in which order, the same on
 every rank. This file is when: what modules and autograd tell by hooks.
 """
 
@@ -41,15 +41,13 @@ from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
-from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
-from sharding.blocks import around_units, plan_units
-from sharding.collectives import expected_all_gathers, expected_reduce_scatters
-from sharding.gradient_buckets import ShardedGradientBucket
-from sharding.sharded import ShardedStrategy
-from sharding.units.embeddings import Embeddings, find_embeddings
-from sharding.units.execution_order import ExecutionOrder
-from sharding.units.schedule import Schedule
-from sharding.units.unit import ShardedParameters, Unit, storage_of
+from ddp_lab.strategy.replicated import broadcast_from_rank0
+from sharding.options.embeddings import Embeddings, find_embeddings
+from sharding.parts.gradient_buckets import ShardedGradientBucket
+from sharding.parts.plan import ExecutionOrder, around_units, plan_units
+from sharding.parts.schedule import Schedule
+from sharding.parts.sharded import ShardedStrategy
+from sharding.parts.unit import ShardedParameters, Unit, storage_of
 
 
 class Zero3(ShardedStrategy):
@@ -241,13 +239,7 @@ class Zero3(ShardedStrategy):
             times = 1 if unit in (self.embeddings, last) else 2  # forward, and backward if it was resharded
             gathers += micro_batches * times * [flat.full_bytes for flat in unit.flats]
         reductions = micro_batches * [bucket.full_bytes for bucket in self.buckets]
-        device = self.flats[0].full.device
-        return [
-            expected_reduce_scatters(reductions, self.shard_group, device),
-            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
-            expected_all_gathers(gathers, self.shard_group, device),
-            *buffer_broadcasts(self.module, self.data_parallel_size),
-        ]
+        return self.traffic_of(gathers, reductions)
 
 
 def tensors_with_gradient(tree: Any) -> list[Tensor]:

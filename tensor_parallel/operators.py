@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ddp_lab.strategy.communication.collectives import all_gather, reduce_scatter
 from ddp_lab.strategy.recompute.by_torch import keeps_outputs
-from sharding.collectives import all_gather, reduce_scatter
 
 
 class Add(torch.autograd.Function):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sharding.collectives import Pending, all_gather, reduce_scatter
+from ddp_lab.strategy.communication.collectives import Pending, all_gather, reduce_scatter
 from tensor_parallel.cuts import is_transposed
 from tensor_parallel.operators import own_part
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.collectives import expected_all_gathers, expected_reduce_scatters
 from ddp_lab.strategy.precision import DTYPES
 from ddp_lab.strategy.recompute.setting import Recomputation
-from sharding.collectives import expected_all_gathers, expected_reduce_scatters
 from tensor_parallel import cross_entropy
 from tensor_parallel.plan import enclosing
 from tensor_parallel.region import Ranks
@@ -91,8 +91,8 @@ class Traffic:
     """Filled by the parallelizer: what stands where.
 
     Args:
-        by_torch: Torch's own classes stand there. They do without `sharding.collectives`, add up the three numbers of a
-            token's loss one after the other, and have f in front of casts.
+        by_torch: Torch's own classes stand there. They do without `communication.collectives`, add up the three numbers
+            of a token's loss one after the other, and have f in front of casts.
 
     Attributes:
         ranks: Over which the model is cut.

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lab.runtime.distributed import Ranks
-from sharding.collectives import all_gather as project_all_gather
-from sharding.collectives import reduce_scatter as project_reduce_scatter
+from ddp_lab.strategy.communication.collectives import all_gather as project_all_gather
+from ddp_lab.strategy.communication.collectives import reduce_scatter as project_reduce_scatter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_EXACT = 256

@@ -39,7 +39,7 @@ PRECISIONS = {
 """Bytes of a parameter in each of `MODEL_STATES` with Adam, and what it means."""
 FP32, HALF = 4, 2
 CASTS = "weights of blocks, cast"
-"""A term of activations: what autocast makes. zero3 has those of a block or two (`sharding.units.low_precision`)."""
+"""A term of activations: what autocast makes. zero3 has those of a block or two (`sharding.options.low_precision`)."""
 
 
 @dataclass(frozen=True)

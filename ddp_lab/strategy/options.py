@@ -104,7 +104,7 @@ class StrategyOptions:
             Default: one group of all trainable parameters.
         model_parallel: How the module's parameters are cut over ranks that see the same samples. Default: not at all.
         shard_groups: Over which ranks model states are sharded, and over which these shards are replicated
-            (`sharding.replicas`). Default: sharded over all ranks of the strategy.
+            (`sharding.options.replicas`). Default: sharded over all ranks of the strategy.
     """
 
     precision: str = _precision(

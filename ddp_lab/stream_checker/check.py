@@ -66,7 +66,7 @@ def check(
     Args:
         make_batch: Makes a micro-batch from a seed.
         is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
-        shard_size: Over how many ranks model states are sharded, if not over all (`sharding.replicas`).
+        shard_size: Over how many ranks model states are sharded, if not over all (`sharding.options.replicas`).
         also: Something else to do with the strategy, between the first recorded step and the others.
     """
     read_no_masks()

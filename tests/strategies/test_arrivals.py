@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_lab.strategy.blocks import find_blocks
-from sharding.arrivals import Arrivals
+from sharding.options.arrivals import Arrivals
 from tests.tables import each_row
 
 

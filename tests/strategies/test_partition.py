@@ -10,11 +10,10 @@ from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks
-from sharding.blocks import around_units, plan_units
-from sharding.elementwise import require_elementwise
-from sharding.flat import ALIGNMENT, group_by_kind, lay_out
-from sharding.units.embeddings import find_embeddings
-from sharding.units.execution_order import merge_orders
+from ddp_lab.strategy.optimizers import require_elementwise
+from sharding.options.embeddings import find_embeddings
+from sharding.parts.flat import ALIGNMENT, group_by_kind, lay_out
+from sharding.parts.plan import around_units, merge_orders, plan_units
 from tests.models import build
 from tests.tables import each_row
 

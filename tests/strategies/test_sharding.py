@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError
+from ddp_lab.strategy.communication.collectives import all_gather, groups_of_roots, reduce_scatter
 from ddp_lab.strategy.options import StrategyOptions
-from sharding.collectives import all_gather, groups_of_roots, reduce_scatter
 from tests.models import UNUSUAL, Lookup, batch, build, make_batch
 from tests.parity import OPTIMIZERS, check_messages, check_parity, load, message_of, one_step, train_on_rank
 from tests.ranks import RankPool

@@ -13,7 +13,7 @@ from torch import Tensor
 import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.strategy.options import StrategyOptions
-from sharding.stochastic_rounding import round_stochastically
+from sharding.options.stochastic_rounding import round_stochastically
 from tests.checkpoints import error_of
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming, weight_decay_groups

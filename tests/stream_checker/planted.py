@@ -15,11 +15,11 @@ from ddp.flat_ddp import FlatDDP
 from ddp.simple_ddp_async import AsyncDDP
 from ddp.simple_ddp_hook import HookDDP
 from ddp_lab.strategy import replicated
-from sharding.arrivals import Arrivals
-from sharding.collectives import Pending, all_gather, free
-from sharding.gradient_buckets import GradientBucket, ShardedGradientBucket
-from sharding.units.embeddings import Embeddings
-from sharding.units.unit import ShardedParameters, Unit
+from ddp_lab.strategy.communication.collectives import Pending, all_gather, free
+from sharding.options.arrivals import Arrivals
+from sharding.options.embeddings import Embeddings
+from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
+from sharding.parts.unit import ShardedParameters, Unit
 from sharding.zero1 import Zero1
 
 
@@ -182,7 +182,7 @@ PLANTED = [
     Planted("a sum is read before it is there", "zero2", ShardedGradientBucket, "finish_reduction", sum_without_wait,
             "what reduce_scatter issued at", options=BUCKETS),
     Planted("a bucket is freed while it is reduced", "zero2", ShardedGradientBucket, "start_reduction",
-            freed_before_wait, "resize_(0) at sharding/collectives.py", options=BUCKETS),
+            freed_before_wait, "resize_(0) at ddp_lab/strategy/communication/collectives.py", options=BUCKETS),
     Planted("a unit is used before it is whole", "zero3", Unit, "wait_for_unshard", used_before_it_arrived,
             "what all_gather issued at"),
     Planted("a shard is copied while it is gathered", "zero3", ShardedParameters, "unshard",

@@ -8,7 +8,7 @@ from torch import nn
 
 import tensor_parallel.overlap as overlap
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
-from sharding.collectives import Pending
+from ddp_lab.strategy.communication.collectives import Pending
 from tensor_parallel.overlap import GatherMultiply, MultiplyScatter
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import Column, Plan, Region, Row, Shared, Split

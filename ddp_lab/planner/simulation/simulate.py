@@ -33,7 +33,7 @@ from ddp_lab.strategy.interface import Strategy
 
 NEEDS_DATA = (
     "reference.fsdp2:require_elementwise",
-    "sharding.sharded:require_elementwise",
+    "sharding.parts.sharded:require_elementwise",
     "torch.distributed.distributed_c10d:_object_to_tensor",
     "torch.distributed.distributed_c10d:_tensor_to_object",
     "torch.nn.parallel.distributed:_verify_param_shape_across_processes",

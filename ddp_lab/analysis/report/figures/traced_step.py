@@ -16,7 +16,7 @@ from ddp_lab.analysis.traces.timeline import PHASES, RankTimeline
 
 GLOO_NAMES = {("scatter", "gradients"): "reduce-scatter", ("broadcast", "parameters"): "all-gather"}
 """Kind and purpose of the calls, one from each rank, that stand for one collective over Gloo
-(`sharding/collectives.py`), and the name of that collective."""
+(`ddp_lab/strategy/communication/collectives.py`), and the name of that collective."""
 PURPOSES = ("gradients", "parameters", "bookkeeping")
 MARKS = {"forward": ("layers.", "aten::linear"), "backward": ("gradient of ", "torch::autograd::AccumulateGrad")}
 """By phase: how samples of memory begin that are taken after each layer or gradient, and the operator that makes it."""

@@ -7,7 +7,7 @@ depend on its data. So each pass has a list of actions that all ranks work throu
   and the rest of the root.
 
 The head is what the root runs after unit n (last norm, head): backward makes its gradients first. The embeddings are
-not in the root because they are freed between forward and backward (`sharding.units.embeddings`).
+not in the root because they are freed between forward and backward (`sharding.options.embeddings`).
 
 A rank that skips a unit issues the unit's actions all the same, when it comes to a later action.
 """
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_lab.runtime.errors import OneRankError
-from sharding.gradient_buckets import ShardedGradientBucket
-from sharding.units.execution_order import AgreedOrder
-from sharding.units.unit import Unit
+from sharding.parts.gradient_buckets import ShardedGradientBucket
+from sharding.parts.plan import AgreedOrder
+from sharding.parts.unit import Unit
 
 IN_FLIGHT = 2
 """Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a

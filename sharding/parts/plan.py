@@ -1,18 +1,93 @@
-"""In which order the units of ZeRO-3 run: learned in the first forward pass, the same on every rank.
+"""Which modules form a unit (the blocks that repeat, and what is around them), and in which order units run.
 
-Modules may run in another order than they are registered, and ranks may run different ones. Rank 0's order counts.
-Units that rank 0 did not run are put where another rank ran them. Until the first forward pass is over, the order is
-that of registration.
+The order is learned in the first forward pass, and is the same on every rank. Modules may run in another order than
+they are registered, and ranks may run different ones. Rank 0's order counts. Units that rank 0 did not run are put
+where another rank ran them. Until the first forward pass is over, the order is that of registration.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
-from sharding.gradient_buckets import ShardedGradientBucket
-from sharding.units.unit import Unit
+from ddp_lab.strategy.blocks import find_blocks, uses_of_parameters
+from ddp_lab.strategy.replicated import bytes_of
+from sharding.parts.gradient_buckets import ShardedGradientBucket
+from sharding.parts.unit import Unit
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Modules whose parameters are needed together, and these parameters."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+
+def plan_units(module: nn.Module, cap_bytes: float) -> list[UnitPlan]:
+    """One unit for each block; in a module without blocks, neighbouring layers of up to `cap_bytes` form a unit.
+
+    A layer holds parameters itself. Modules in it belong to it: it may read their weights without calling them, as
+    `nn.MultiheadAttention` does. Other parameters belong to the root: those directly in the module or in a list of
+    parameters, those that several layers share, and all parameters where there would be a single unit.
+    """
+    blocks = find_blocks(module)
+    if blocks:
+        return [UnitPlan([block], list(block.parameters())) for block in blocks]
+    uses = uses_of_parameters(module)
+    plans: list[UnitPlan] = []
+    inside: set[nn.Module] = set()
+    for layer in module.modules():
+        if layer is module or layer in inside or next(layer.parameters(recurse=False), None) is None:
+            continue
+        inside |= set(layer.modules())
+        own = [p for p in layer.parameters() if uses[id(p)] == 1]
+        if not own or isinstance(layer, nn.ParameterList | nn.ParameterDict):  # which nobody calls
+            continue
+        if plans and bytes_of(plans[-1].parameters) + bytes_of(own) <= cap_bytes:
+            plans[-1].modules.append(layer)
+            plans[-1].parameters.extend(own)
+        else:
+            plans.append(UnitPlan([layer], own))
+    return plans if len(plans) > 1 else []
+
+
+def around_units(
+    module: nn.Module, plans: Iterable[UnitPlan], apart: Iterable[nn.Parameter] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The root's parameters: those registered before the first unit's, and the others (norms, heads).
+
+    Args:
+        apart: Parameters that belong to none of the two, such as embeddings in a unit of their own.
+    """
+    taken = {id(p) for plan in plans for p in plan.parameters}
+    set_apart = {id(p) for p in apart}
+    before: list[nn.Parameter] = []
+    after: list[nn.Parameter] = []
+    current = before
+    for parameter in module.parameters():
+        if id(parameter) in taken:
+            current = after
+        elif id(parameter) not in set_apart:
+            current.append(parameter)
+    return before, after
+
+
+def segments(module: nn.Module, with_frozen: bool) -> Iterator[list[nn.Parameter]]:
+    """Trainable parameters in the order in which backward makes gradients: heads, blocks, embeddings. They share no
+    bucket, so that forward can begin before the parameters of later blocks have arrived.
+
+    Args:
+        with_frozen: And last the frozen ones, which are cast too; their own values are saved.
+    """
+    plans = plan_units(module, 0) if find_blocks(module) else []
+    before, after = around_units(module, plans)
+    for segment in (after, [p for plan in plans for p in plan.parameters], before):
+        yield [p for p in segment if p.requires_grad and p.numel()]
+    if with_frozen:
+        yield [p for p in module.parameters() if not p.requires_grad and p.numel()]
 
 
 class AgreedOrder(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sharding.collectives import free, references
+from ddp_lab.strategy.communication.collectives import free, references
 
 
 class LowPrecisionWeights:

@@ -1,9 +1,9 @@
 """Mixed precision of sharded parameters: in which dtype the module computes, and in which gradients are reduced.
 
 What FSDP2 has as `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. With `param_dtype` bf16:
-- Each rank updates its shard in fp32 (`sharding.flat`). An update is often smaller than half a unit in the last place
-  of a bf16 value, which has 8 bits of mantissa, and would be lost. With `master_dtype` bf16 the shard is in bf16 too,
-  and the update is rounded to it at random (`sharding.stochastic_rounding`).
+- Each rank updates its shard in fp32 (`sharding.parts.flat`). An update is often smaller than half a unit in the last
+  place of a bf16 value, which has 8 bits of mantissa, and would be lost. With `master_dtype` bf16 the shard is in bf16
+  too, and the update is rounded to it at random (`sharding.options.stochastic_rounding`).
 - Parameters are gathered in bf16: half the bytes. Modules compute in bf16, and so do their inputs: what is fp32 among
   the arguments of the whole module and of each block is cast.
 - Gradients are made in bf16, and reduced in `reduce_dtype`, by default fp32, so that a sum over many ranks and
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from ddp_lab.strategy.precision import DTYPES
-from sharding.host_memory import Offload
+from sharding.options.host_memory import Offload
 
 
 class Placement(NamedTuple):
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
     Attributes:
         param_dtype: In which the module computes; None is the parameters' own.
         reduce_dtype: In which gradients are reduced; None is that of the gradients.
-        offload: What is in host memory (`sharding.offload`).
+        offload: What is in host memory (`sharding.options.offload`).
         master_dtype: In which shards are kept between updates; None is the parameters' own.
     """
 

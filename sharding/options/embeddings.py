@@ -12,11 +12,11 @@ from torch import nn
 
 from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.strategy.blocks import uses_of_parameters
-from sharding.blocks import UnitPlan
-from sharding.collectives import references
-from sharding.placement import Placement
-from sharding.replicas import ShardRanks
-from sharding.units.unit import Unit
+from ddp_lab.strategy.communication.collectives import references
+from sharding.options.placement import Placement
+from sharding.options.replicas import ShardRanks
+from sharding.parts.plan import UnitPlan
+from sharding.parts.unit import Unit
 
 RELEASE_S = 0.1
 """Seconds within which a backend's thread drops a tensor that it has finished with."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ddp.early_updates import only
 from ddp_lab.runtime.errors import UnsupportedError
-from sharding.flat import FlatParameters
+from sharding.parts.flat import FlatParameters
 
 CUT_BITS = 16
 """Of an fp32 pattern; what is above them is the pattern of a bf16 value."""

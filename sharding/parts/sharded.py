@@ -8,22 +8,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import OneRankError, UnsupportedError
-from ddp_lab.strategy.accounting import ModelSize
+from ddp_lab.strategy.accounting import Collective, ModelSize
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
+from ddp_lab.strategy.communication.collectives import (
+    all_gather,
+    expected_all_gathers,
+    expected_reduce_scatters,
+)
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.ranges import Piece
-from ddp_lab.strategy.replicated import broadcast_from_rank0
+from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
-from sharding.collectives import all_gather
-from sharding.elementwise import require_elementwise
-from sharding.flat import FlatParameters
-from sharding.gradient_buckets import GradientBucket
-from sharding.offload import HostUpdate
-from sharding.placement import Placement, cast_inputs
-from sharding.replicas import ShardRanks
-from sharding.stochastic_rounding import RoundedUpdate, require_fp32, update_one
+from sharding.options.offload import HostUpdate
+from sharding.options.placement import Placement, cast_inputs
+from sharding.options.replicas import ShardRanks
+from sharding.options.stochastic_rounding import RoundedUpdate, require_fp32, update_one
+from sharding.parts.flat import FlatParameters
+from sharding.parts.gradient_buckets import GradientBucket
 
 
 class ShardedStrategy(Strategy):
@@ -182,6 +185,16 @@ class ShardedStrategy(Strategy):
                 if parameter not in self._unused:
                     result[names[parameter]] = flat.layout.view(full, slot).cpu().clone()
         return self.of_whole_model(result)
+
+    def traffic_of(self, gathered: list[int], reduced: list[int]) -> list[Collective]:
+        """What a step sends that all-gathers and reduce-scatters flat tensors of so many bytes."""
+        device = self.flats[0].full.device
+        return [
+            expected_reduce_scatters(reduced, self.shard_group, device),
+            *self.ranks.expected_all_reduces([bucket.shard_bytes for bucket in self.buckets]),
+            expected_all_gathers(gathered, self.shard_group, device),
+            *buffer_broadcasts(self.module, self.data_parallel_size),
+        ]
 
     # State -------------------------------------------------------------------------------------------------------
 

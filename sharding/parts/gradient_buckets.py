@@ -2,15 +2,15 @@
 
 A bucket's life in one backward pass: `place` each gradient as autograd makes it; `start_reduction` when none is
 `missing`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the sum; with replicas
-(`sharding.replicas`), after `finish_replicas`.
+(`sharding.options.replicas`), after `finish_replicas`.
 """
 
 import torch
 from torch import Tensor
 
-from sharding.collectives import Pending, free, reduce_scatter
-from sharding.flat import FlatParameters
-from sharding.replicas import SumOverReplicas
+from ddp_lab.strategy.communication.collectives import Pending, free, reduce_scatter
+from sharding.options.replicas import SumOverReplicas
+from sharding.parts.flat import FlatParameters
 
 
 class GradientBucket:

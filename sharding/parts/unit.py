@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from sharding.collectives import Pending, all_gather
-from sharding.flat import FlatParameters, group_by_kind
-from sharding.gradient_buckets import ShardedGradientBucket
-from sharding.placement import Placement
-from sharding.replicas import ShardRanks
-from sharding.units.low_precision import LowPrecisionWeights
+from ddp_lab.strategy.communication.collectives import Pending, all_gather
+from sharding.options.low_precision import LowPrecisionWeights
+from sharding.options.placement import Placement
+from sharding.options.replicas import ShardRanks
+from sharding.parts.flat import FlatParameters, group_by_kind
+from sharding.parts.gradient_buckets import ShardedGradientBucket
 
 
 class ShardedParameters(FlatParameters):

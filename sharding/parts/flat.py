@@ -3,7 +3,7 @@
 Parameters are laid end to end in one flat tensor. It is padded and cut into N equal shards, one for each of N ranks.
 Cuts may go through the inside of a parameter. So ranks are balanced by elements whatever the shapes: a shard is less
 than 16 bytes larger than an even share. This suits optimizers that treat every element by itself
-(`sharding.elementwise`).
+(`ddp_lab.strategy.optimizers`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from sharding.collectives import all_gather
-from sharding.host_memory import Offload
-from sharding.placement import Placement
-from sharding.replicas import ShardRanks
+from ddp_lab.strategy.communication.collectives import all_gather
+from sharding.options.host_memory import Offload
+from sharding.options.placement import Placement
+from sharding.options.replicas import ShardRanks
 
 ALIGNMENT = 16
 """Bytes. Shards begin at multiples of it: CUDA kernels and NCCL then move 16 bytes at a time."""
@@ -118,7 +118,7 @@ class FlatParameters:
     The module may compute in a lower precision than the optimizer (`param_dtype`). Then `full` has the lower one, and
     `shard` is apart from it: the master values, which small updates do not round away (Micikevicius et al., 2018,
     "Mixed precision training"). Or the shard has the lower one too (`master_dtype`), and updates are rounded to it at
-    random (`sharding.stochastic_rounding`).
+    random (`sharding.options.stochastic_rounding`).
 
     Rank 0's values win. Building one is collective.
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddp_lab.runtime.mesh import REPLICATE
 from ddp_lab.strategy.accounting import Collective
-from sharding.collectives import Pending, is_gloo
+from ddp_lab.strategy.communication.collectives import Pending, is_gloo
 
 
 class ShardRanks:

@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import nn
 
-from sharding.collectives import Pending
-from sharding.flat import FlatParameters
+from ddp_lab.strategy.communication.collectives import Pending
+from sharding.parts.flat import FlatParameters
 
 
 class Arrivals:

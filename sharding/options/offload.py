@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sharding.flat import FlatParameters
-from sharding.gradient_buckets import GradientBucket
-from sharding.host_memory import Offload
-from sharding.stochastic_rounding import RoundedUpdate, update_one
+from sharding.options.host_memory import Offload
+from sharding.options.stochastic_rounding import RoundedUpdate, update_one
+from sharding.parts.flat import FlatParameters
+from sharding.parts.gradient_buckets import GradientBucket
 
 
 class HostUpdate:

@@ -1,4 +1,4 @@
-"""Host memory, or files, in which a rank keeps what it has taken off its device (`sharding.offload`)."""
+"""Host memory, or files, in which a rank keeps what it has taken off its device (`sharding.options.offload`)."""
 
 import math
 from collections.abc import Sequence
