@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_lab.analysis.traces.reading import RankTrace, parse_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
-from ddp_lab.runtime.config import RECORD_VERSION
+from ddp_lab.record_format import RECORD_VERSION
 
 
 def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:

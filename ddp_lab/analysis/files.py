@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.runtime.config import RECORD_VERSION
+from ddp_lab.record_format import RECORD_VERSION, ranks_in
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.chosen_ranks import ranks_in
 
 REQUIRED: dict[str, type] = {
     "config": dict,

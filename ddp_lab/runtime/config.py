@@ -21,8 +21,6 @@ from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
 from ddp_lab.strategy.recompute.setting import SELECTIVE
 
-RECORD_VERSION = 10
-"""Version of the run record's format (`docs/run-record.md`)."""
 SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
 """Behind a mesh in the label of a run."""
 

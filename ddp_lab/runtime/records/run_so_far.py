@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime.config import RECORD_VERSION, RunConfig, choice_folder
+from ddp_lab.record_format import RECORD_VERSION
+from ddp_lab.runtime.config import RunConfig, choice_folder
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import Ranks, backend_class
 from ddp_lab.runtime.errors import AgreedError, SequenceError, UserError, tell_torchrun

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
+from ddp_lab.record_format import ranks_in
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.chosen_ranks import ranks_in
 from ddp_lab.runtime.settings.field import flag, flag_name
 
 _profiling = partial(flag, "profiling")

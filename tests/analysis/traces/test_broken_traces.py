@@ -14,7 +14,7 @@ from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window, read_rank
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import LONGEST_NAME
-from ddp_lab.runtime.config import RECORD_VERSION
+from ddp_lab.record_format import RECORD_VERSION
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, write, write_run
 

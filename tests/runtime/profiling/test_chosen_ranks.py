@@ -9,9 +9,9 @@ from ddp_lab.analysis.files import profiled_ranks, read_record
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.record_format import ranks_in
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.profiling.chosen_ranks import ranks_in
 from tests.ranks import RankPool
 from tests.runtime.test_run import TINY, record_of, run_here
 from tests.tables import each_row

@@ -1,14 +1,16 @@
-"""Lists of ranks as a person writes them: `0,1,8` or `0-3,8`."""
+"""What those who write run records and those who read them must agree on (`docs/run-record.md`)."""
 
 import re
 
 from ddp_lab.runtime.errors import UserError
 
+RECORD_VERSION = 10
+"""Version of the format."""
 PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?$")
 
 
 def ranks_in(text: str, flag: str) -> frozenset[int]:
-    """The ranks that `text` names.
+    """The ranks that `text` names, as a person writes them: `0,1,8` or `0-3,8`.
 
     Raises:
         UserError: it is no such list; names `flag`.

@@ -1,0 +1,102 @@
+"""Which rooms import which: arrows point one way, and reading one strategy loads little else."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("ddp_lab", "ddp", "sharding", "tensor_parallel", "reference")
+STRATEGIES = ROOMS[1:]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for room in ROOMS
+    for path in sorted((ROOT / room).rglob("*.py"))
+}
+MOST_MODULES = 15
+
+
+def imported(source: str) -> set[str]:
+    """All that `source` imports, also within functions and for types alone: modules, and names within modules."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= FILES.keys() else {node.module, *names}
+    return found
+
+
+IMPORTED = {name: imported(path.read_text()) for name, path in FILES.items()}
+GRAPH = {name: (names & FILES.keys()) - {name} for name, names in IMPORTED.items()}
+
+
+def within(name: str, *rooms: str) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def arrows(start: str, *ends: str) -> set[str]:
+    """The imports from the room `start` into one of `ends`, as text."""
+    return {
+        f"{name} -> {other}"
+        for name, others in GRAPH.items()
+        if within(name, start)
+        for other in others
+        if within(other, *ends)
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle, if there is one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circle(GRAPH) == []
+    hidden = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ddp_lab.strategy.interface import Strategy\n"
+    )
+    late = "def step():\n    from ddp_lab.strategy import interface\n"
+    for source in (hidden, late):
+        planted = {**GRAPH, "ddp_lab.strategy.hooks": imported(source) & FILES.keys()}
+        assert {"ddp_lab.strategy.hooks", "ddp_lab.strategy.interface"} <= set(circle(planted))
+
+
+def test_the_interface_knows_no_strategy_and_no_reader_of_traces() -> None:
+    assert arrows("ddp_lab.strategy", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
+    assert arrows("ddp_lab.runtime", *STRATEGIES, "ddp_lab.analysis", "ddp_lab.planner") == set()
+
+
+def test_the_interface_imports_leaves_of_the_runtime_alone() -> None:
+    """A leaf imports nothing of ours but other leaves."""
+    leaves = {arrow.split(" -> ")[1] for arrow in arrows("ddp_lab.strategy", "ddp_lab.runtime")}
+    assert "ddp_lab.runtime.errors" in leaves
+    assert {name: GRAPH[name] - leaves for name in leaves if GRAPH[name] - leaves} == {}
+
+
+def test_reading_traces_needs_neither_the_runtime_nor_ranks() -> None:
+    """Errors are the exception: a trace that cannot be read ends a program as any other mistake of a user does."""
+    runtime = {arrow for arrow in arrows("ddp_lab.analysis", "ddp_lab.runtime") if not arrow.endswith("runtime.errors")}
+    assert runtime == set()
+    assert {
+        n for n, names in IMPORTED.items() if within(n, "ddp_lab.analysis") and "torch.distributed" in names
+    } == set()
+
+
+@pytest.mark.parametrize("module", ["ddp.simple_ddp", "ddp.flat_ddp"])
+def test_a_strategy_alone_loads_few_modules(module: str) -> None:
+    code = f"import sys, {module}\nprint(*(n for n in sys.modules if n.split('.')[0] in {ROOMS}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = done.stdout.split()
+    assert module in loaded
+    assert len(loaded) <= MOST_MODULES, sorted(loaded)
