@@ -56,20 +56,13 @@ class DeepSpeedZero(Strategy):
     supports = Supports(
         compile=False,
         refusals=(
-            (
-                lambda options, _: options.reduce_dtype,
-                "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here",
-            ),
-            (
-                lambda options, _: options.activation_checkpointing != NONE,
-                "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3",
-            ),
-            (
-                lambda options, _: options.precision == FP16,
-                "--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3",
-            ),
+            (lambda o, _: o.reduce_dtype, "--reduce-dtype: DeepSpeed reduces gradients in their own dtype here"),
+            (lambda o, _: o.activation_checkpointing != NONE,
+             "--activation-checkpointing: DeepSpeed has its own; choose zero1, zero2 or zero3"),
+            (lambda o, _: o.precision == FP16,
+             "--precision fp16: DeepSpeed scales losses by itself; take zero1, zero2 or zero3"),
         ),
-    )
+    )  # fmt: skip
     stage: ClassVar[int]
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
@@ -78,8 +71,7 @@ class DeepSpeedZero(Strategy):
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
         require_elementwise(make_optimizer)
-        make_groups = self.options.parameter_groups
-        optimizer = make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+        optimizer = super().build_optimizer(make_optimizer)
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger

@@ -102,8 +102,7 @@ class FSDP2(Strategy):
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         require_elementwise(make_optimizer)
-        make_groups = self.options.parameter_groups
-        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
+        return super().build_optimizer(make_optimizer)
 
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.process_group)

@@ -59,57 +59,44 @@ class Supports:
                 raise UnsupportedError(message)
 
 
-def _offload(options: "StrategyOptions") -> tuple[str, str]:
-    """What is offloaded, and to which folder; empty where there is none."""
-    what, _, folder = (options.offload or "").partition(":")
-    return what, folder
-
-
 def _refused_offload(options: "StrategyOptions", supports: Supports) -> str:
-    what, _ = _offload(options)
+    what = str(options.offload).partition(":")[0]
     ways = " or ".join(sorted(supports.offload)) or "nothing"
     others = "zero1, zero2 and zero3" if what == "optimizer" else "zero3, pytorch_zero2 and pytorch_zero3"
     return f"--offload {what}: this strategy can take {ways} off the device; {others} can"
+
+
+def _refused_folder(options: "StrategyOptions", supports: Supports) -> str:
+    return (
+        f"--offload {options.offload}: this strategy offloads to host memory alone; leave out "
+        f":{str(options.offload).partition(':')[2]}, or take zero1, zero2 or zero3"
+    )
 
 
 NO_REPLICAS = (
     "--mesh with replicate and shard: this strategy cannot shard over a part of the ranks; take zero1, zero2, zero3, "
     "pytorch_zero2 or pytorch_zero3, or --mesh dp=N"
 )
+NO_CAST = (
+    "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
+    "pytorch_zero2 or pytorch_zero3, or --precision bf16"
+)
 Refusal = tuple[Callable[["StrategyOptions", Supports], Any], str | Callable[["StrategyOptions", Supports], str]]
 """Whether options ask for what is not supported, and what to say then."""
 MeshRefusal = tuple[Callable[["Mesh | None"], Any], str]
 """The same of a mesh."""
 TABLE: tuple[Refusal, ...] = (
-    (
-        lambda options, supports: options.compress and not supports.compress,
-        "--compress: gradients are compressed by replicated strategies alone",
-    ),
-    (
-        lambda options, supports: options.overlap_optimizer and not supports.overlap_optimizer,
-        "--overlap-optimizer: this strategy updates no parameter before all are reduced",
-    ),
-    (lambda options, supports: options.offload and _offload(options)[0] not in supports.offload, _refused_offload),
-    (
-        lambda options, supports: _offload(options)[1] and not supports.offload_to_files,
-        lambda options, _: (
-            f"--offload {options.offload}: this strategy offloads to host memory alone; leave out "
-            f":{_offload(options)[1]}, or take zero1, zero2 or zero3"
-        ),
-    ),
-    (
-        lambda options, supports: options.compile_backend and not supports.compile,
-        "--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3",
-    ),
-    (
-        lambda options, supports: options.param_dtype and not supports.param_dtype,
-        "--param-dtype: this strategy computes with the parameters that it updates; take zero1, zero2, zero3, "
-        "pytorch_zero2 or pytorch_zero3, or --precision bf16",
-    ),
-    (
-        lambda options, supports: options.master_dtype and not supports.master_dtype,
-        "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3",
-    ),
-    (lambda options, supports: options.shard_groups and not supports.replicas, NO_REPLICAS),
-)
+    (lambda o, can: o.compress and not can.compress,
+     "--compress: gradients are compressed by replicated strategies alone"),
+    (lambda o, can: o.overlap_optimizer and not can.overlap_optimizer,
+     "--overlap-optimizer: this strategy updates no parameter before all are reduced"),
+    (lambda o, can: o.offload and o.offload.partition(":")[0] not in can.offload, _refused_offload),
+    (lambda o, can: o.offload and o.offload.partition(":")[2] and not can.offload_to_files, _refused_folder),
+    (lambda o, can: o.compile_backend and not can.compile,
+     "--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3"),
+    (lambda o, can: o.param_dtype and not can.param_dtype, NO_CAST),
+    (lambda o, can: o.master_dtype and not can.master_dtype,
+     "--master-dtype: this strategy updates in the parameters' own dtype; take zero1, zero2 or zero3"),
+    (lambda o, can: o.shard_groups and not can.replicas, NO_REPLICAS),
+)  # fmt: skip
 """Of all strategies, in the order in which they are checked."""

@@ -85,9 +85,10 @@ class Hooks(Accounts):
         throughput."""
         return max(self.deciding_steps, self.compiled.settling_steps if self.compiled else 0)
 
-    @abstractmethod
     def build_optimizer(self, make_optimizer: "MakeOptimizer") -> torch.optim.Optimizer:
-        """Build the optimizer over those parameters that this rank updates."""
+        """Build the optimizer over those parameters that this rank updates. Default: all that train."""
+        make_groups = self.options.parameter_groups
+        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     # In a step -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from ddp_lab.strategy.state import require_matching_state, shapes_of
 
 if TYPE_CHECKING:
     from ddp_lab.strategy.communication.compression import Compression
-    from ddp_lab.strategy.optimizers import MakeOptimizer
 
 
 class ReplicatedStrategy(Strategy):
@@ -33,10 +32,6 @@ class ReplicatedStrategy(Strategy):
     def prepare(self) -> None:
         self.make_compression()
         broadcast_from_rank0([*self.module.parameters(), *self.module.buffers()], self.process_group)
-
-    def build_optimizer(self, make_optimizer: "MakeOptimizer") -> torch.optim.Optimizer:
-        make_groups = self.options.parameter_groups
-        return make_optimizer(make_groups(self.module) if make_groups else list(self.trainable.values()))
 
     def make_compression(self) -> None:
         """With `options.compress`, or in bf16, gradients are compressed (`communication.compression`) and

@@ -125,20 +125,22 @@ def test_bucket_gradients_are_views_into_persistent_buffers(ranks: RankPool) -> 
     assert ranks.run(2, bucket_storage) == [True, True]
 
 
-def leave_no_sync(choice: Choice) -> tuple[bool, bool, bool]:
+def leave_no_sync(choice: Choice) -> tuple[bool, ...]:
     strategy = make(choice, build("plain"))
-    before = strategy.steps.reduces_now
-    with pytest.raises(RuntimeError, match="planted"), strategy.micro_batch(last=False):
-        inside = strategy.steps.reduces_now
-        raise RuntimeError("planted")
-    return before, inside, strategy.steps.reduces_now
+    seen = [strategy.steps.reduces_now]
+    for context in (strategy.no_sync(), nullcontext()):
+        with pytest.raises(RuntimeError, match="planted"), context, strategy.micro_batch():
+            seen.append(strategy.steps.reduces_now)
+            raise RuntimeError("planted")
+        seen.append(strategy.steps.reduces_now)
+    return tuple(seen)
 
 
 @trap_of_own_loops
 def no_sync_restores_after_an_exception(ranks: RankPool, choice: Choice) -> None:
     at_every_micro_batch = {"simple_ddp", "zero2", "zero3", "pytorch_zero2", "pytorch_zero3"}
     at_every_micro_batch |= {"deepspeed_zero2", "deepspeed_zero3"}
-    assert ranks.run(2, leave_no_sync, choice) == [(False, choice[1] in at_every_micro_batch, False)] * 2
+    assert ranks.run(2, leave_no_sync, choice) == [(False, choice[1] in at_every_micro_batch, False, True, False)] * 2
 
 
 # Failures that must be seen ------------------------------------------------------------------------------------------
