@@ -7,6 +7,7 @@ need. `PrepareModuleInput` stands where f does, so that queries, keys and values
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, MeshGroups
 from ddp_lab.strategy.accounting import Collective
-from ddp_lab.strategy.capabilities import MeshRefusal, Supports
+from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
@@ -41,7 +42,14 @@ from tensor_parallel.plan import Column, Embedding, Head, Region, Row, Shared, S
 from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import Place, Precision, Recomputed, Traffic
 
-NO_DATA_DIMENSION = "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp"
+NO_DATA_DIMENSION: MeshRefusal = (
+    lambda mesh: mesh is not None and mesh.data_size > 1,
+    "pytorch_tp has no data-parallel dimension; take pytorch_fsdp_tp, or tp",
+)
+NO_SHARD_DIMENSION: MeshRefusal = (
+    lambda mesh: mesh is not None and SHARD in mesh.degrees,
+    "--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3",
+)
 NOTHING_TO_CUT: MeshRefusal = (
     lambda mesh: mesh is None or mesh.model_size == 1,
     "--mesh without tp: parallelize_module has nothing to cut; take zero3, or tp above 1",
@@ -218,17 +226,11 @@ class LossParallel(Strategy):
 class PyTorchTP(LossParallel, ReplicatedStrategy):
     """Tensor parallelism alone: no two ranks see different samples."""
 
-    supports = Supports(
-        compress=True,
-        mesh_refusals=(
-            NOTHING_TO_CUT,
-            (lambda mesh: mesh is not None and mesh.data_size > 1, NO_DATA_DIMENSION),
-        ),
-    )
+    supports = replace(ReplicatedStrategy.supports, mesh_refusals=(NOTHING_TO_CUT, NO_DATA_DIMENSION))
 
     def prepare(self) -> None:
         if self.data_parallel_size > 1:
-            raise UnsupportedError(NO_DATA_DIMENSION)
+            raise UnsupportedError(NO_DATA_DIMENSION[1])
         self.make_compression()
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
@@ -274,17 +276,7 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 class PyTorchFSDPTP(LossParallel, FSDP2):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
-    supports = Supports(
-        offload=FSDP2.supports.offload,
-        param_dtype=True,
-        mesh_refusals=(
-            NOTHING_TO_CUT,
-            (
-                lambda mesh: mesh is not None and SHARD in mesh.degrees,
-                "--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3",
-            ),
-        ),
-    )
+    supports = replace(FSDP2.supports, replicas=False, mesh_refusals=(NOTHING_TO_CUT, NO_SHARD_DIMENSION))
     frees_blocks_after_forward = True
 
     def mesh(self) -> DeviceMesh:
