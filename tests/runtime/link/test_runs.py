@@ -41,6 +41,6 @@ def test_a_run_is_as_slow_as_its_link(ranks: RankPool, tmp_path: Path, choice: s
     spans = analysis.timelines[0].collectives.query("bytes >= 50_000")
     rates = spans["bytes"] / (spans["end"] - spans["issued"]) * 1e6  # of a busy machine, a span may begin late
     assert len(spans) and (rates <= 2 * BYTES_PER_S).all()  # an all-gather between two ranks sends half of its bytes
-    assert analyse("", "reports", ["--trace-dir", str(tmp_path / "profile" / choice)]) == 0
+    assert analyse("reports", ["--trace-dir", str(tmp_path / "profile" / choice)]) == 0
     page = next(tmp_path.rglob("summary.html")).read_text()
     assert f"Every rank had a link of {LINK} (--link)" in page

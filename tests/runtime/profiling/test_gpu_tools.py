@@ -26,7 +26,7 @@ CPU = Ranks(0, 1, torch.device("cpu"), "gloo")
 
 def profiled_run(folder: str) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    config = RunConfig(**TINY, choice="pytorch_ddp", output_dir=folder, bucket_cap_mb=0.001)  # type: ignore[arg-type]
+    config = RunConfig(**TINY, choice="pytorch_ddp", output_dir=folder)  # type: ignore[arg-type]
     train_and_record(config, ranks, ddp.load)
 
 
