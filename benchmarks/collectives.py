@@ -119,7 +119,7 @@ def main() -> int:
     from benchmarks.collective.loop import RanksLostError, measure_all
     from ddp_lab.runtime.distributed import joined_ranks
     from ddp_lab.runtime.groups import on_every_rank
-    from ddp_lab.runtime.run import silence_libraries
+    from ddp_lab.runtime.process.environment import silence_libraries
 
     silence_libraries()
     try:

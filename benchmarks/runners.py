@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.variants import BARE_LOOP, PLAIN, RUNTIME
+from ddp_lab.runtime.build import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.copies import to_device
 from ddp_lab.runtime.data.workload import Workload
@@ -19,7 +20,6 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
 from ddp_lab.runtime.profiling.stopwatch import Stopwatch
-from ddp_lab.runtime.run import Parallelize, build_strategy, cut_over_ranks, seed_everything
 from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.interface import Strategy

@@ -66,9 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument(
-        "--link", type=argument(canonical), default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py"
-    )
+    parser.add_argument("--link", type=argument(canonical), default=NONE, metavar="LINK", help="as of main_ddp.py")
     parser.add_argument("--nodes", type=at_least(1), help="as of main_shard.py")
     parser.add_argument("--outer-link", type=argument(canonical), metavar="RATE[,LATENCY]", help="as of main_shard.py")
     parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
@@ -102,7 +100,7 @@ def computes_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def main() -> int:
     options = parse()
     from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.run import silence_libraries
+    from ddp_lab.runtime.process.environment import silence_libraries
 
     silence_libraries()
     names = "workload global_batch_size device grad_accum_steps backend link nodes outer_link depth width"

@@ -29,13 +29,15 @@ import torch.distributed as dist
 from benchmarks.predictions.machine import longest_rank
 from ddp_lab.planner.costs.timing import TrainingStep, measure
 from ddp_lab.planner.simulation.meshed import load
+from ddp_lab.runtime.build import build_strategy, seed_everything
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.batches import batches_of_steps
 from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks
 from ddp_lab.runtime.loop import Unwatched, train
+from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.records.record import gather_memory
-from ddp_lab.runtime.run import batches_of_steps, build_strategy, seed_everything, silence_libraries
 from ddp_lab.strategy.accounting import ModelSize
 
 

@@ -1,64 +1,54 @@
-"""One whole run: join the ranks, build model and strategy, train, evaluate, write the record."""
+"""One whole run, from beginning to end: settings, ranks, model, strategy, loop, record.
 
-import logging
+`run` joins the ranks and answers for what goes wrong. `train_and_record` is what they do between.
+"""
+
 import math
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
+from ddp_lab.runtime.build import (
+    OPTIMIZER,
+    Parallelize,
+    build_strategy,
+    cut_over_ranks,
+    prepare_device,
+    seed_everything,
+)
 from ddp_lab.runtime.checkpoint.session import Checkpoints
 from ddp_lab.runtime.config import RunConfig, choice_folder
-from ddp_lab.runtime.data.copies import copied_ahead, token_count
+from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_steps, require_sample_for_each_rank
 from ddp_lab.runtime.data.lora import save_adapter
-from ddp_lab.runtime.data.sampling import epoch_windows, rank_micro_batches, steps_in_epoch
-from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
 from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
-from ddp_lab.runtime.mesh import Mesh, MeshGroups
+from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
 from ddp_lab.runtime.records.flops import model_flops
+from ddp_lab.runtime.records.leave import leave_config, leave_record, leave_stopped
 from ddp_lab.runtime.records.metrics import step_metrics
-from ddp_lab.runtime.records.progress import summary_line, training_progress
-from ddp_lab.runtime.records.record import (
-    gather_memory,
-    make_run_id,
-    make_trace_folder,
-    package_versions,
-    write_json,
-    write_text,
-)
+from ddp_lab.runtime.records.progress import training_progress
+from ddp_lab.runtime.records.record import gather_memory, make_run_id, make_trace_folder, package_versions
 from ddp_lab.runtime.records.run_so_far import RunSoFar, Setup
 from ddp_lab.runtime.schedule import learning_rates
-from ddp_lab.runtime.settings.file import to_toml
-from ddp_lab.runtime.watch.cause import COMPLETED, STOPPED, Ending
 from ddp_lab.runtime.watch.names import RankNames
 from ddp_lab.runtime.watch.phases import between_steps
 from ddp_lab.runtime.watch.watcher import watched
 from ddp_lab.strategy.accounting import ModelSize
-from ddp_lab.strategy.batches import MicroBatch, StepData
-from ddp_lab.strategy.compilation import require_compiler
+from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.registry import refuse_tensor_parallelism
-
-OPTIMIZER = torch.optim.AdamW
-Parallelize = Callable[[torch.nn.Module, RunConfig, MeshGroups, torch.device], ModelParallel]
-"""Cuts a module in place over `MeshGroups.model`, as the run's settings say."""
 
 
 def run(
@@ -107,6 +97,7 @@ def train_and_record(
         NonFiniteError: training diverged.
         SequenceError: ranks issued different collectives.
     """
+    # Settings
     so_far = so_far or RunSoFar(config)
     config = resolve_workload(config, ranks.device.type == "cuda")
     config = replace(config, device=ranks.device.type, backend=ranks.backend)
@@ -118,34 +109,37 @@ def train_and_record(
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
     checkpoints = Checkpoints(config, ranks, run_id, package_versions())
-    if config.tf32 and ranks.device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    prepare_device(config, ranks.device)
+
+    # Model and data
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
-    if config.strategy.compile:
-        on_every_rank(lambda: require_compiler(ranks.device))
     workload = build_workload(config)
     require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.data_size)
     steps = planned_steps(config, len(workload.train))
     checkpoints.require_steps_left(steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
-    rates = learning_rates(config, steps)
-    size = ModelSize.of(workload.model)
+    rates, size = learning_rates(config, steps), ModelSize.of(workload.model)
     flops = model_flops(workload.model, next(collated(config, workload, ranks, 1, 0)).micro_batches[0])
     model_parallel = cut_over_ranks(config, workload, ranks, load_parallelize)
     part = ModelSize.of(workload.model)  # this rank's
+
+    # Strategy
     strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
     seed_everything(config.seed, ranks.data_rank)  # but dropout of its own
+
+    def step_data() -> StepData:
+        return next(batches_of_steps(config, workload, ranks, steps=1))
+
+    # Loop
     with closing(checkpoints):
-
-        def first_step() -> Sequence[MicroBatch]:
-            return next(batches_of_steps(config, workload, ranks, steps=1)).micro_batches
-
-        earlier = so_far.result = checkpoints.begin(strategy, config, len(workload.train), steps, first_step)
+        earlier = so_far.result = checkpoints.begin(
+            strategy, config, len(workload.train), steps, lambda: step_data().micro_batches
+        )
         so_far.resumed_from = checkpoints.as_record()
         from_rank0(lambda: leave_config(so_far, ranks.world_size))
         settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
@@ -164,10 +158,11 @@ def train_and_record(
                 checkpoints.after_step(result)
 
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
-            on_each = so_far.following(after_step)
             plan = Plan(earlier, checkpoints.is_due, rates)
-            train(strategy, all_batches, profiler, config.clip_grad_norm, on_each, plan)
+            train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), plan)
             checkpoints.finish()
+
+    # Record
     done = len(so_far.result.loss)
     if strategy.steps.stops_after == done < steps:
         on_every_rank(lambda: require_written(profiler))
@@ -182,137 +177,12 @@ def train_and_record(
     between_steps("generating")
     so_far.generated = generate(strategy, workload, config)
     between_steps("recording memory")
-    step_data = next(batches_of_steps(config, workload, ranks, steps=1))
-    step_memory = record_step_memory(strategy, step_data, config.clip_grad_norm)
+    step_memory = record_step_memory(strategy, step_data(), config.clip_grad_norm)
     between_steps("finishing")
     so_far.memory = gather_memory(strategy, part, step_memory)
     so_far.gather_throughput()
     on_every_rank(lambda: require_written(profiler))
-    record = so_far.record(Ending(COMPLETED))
-    path = choice_folder(config) / f"{run_id}.run.json"
-    from_rank0(lambda: write_json(path, record))
-    if ranks.is_main:
-        for note in record["notes"]:
-            print(f"{config.label}: {note}", flush=True)
-        if text := so_far.generated:
-            print(f"{config.label}: generated after '{text['prompt']}': {text['text']}", flush=True)
-        print(summary_line(config.label, record, str(path)), flush=True)
-
-
-def leave_stopped(run: RunSoFar, steps: int, checkpoint: Path) -> None:
-    """Write the record of a run that ends because SIGUSR1 asked it to, and say so.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    done, path = len(run.result.loss), choice_folder(run.config) / f"{run.run_id}.run.json"
-    message = f"stopped by SIGUSR1 after step {done} of {steps}; checkpoint: {checkpoint}"
-    write_json(path, run.record(Ending(STOPPED, step=done, message=message)))
-    print(f"{run.config.label}: {message}; --resume continues; record: {path}", flush=True)
-
-
-def leave_config(run: RunSoFar, world_size: int) -> None:
-    """Write the file that repeats this run: the settings of its record, and the very checkpoint that it resumed from.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    config, path = run.config, choice_folder(run.config) / f"{run.run_id}.config.toml"
-    if run.resumed_from:
-        config = replace(config, resume=run.resumed_from["path"])
-    command = f"python -m ddp_lab train --ranks {world_size} --config {path}"
-    write_text(path, to_toml(config, f"Repeats run {run.run_id}: {command}"))
-
-
-def require_sample_for_each_rank(samples: int, world_size: int) -> None:
-    """Refuse data that leaves a rank without a sample in the first step.
-
-    Raises:
-        UserError: names both numbers.
-    """
-    if samples < world_size:
-        raise UserError(
-            f"{samples} training samples for {world_size} ranks; each rank needs one in the first step: raise "
-            "--train-samples, give more data, or use fewer ranks"
-        )
-
-
-def planned_steps(config: RunConfig, samples: int) -> int:
-    """Optimizer steps of the run: whole epochs, or `max_steps` if that is fewer."""
-    return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
-
-
-def build_strategy(
-    config: RunConfig,
-    workload: Workload,
-    ranks: Ranks,
-    strategy_class: type[Strategy],
-    group: dist.ProcessGroup | None = None,
-    model_parallel: ModelParallel | None = None,
-) -> Strategy:
-    """The strategy over the workload's model.
-
-    Args:
-        group: The ranks that see different samples. Default: those of the mesh, or all.
-        model_parallel: How the model is cut over other ranks (`cut_over_ranks`).
-    """
-    learning_rate = config.lr or workload.learning_rate
-    return strategy_class(
-        workload.model.to(ranks.device),
-        lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),
-        replace(
-            config.strategy,
-            model_parallel=model_parallel,
-            shard_groups=ranks.groups.shard_groups if ranks.groups else None,
-        ),
-        group or (ranks.groups.data if ranks.groups else None),
-    )
-
-
-def cut_over_ranks(
-    config: RunConfig, workload: Workload, ranks: Ranks, load_parallelize: Callable[[str], Parallelize]
-) -> ModelParallel | None:
-    """Cut the workload's model in place, if the mesh says so. Collective."""
-    if ranks.groups is None or ranks.groups.mesh.model_size == 1:
-        return None
-    workload.model.to(ranks.device)
-    return load_parallelize(config.choice)(workload.model, config, ranks.groups, ranks.device)
-
-
-def batches_of_steps(
-    config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int = 0
-) -> Iterator[StepData]:
-    """For each optimizer step from `first` on: this rank's micro-batches on its device, and what they amount to."""
-    return copied_ahead(collated(config, workload, ranks, steps, first), ranks.device)
-
-
-def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
-    """The same on the CPU."""
-    size, done = config.micro_batch_size(ranks.data_size), 0
-    for epoch in range(config.epochs):
-        for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
-            if done == steps:
-                return
-            if done < first:
-                done += 1
-                continue
-            mine = rank_micro_batches(window, ranks.data_rank, ranks.data_size, size)
-            batches = [workload.collate([workload.train[index] for index in indices]) for indices in mine]
-            yield StepData(len(window), batches, list(map(workload.count, batches)), sum(map(token_count, batches)))
-            done += 1
-
-
-def seed_everything(seed: int, rank: int) -> None:
-    """Seed torch's generators: the same for the same `rank`, different between ranks."""
-    torch.manual_seed(seed * 100_003 + rank)
-
-
-def silence_libraries() -> None:
-    """Keep warnings and progress bars of libraries off the terminal. Their errors are raised, and so not lost."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    from_rank0(lambda: leave_record(so_far))
 
 
 def require_written(profiler: WindowProfiler) -> None:

@@ -79,7 +79,7 @@ class Registry:
         return found_at(self._locations[name])
 
     def load_parallelize(self, name: str) -> "Callable[..., ModelParallel]":
-        """What cuts a model over the ranks of a mesh for this strategy: a `ddp_lab.runtime.run.Parallelize`.
+        """What cuts a model over the ranks of a mesh for this strategy: a `ddp_lab.runtime.build.Parallelize`.
 
         Raises:
             UserError: nothing does here.

@@ -9,8 +9,8 @@ import pytest
 import ddp
 from ddp_lab.gpu_check import proofs, speed
 from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS
+from ddp_lab.runtime.data.batches import planned_steps
 from ddp_lab.runtime.flags import parse_config
-from ddp_lab.runtime.run import planned_steps
 from tests.gpu_check.pretended import Pretended
 from tests.tables import each_row
 

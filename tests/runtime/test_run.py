@@ -18,6 +18,7 @@ import ddp
 import sharding
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
+from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.reviews import make_reviews
 from ddp_lab.runtime.data.workloads import build_workload
@@ -33,7 +34,7 @@ from ddp_lab.runtime.distributed import (
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.link.speed import Link, Nodes
-from ddp_lab.runtime.run import run, seed_everything, train_and_record
+from ddp_lab.runtime.run import run, train_and_record
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from tests.ranks import RankPool
 from tests.tables import each_row
@@ -535,7 +536,7 @@ def test_a_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd
     monkeypatch.setattr(dist, "rendezvous", unreachable)
     assert run(RunConfig(choice="flat_ddp"), ddp.load) == 1
     said = capfd.readouterr().err
-    assert "error: flat_ddp: rank 1 cannot join the others: The client socket has timed out; python scripts" in said
+    assert "error: flat_ddp: rank 1 cannot join the others: The client socket has timed out; ddp-lab doctor" in said
     assert said.count("\n") == 1
 
 

@@ -171,7 +171,7 @@ class Simulation:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of the runner (`ddp_lab.runtime.run`)."""
+    """The optimizer of the runner (`ddp_lab.runtime.build`)."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 

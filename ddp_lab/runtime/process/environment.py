@@ -6,7 +6,9 @@ lock for milliseconds. Under Linux's batch policy a thread that wakes up waits f
 messages take half as long (docs/findings.md). With a GPU the policy stays as it is.
 """
 
+import logging
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,3 +59,11 @@ def scheduling() -> str | None:
         return None
     names = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
     return {**names, os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}.get(policy & ~os.SCHED_RESET_ON_FORK, "unknown")
+
+
+def silence_libraries() -> None:
+    """Keep warnings and progress bars of libraries off the terminal. Their errors are raised, and so not lost."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
