@@ -1,4 +1,4 @@
-"""`plan.py savings`: what other settings of a run would save of its memory."""
+"""`ddp-lab plan savings`: what other settings of a run would save of its memory."""
 
 import json
 from pathlib import Path
