@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ddp.early_updates import only
 from sharding.options.host_memory import Offload
-from sharding.options.stochastic_rounding import RoundedUpdate, update_one
+from sharding.options.stochastic_rounding import RoundedUpdate
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
 
@@ -56,7 +57,11 @@ class HostUpdate:
                 arrived.synchronize()
             flat = bucket.flat
             flat.set_updated_gradients(gradient)
-            update_one(self._optimizer, flat, self._rounded)
+            if self._rounded is not None:
+                self._rounded.update(self._optimizer, flat)
+            else:
+                with only(self._optimizer, flat.updated.values()):
+                    self._optimizer.step()
             flat.set_updated_gradients(None)
             if self._offload.folder is not None:
                 self._move_states(flat)

@@ -15,7 +15,7 @@ What is lost is noise: each step moves a weight by up to one unit in the last pl
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,11 @@ class RoundedUpdate:
     def begin_step(self, step: int) -> None:
         self._generator.manual_seed(step * self._ranks + self._rank)
 
+    def update(self, optimizer: torch.optim.Optimizer, flat: FlatParameters) -> None:
+        """Update the shard of `flat` alone."""
+        with only(optimizer, flat.updated.values()), self.of(flat):
+            optimizer.step()
+
     @contextmanager
     def of(self, flat: FlatParameters) -> Iterator[None]:
         """Within this context, `flat.updated` are fp32 values of the shard. At its end they are rounded into it."""
@@ -66,16 +71,6 @@ class RoundedUpdate:
             flat.shard.copy_(round_stochastically(values, self._generator))
         finally:
             flat.set_updated_values(None)
-
-
-def update_one(optimizer: torch.optim.Optimizer, flat: FlatParameters, rounded: RoundedUpdate | None) -> None:
-    """Update the shard of `flat` alone.
-
-    Args:
-        rounded: How, if the shard has a lower precision than the update.
-    """
-    with only(optimizer, flat.updated.values()), rounded.of(flat) if rounded else nullcontext():
-        optimizer.step()
 
 
 def require_fp32(parameters: Mapping[str, nn.Parameter]) -> None:

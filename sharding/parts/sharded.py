@@ -1,7 +1,7 @@
 """What the stages of ZeRO share: an optimizer over this rank's shard, clipping over shards, and whole state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
-from sharding.options.offload import HostUpdate
 from sharding.options.placement import Placement, cast_inputs
 from sharding.options.replicas import ShardRanks
-from sharding.options.stochastic_rounding import RoundedUpdate, require_fp32, update_one
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
+
+if TYPE_CHECKING:
+    from sharding.options.offload import HostUpdate
+    from sharding.options.stochastic_rounding import RoundedUpdate
 
 
 class ShardedStrategy(Strategy):
@@ -42,6 +44,8 @@ class ShardedStrategy(Strategy):
     )
     flats: Sequence[FlatParameters]
     buckets: Sequence[GradientBucket]
+    host_update: "HostUpdate | None"
+    rounded_update: "RoundedUpdate | None"
 
     def prepare(self) -> None:
         self.placement = Placement.of(self.options)
@@ -55,9 +59,10 @@ class ShardedStrategy(Strategy):
                 f"{elements} trainable elements cannot be sharded over {self.shard_size} ranks: use fewer "
                 "ranks, or a replicated strategy"
             )
-        self.host_update: HostUpdate | None = None
-        self.rounded_update: RoundedUpdate | None = None
+        self.host_update = self.rounded_update = None
         if self.placement.master_dtype:
+            from sharding.options.stochastic_rounding import RoundedUpdate, require_fp32
+
             require_fp32(self.trainable)
             self.parameter_dtypes = dict.fromkeys(self.parameter_dtypes, self.placement.master_dtype)
             device = torch.device("cpu") if self.placement.offload else self.device
@@ -77,6 +82,8 @@ class ShardedStrategy(Strategy):
             ]
         optimizer = make_optimizer(groups)
         if self.placement.offload:
+            from sharding.options.offload import HostUpdate
+
             buckets = list(reversed(self.buckets))
             self.host_update = HostUpdate(self.placement.offload, optimizer, buckets, self.rounded_update)
         return optimizer
@@ -91,7 +98,7 @@ class ShardedStrategy(Strategy):
             super().update()
         for bucket in reversed(self.buckets):  # the order in which forward needs them
             if self.rounded_update is not None:
-                update_one(self.optimizer, bucket.flat, self.rounded_update)
+                self.rounded_update.update(self.optimizer, bucket.flat)
             self.publish(bucket.flat)
 
     def publish(self, flat: FlatParameters) -> None:
