@@ -147,10 +147,10 @@ class FSDP2(Strategy):
     def gradient_share(self) -> Iterable[Tensor]:
         if self.replica != 0:  # the first replica speaks for all
             return ()
-        return (local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p))
+        return [local(p.grad) for p in self.trainable.values() if p.grad is not None and self.speaks_for(p)]
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return (local(p.grad) for p in self.trainable.values() if p.grad is not None)
+        return [local(p.grad) for p in self.trainable.values() if p.grad is not None]
 
     def parameter_tensors(self) -> Iterable[Tensor]:
         return [*self._shards(), *self._whole_leaves()]
