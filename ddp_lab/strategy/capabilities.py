@@ -60,7 +60,7 @@ class Supports:
 
 
 def _refused_offload(options: "StrategyOptions", supports: Supports) -> str:
-    what = str(options.offload).partition(":")[0]
+    what = options.offloaded
     ways = " or ".join(sorted(supports.offload)) or "nothing"
     others = "zero1, zero2 and zero3" if what == "optimizer" else "zero3, pytorch_zero2 and pytorch_zero3"
     return f"--offload {what}: this strategy can take {ways} off the device; {others} can"
@@ -90,7 +90,7 @@ TABLE: tuple[Refusal, ...] = (
      "--compress: gradients are compressed by replicated strategies alone"),
     (lambda o, can: o.overlap_optimizer and not can.overlap_optimizer,
      "--overlap-optimizer: this strategy updates no parameter before all are reduced"),
-    (lambda o, can: o.offload and o.offload.partition(":")[0] not in can.offload, _refused_offload),
+    (lambda o, can: o.offload and o.offloaded not in can.offload, _refused_offload),
     (lambda o, can: o.offload and o.offload.partition(":")[2] and not can.offload_to_files, _refused_folder),
     (lambda o, can: o.compile_backend and not can.compile,
      "--compile: this strategy has hooks within blocks; take zero1, zero2 or zero3"),

@@ -55,8 +55,8 @@ RULES: Rules = (
         f"--bucket-cap-mb {{0.bucket_cap_mb}}: must be a size above 0 MiB, or {AUTO}",
     ),
     (
-        lambda o: o.offload is None or o.offload.partition(":")[0] in OFFLOADS,
-        f"--offload {{0.offload}}: must be one of {', '.join(OFFLOADS)}",
+        lambda o: o.offload is None or o.offloaded in OFFLOADS,
+        f"--offload {{0.offloaded}}: must be one of {', '.join(OFFLOADS)}",
     ),
     (
         lambda o: not o.param_dtype or o.precision == "fp32",
@@ -174,6 +174,11 @@ class StrategyOptions:
         if self.compile and self.compile_backend is None:
             object.__setattr__(self, "compile_backend", INDUCTOR)
         check(self, RULES)
+
+    @property
+    def offloaded(self) -> str:
+        """What `offload` names, without the folder; empty where it names nothing."""
+        return (self.offload or "").partition(":")[0]
 
     @property
     def fixed_bucket_bytes(self) -> float | None:
