@@ -78,12 +78,15 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
     if standing is None or judged == UNKNOWN:
         pairs, needed = standing.estimate.pairs if standing else 0, fewest_pairs(len(to_fastest))
         return Verdict(
-            f"{best['choice']} has the lowest median step time, {mine} ms against {theirs} ms of {other['choice']}.",
-            f"Do not believe it yet: {pairs} steps were timed in both, and to tell this from chance takes {needed}.",
+            f"No choice wins yet: {best['choice']} has the lowest median step time, {mine} ms against {theirs} ms of "
+            f"{other['choice']}.",
+            f"Do not believe it: {pairs} steps were timed in both, and to tell this from chance takes {needed}; run "
+            "more steps (--max-steps).",
         )
     found = standing.estimate
     measured = (
-        f"over {found.pairs} pairs of steps it is {found.low:.2f} to {found.high:.2f} times as fast (95 % interval)"
+        f"over {found.pairs} pairs of steps, a step of {best['choice']} takes {1 / found.high:.2f} to "
+        f"{1 / found.low:.2f} of one of {other['choice']} (95 % interval)"
     )
     if judged != SLOWER:
         apart = "cannot be told apart from it" if judged == ALIKE else "is faster step by step"
@@ -145,13 +148,8 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
     if len(lean) == len(rows):
         return f"All need the same memory: {least} MiB at the peak of a step."
     names = [row["choice"] for row in lean]
-    who = (
-        f"{names[0]} needs"
-        if len(names) == 1
-        else f"{listed(names)} need"
-        if len(names) < 4
-        else f"{len(names)} choices need"
-    )
+    others = [row["choice"] for row in rows if row["choice"] not in names]
+    who = f"{listed(names)} need{'s' * (len(names) == 1)}" if len(names) < 4 else f"All but {listed(others)} need"
     needs = f"{who} least memory, {least} MiB at the peak of a step"
     best = next((row for row in rows if row["choice"] not in to_fastest), None) if to_fastest else None
     if best is None or best["choice"] in names:
