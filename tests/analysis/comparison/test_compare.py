@@ -159,9 +159,9 @@ def test_the_fastest_and_why() -> None:
     assert text == (
         "fast and alike are fastest (they cannot be told apart), 2.00 times as fast as the reference ref (100.5 ms a "
         "step against 201.0 ms), thanks to 55.0 ms less exposed communication and 38.5 ms less compute. Believe it, "
-        "unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 to 0.50 of one of ref "
-        "(95 % interval) and losses are at most 0 nats apart. ref needs least memory, 10.0 MiB at the peak of a step, 0.50 "
-        "of what fast needs; ref takes 2.00 times as long."
+        "unless the machine changed between the runs: over 40 pairs of steps, a step of fast takes 0.50 to 0.50 of one "
+        "of ref (95 % interval) and losses are at most 0 nats apart. ref needs least memory, 10.0 MiB at the peak of a "
+        "step, 0.50 of what fast needs; ref takes 2.00 times as long."
     )
 
 
