@@ -17,6 +17,7 @@ from ddp_lab.strategy.communication.collectives import (
     expected_reduce_scatters,
 )
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.norms import clip_parts
 from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
@@ -169,6 +170,12 @@ class ShardedStrategy(Strategy):
         if self.replica != 0:  # the first replica speaks for all
             return ()
         return self.gradients() if self.model_parallel is None else self._gradients_of_owned()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As all strategies do; padding is left out, since 0 times a factor that is NaN would stay there for good."""
+        pieces = [piece.grad for bucket in self.buckets for piece in bucket.flat.pieces.values()]
+        scaled = [gradient for gradient in pieces if gradient is not None]
+        return clip_parts(scaled, max_norm, self.everyone, self.device, list(self.gradient_share()))
 
     def _gradients_of_owned(self) -> Iterator[Tensor]:
         for bucket in self.buckets:

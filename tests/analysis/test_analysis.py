@@ -126,7 +126,7 @@ def test_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture
         find_windows(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="no trace"):
         find_windows(tmp_path)
-    assert main("", "reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
+    assert main("reports", ["--trace-files", str(tmp_path / "nowhere.json")]) == 1
     assert "no such trace file" in capsys.readouterr().err
 
 

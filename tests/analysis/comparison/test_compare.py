@@ -202,7 +202,7 @@ def test_as_many_steps_as_are_asked_for_are_enough(others: int) -> None:
     for pairs, begins in ((enough - 1, "No choice wins yet: ref has"), (enough, "ref is fastest")):
         records = {name: timed(name, 0.1 + 0.1 * place, steps=pairs + 1) for place, name in enumerate(names)}
         assert words(records).startswith(begins)
-        assert (f"takes {enough}." in words(records)) == (pairs < enough)
+        assert (f"takes {enough};" in words(records)) == (pairs < enough)
 
 
 def test_ties_single_choices_and_untimed_runs() -> None:

@@ -79,7 +79,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsy
     trace_dir = write_run(tmp_path / "profile" / "x")
     broken, whole = (next(trace_dir.glob(f"rank_{rank}/*")) for rank in (0, 1))
     broken.write_bytes(b"")
-    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and all(line.startswith("warning: ") for line in warnings)
     assert str(broken) in warnings[0] and "of rank 1 only" in warnings[1]
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsy
     assert [row["rank"] for row in rows] == ["1"]
     before = page.read_bytes()
     whole.write_bytes(b"")
-    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    assert main("reports", ["--trace-dir", str(trace_dir)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "1 others" in error, error
     assert page.read_bytes() == before
@@ -100,7 +100,7 @@ def test_an_incomplete_run_has_no_figure_that_compares_ranks(
 ) -> None:
     trace_dir = write_run(tmp_path / "profile" / "x")
     next(trace_dir.glob("rank_0/*")).unlink()
-    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 0
+    assert main("reports", ["--trace-dir", str(trace_dir)]) == 0
     assert "no trace of rank 0; copy the missing files here" in capsys.readouterr().err
     found = analyse_window(find_windows(trace_dir)[0]).exposure
     assert found.collectives[["wait_ms", "late_rank", "lateness_ms", "busbw_gbps"]].isna().to_numpy().all()
@@ -113,7 +113,7 @@ def test_a_window_that_cannot_be_used_leaves_the_others(tmp_path: Path, capsys: 
         trace_dir = write_run(tmp_path / "profile" / "x", run_id=run)
     for path in trace_dir.glob("rank_*/*aaaa*"):
         path.write_bytes(b"")
-    assert main("", "reports", ["--trace-dir", str(trace_dir), "--select", "all"]) == 0
+    assert main("reports", ["--trace-dir", str(trace_dir), "--select", "all"]) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("warning: a window without a report: ") and printed.err.count("\n") == 1
     assert printed.out == f"report: {tmp_path / 'reports' / 'x' / 'run_1_20261121-100000' / 'summary.html'}\n"
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_belong_together(
 ) -> None:
     trace_dir = write_run(tmp_path)
     write(next(trace_dir.glob("rank_0/*")), change())
-    assert main("", "reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "out")]) == 1
+    assert main("reports", ["--trace-dir", str(trace_dir), "--output-dir", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error and not (tmp_path / "out").exists()
 
@@ -153,7 +153,7 @@ def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.Capture
     path = trace_dir / f"{find_windows(trace_dir)[0].run_id}.run.json"
     whole = {"schema_version": RECORD_VERSION, "ended": {"how": "completed"}, "run_id": "r", "choice": "x"}
     path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
-    assert main("", "reports", ["--trace-dir", str(trace_dir)]) == 1
+    assert main("reports", ["--trace-dir", str(trace_dir)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: ") and error.count("\n") == 1
 
