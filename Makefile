@@ -21,7 +21,4 @@ sweep: ## train with every strategy on two processes, and on meshes of four, and
 results: ## measure docs/results.md anew, on a quiet machine (20 minutes)
 	$(PYTHON) benchmarks/publish.py
 
-pages: ## draw the pictures of docs/how-it-works anew (4 minutes)
-	$(PYTHON) scripts/draw_pages.py
-
-.PHONY: help test lint sweep results pages
+.PHONY: help test lint sweep results

@@ -22,7 +22,7 @@ def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
         Span("compute", "aten.mm.default", half, busy, {"phase": "backward"}),
         Span("communication 0", "all_reduce", half, step, {"payload_bytes": 8}),
     ]
-    curve = MemoryCurve(resting, held, [(0.0, resting), (half, held), (busy, resting)])
+    curve = MemoryCurve(resting, held)
     return Simulated(step, busy, half + exposed, exposed, spans, curve, {})
 
 

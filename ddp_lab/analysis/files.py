@@ -67,8 +67,8 @@ def failure_of(record: dict[str, Any]) -> str:
 
 
 def leaves_traces(record: dict[str, Any]) -> bool:
-    """Whether the run was to leave traces: not with --no-profile, nor with --nsys."""
-    return not (record["config"]["no_profile"] or record["config"].get("nsys"))
+    """Whether the run was to leave traces: not with --no-profile."""
+    return not record["config"]["no_profile"]
 
 
 def profiled_ranks(record: dict[str, Any]) -> list[int]:

@@ -113,8 +113,8 @@ def of_choice(options: argparse.Namespace) -> int:
     choice = trace_dir.resolve().name
     root = report_root_of(choice)
     folder = options.output_dir / root / choice if options.output_dir else report_folder(trace_dir, root)
-    table, page = report_on_two_runs(trace_dir, options.baseline, options.run, folder, options.allow_different)
-    print(f"\nreport: {page}")
+    table, path = report_on_two_runs(trace_dir, options.baseline, options.run, folder, options.allow_different)
+    print(f"\ntable: {path}")
     if options.fail_above is None:
         return 0
     worse = exceeding(table, options.fail_above)

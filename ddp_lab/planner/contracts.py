@@ -139,12 +139,10 @@ class MemoryCurve:
     Attributes:
         at_rest: Between two steps.
         at_peak: When the sum is largest.
-        points: Moments in seconds from the beginning of the step at which it changes, each with bytes by component.
     """
 
     at_rest: Mapping[str, int]
     at_peak: Mapping[str, int]
-    points: Sequence[tuple[float, Mapping[str, int]]]
 
     @property
     def peak_bytes(self) -> int:

@@ -84,7 +84,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--choices", metavar="NAMES", help="only these strategies, with commas between (default: all)")
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
-    add("--html", type=Path, metavar="FILE", help="write a page with table and pictures there")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
 
 
@@ -119,7 +118,6 @@ def add_savings_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
     add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
-    add("--html", type=Path, metavar="FILE", help="write a page with table and picture there")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
 
 

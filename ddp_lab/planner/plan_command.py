@@ -17,7 +17,6 @@ from ddp_lab.planner.flags import chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
 from ddp_lab.planner.plan import Case, Plan, outcomes
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
-from ddp_lab.planner.report.page import plan_page, write_html
 from ddp_lab.planner.report.recommendation import reasons
 from ddp_lab.planner.report.wording import certainty, headline, notes
 from ddp_lab.runtime.config import RunConfig
@@ -59,9 +58,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.csv is not None:
         write(options.csv, "--csv", plan.frame.to_csv(index=False))
         console.print(f"table: {options.csv}")
-    if options.html is not None:
-        write_html(options.html, plan_page(plan))
-        console.print(f"open {options.html}")
 
 
 def planned(options: argparse.Namespace) -> Plan:

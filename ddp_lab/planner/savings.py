@@ -140,7 +140,7 @@ def savings(recorded: Recorded, measured_bytes: float | None, jobs: int | None =
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Print the table, and write the page.
+    """Print the table, and write it where --csv says.
 
     Raises:
         UserError: the run cannot be used, or a file cannot be written.
@@ -165,8 +165,3 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{row['setting']}: {row['note']}")
     if options.csv is not None:
         write(options.csv, "--csv", frame.to_csv(index=False))
-    if options.html is not None:
-        from ddp_lab.planner.report.page import savings_page, write_html
-
-        write_html(options.html, savings_page(about, frame))
-        console.print(f"open {options.html}")

@@ -34,7 +34,7 @@ from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
-from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_tools_work, require_window_fits
+from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_window_fits
 from ddp_lab.runtime.records.flops import model_flops
 from ddp_lab.runtime.records.leave import leave_config, leave_record, leave_stopped
 from ddp_lab.runtime.records.metrics import step_metrics
@@ -104,7 +104,6 @@ def train_and_record(
     config.require_profiled_ranks(ranks.world_size)
     strategy_class = load_strategy(config.choice)
     strategy_class.supports.require_mesh(ranks.groups.mesh if ranks.groups else None)
-    require_tools_work(config, ranks.device)
     micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))

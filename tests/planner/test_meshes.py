@@ -67,9 +67,8 @@ def test_choices_are_those_that_the_mesh_is_for() -> None:
 
 
 def test_plan_of_all_meshes(tmp_path: Path) -> None:
-    """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table, the page and the reasons name
-    meshes."""
-    files = ["--csv", str(tmp_path / "plan.csv"), "--html", str(tmp_path / "plan.html"), "--jobs", "1"]
+    """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
+    files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]
     flags = ["--heads", "2", "--choices", "zero1,pytorch_tp", "--mesh", "auto", "--sequence-parallel"]
     answer = run_in_process(script, *TINY, *FOUR, *flags, *files)
     assert answer.returncode == 0, answer.stderr
@@ -86,7 +85,6 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
     assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout
-    assert "zero1@dp2-tp2" in (tmp_path / "plan.html").read_text()
 
 
 @each_row(

@@ -29,11 +29,10 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_each_setting_beside_the_recorded_one(run_folder: Path, tmp_path: Path) -> None:
-    files = tmp_path / "out" / "savings.csv", tmp_path / "out" / "savings.html"
-    flags = ["--jobs", "1", "--csv", str(files[0]), "--html", str(files[1])]
-    answer = run_in_process(script, "savings", str(run_folder), *flags)
+    file = tmp_path / "out" / "savings.csv"
+    answer = run_in_process(script, "savings", str(run_folder), "--jobs", "1", "--csv", str(file))
     assert (answer.returncode, answer.stderr) == (0, "")
-    table = pd.read_csv(files[0]).set_index("setting")
+    table = pd.read_csv(file).set_index("setting")
     first = table.iloc[0]
     assert table.index[0] == RECORDED and first["measured_bytes"] == MEASURED and first["saved_bytes"] == 0
     assert "zero1" not in table.index, "it is what was recorded"
@@ -46,7 +45,6 @@ def test_each_setting_beside_the_recorded_one(run_folder: Path, tmp_path: Path) 
     assert known.loc["--offload optimizer", "saved_bytes"] == pytest.approx(states, rel=0.05)
     assert known["saved_bytes"].idxmax() == ", ".join(TOGETHER)
     assert "most memory of rank 0 in a step" in answer.stdout and "--offload parameters: " in answer.stdout
-    assert "What each would save" in files[1].read_text()
 
 
 def test_of_a_run_on_gpus(run_folder: Path) -> None:

@@ -8,23 +8,24 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ddp_lab.analysis.comparison.changes import EQUAL, Run, rows_of, signed
+from ddp_lab.analysis.comparison.changes import EQUAL, Run, changes, rows_of, signed, summary
 from ddp_lab.analysis.comparison.choices import last_window, print_whole
 from ddp_lab.analysis.comparison.compare import keep
 from ddp_lab.analysis.comparison.fairness import require_comparable
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.files import failure_of, leaves_traces, read_record
-from ddp_lab.analysis.report.pages.changes import DIGITS, TwoRuns, write_changes
+from ddp_lab.analysis.files import failure_of, leaves_traces, read_record, write_csv
+from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.summary import analyse_window
 
 SUFFIX = ".run.json"
+DIGITS = {"bytes": 0, "bytes/step": 0, "nats": 6}
 ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memory")
 
 
 def report_on_two_runs(
     trace_dir: Path, baseline: str, run: str | None, folder: Path, allowed: Iterable[str] = ()
 ) -> tuple[pd.DataFrame, Path]:
-    """Write `changes.*` into `folder`, print what changed, and return the table and the page's path.
+    """Write `changes.csv` into `folder`, print what changed, and return the table and the file's path.
 
     Args:
         trace_dir: `profile/<choice>`.
@@ -44,10 +45,20 @@ def report_on_two_runs(
             "sharding instead of a folder"
         )
     differences = require_comparable({f"baseline {old['run_id']}": old, f"run {new['run_id']}": new}, allowed)
-    two = TwoRuns(load(old_path), load(new_path), differences)
-    table, page = write_changes(two, folder)
-    print_changes(table, Console())
-    return table, page
+    runs = {"baseline": load(old_path), "run": load(new_path)}
+    table, path = changes(runs["baseline"], runs["run"]), folder / "changes.csv"
+    write_csv(path, table)
+    console = Console()
+    print_changes(table, console)
+    lines = [
+        banner(differences, "run"),
+        *(line for each in runs.values() for line in labels(each.record)),
+        *audit_lines({name: each.traced.failed_checks for name, each in runs.items() if each.traced}),
+        summary(table),
+    ]
+    for line in filter(None, dict.fromkeys(lines)):
+        console.print(line, markup=False, highlight=False)
+    return table, path
 
 
 def record_path(trace_dir: Path, run: str) -> Path:

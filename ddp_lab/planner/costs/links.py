@@ -1,18 +1,16 @@
-"""How long collectives take, by algorithm (`volumes.py`): from latency and rate of links, or from times
-that were measured with one number of ranks.
+"""How long collectives take, by algorithm (`volumes.py`): from latency and rate of links.
 
 Ranks that are all on one node use the link inside it. Otherwise each node's link to the others counts too: a ring
 passes it once in each direction, and groups that run side by side on the same nodes (SPMD) share it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
 from ddp_lab.planner.contracts import CollectiveCost
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.volumes import volume
-from ddp_lab.runtime.link.link_model import LinkModel
 
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
 """Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); the way to Gloo's thread and back (an estimate)."""
@@ -20,8 +18,6 @@ LOW_LATENCY = (0.2, 4.0)
 """NCCL's protocol LL compared with Simple: a hop takes 0.14 to 0.28 of the time, a byte four times (tuning.cc)."""
 TREE_SLOWER = 1 / 0.9
 """Time of a byte in NCCL's trees compared with its rings (tuning.cc)."""
-ALIKE = {"scatter": "broadcast"}
-"""For a kind that was not measured, the kind that resembles it most. All others are computed from all-reduces."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +58,3 @@ class LinkCosts:
         yield latency, transfer
         if backend == "nccl":
             yield latency * LOW_LATENCY[0], transfer * LOW_LATENCY[1]
-
-
-@dataclass(frozen=True)
-class FittedCosts:
-    """Costs of groups of another size, and of kinds that were not measured, are computed from those that were: latency
-    by hops, transfer by bytes.
-
-    Attributes:
-        models: Seconds by payload bytes, for each kind that was measured; at least one.
-        world_size: Ranks that the measurement had.
-        link: Its name.
-    """
-
-    models: Mapping[str, LinkModel]
-    backend: str
-    world_size: int
-    link: str
-
-    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
-        wanted = volume(kind, self.backend, len(ranks))
-        if not wanted.hops:
-            return CollectiveCost(0.0, 0.0, self.link)
-        base = next(name for name in (kind, ALIKE.get(kind, kind), "all_reduce", *self.models) if name in self.models)
-        model, measured = self.models[base], volume(base, self.backend, self.world_size)
-        payload = payload_bytes * wanted.busiest / measured.busiest
-        latency = model.latency_s * wanted.hops / measured.hops
-        return CollectiveCost(latency, payload * model.seconds_per_byte, self.link, wanted.share)

@@ -1,1 +1,1 @@
-"""A plan as people read it: table, recommendation, page, guide."""
+"""A plan as people read it: table, recommendation, wording."""

@@ -7,7 +7,7 @@ buffer.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,11 +38,10 @@ class MemoryTracker:
 
     Args:
         is_cuda: Whether the rank's device is a GPU. Tensors that hold data lie on its host, and do not count.
-        now: The moment, in seconds.
     """
 
-    def __init__(self, is_cuda: bool, now: Callable[[], float]) -> None:
-        self._is_cuda, self._now, self._block = is_cuda, now, CUDA_BLOCK if is_cuda else 1
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda, self._block = is_cuda, CUDA_BLOCK if is_cuda else 1
         self._held: dict[int, Held] = {}
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._total = 0
@@ -95,15 +94,13 @@ class MemoryTracker:
     def start(self) -> None:
         """The curve begins here."""
         self._is_recording = True
-        self._begin_s = self._now()
-        self._points: list[tuple[float, dict[str, int]]] = []
         self._highest, self._peak = -1, dict(self._bytes)
         self._mark()
 
     def stop(self) -> MemoryCurve:
         """The curve since `start`."""
         self._is_recording = False
-        return MemoryCurve(at_rest=dict(self._bytes), at_peak=self._peak, points=self._points)
+        return MemoryCurve(at_rest=dict(self._bytes), at_peak=self._peak)
 
     def _forget(self, key: int, _: object) -> None:
         held = self._held.pop(key, None)
@@ -124,13 +121,5 @@ class MemoryTracker:
             self._mark()
 
     def _mark(self) -> None:
-        """Note what is held now. Of all values of one moment, the highest and the last are kept."""
-        moment, held = self._now() - self._begin_s, dict(self._bytes)
         if self._total > self._highest:
-            self._highest, self._peak = self._total, held
-        points = self._points
-        if len(points) >= 2 and points[-2][0] == points[-1][0] == moment:
-            if sum(points[-1][1].values()) > sum(points[-2][1].values()):
-                points[-2] = points[-1]
-            points.pop()
-        points.append((moment, held))
+            self._highest, self._peak = self._total, dict(self._bytes)

@@ -71,7 +71,7 @@ class Simulation:
         self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
         self.streams = Streams(self.clock)
-        self.memory = MemoryTracker(self.is_cuda, now=lambda: self.clock.now_s)
+        self.memory = MemoryTracker(self.is_cuda)
         by_backend = {"gloo": LinkCosts(host_of(cluster)), cluster.backend: costs.collectives}
         self.network = Network(cluster, by_backend, self.streams, self._on_issue)
         guards = self.network.guards

@@ -39,12 +39,6 @@ class ProfilingSettings:
     profile_ranks: str | None = _profiling(
         None, "profile these ranks only, such as 0,1,8 or 0-3 (default: all)", normal=known_ranks
     )
-    nsys: bool = _profiling(
-        False, "mark profile windows and phases for Nsight Systems, under which the run is started, and write no traces"
-    )
-    memory_snapshot: bool = _profiling(
-        False, "on GPUs, also write what CUDA memory holds, and who allocated it, at the end of each profile window"
-    )
 
     def profiles(self, rank: int) -> bool:
         """Whether this rank is profiled."""

@@ -178,9 +178,6 @@ def test_peak_memory_worked_out_by_hand() -> None:
     curve = simulated(replace(setting("simple_ddp"), make_module=Square)).memory
     states = 4 * (FEATURES + 2) * WIDE
     assert curve.at_peak["parameters"] == states
-    assert curve.peak_bytes == max(sum(held.values()) for _, held in curve.points)
-    assert curve.points[0][0] == 0.0 and [at for at, _ in curve.points] == sorted(at for at, _ in curve.points)
-    assert all(min(held.values()) >= 0 for _, held in curve.points)
     assert curve.at_peak["optimizer_state"] == 2 * states + 2 * 4
 
 

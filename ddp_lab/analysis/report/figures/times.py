@@ -1,4 +1,4 @@
-"""Bars and lines of step times, their parts, and losses: one for each choice, run or rank."""
+"""Bars of the parts of a step, and lines of losses: one for each choice or rank."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.comparison.compare import timed_steps_ms
 from ddp_lab.analysis.report.figures import BAR_HEIGHT_PX, COLOURS, LINE_COLOURS, styled
 
 PARTS = {
@@ -17,7 +16,6 @@ PARTS = {
     "idle_ms": ("idle", COLOURS["idle"], ""),
 }
 """The parts of a step: name, colour and hatching."""
-LOSS, SHOWN_LOSS = "training loss, nats", "%{y:.4f} nats, mean over the global batch"
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 
@@ -44,31 +42,18 @@ def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
 
 def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Training loss over optimizer steps. Lines of choices that compute the same lie on top of each other."""
-    losses = {name: pd.Series(record["train_loss"], dtype=float) for name, record in records.items()}
-    return lines_figure(losses, LOSS, f"step %{{x}}: {SHOWN_LOSS}")
-
-
-def step_times_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
-    """Step time over optimizer steps, with a gap for profiled steps."""
-    times = {name: timed_steps_ms(record) for name, record in records.items()}
-    gapped = {name: series.reindex(range(1, len(records[name]["step_time_s"]))) for name, series in times.items()}
-    shown = "step %{x}: %{y:.1f} ms on rank 0, outside the profiler"
-    return lines_figure(gapped, "step time, ms", shown).update_yaxes(rangemode="tozero")
-
-
-def lines_figure(lines: Mapping[str, pd.Series], title: str, shown: str) -> go.Figure:
-    """A line a choice over optimizer steps, which are the index of each series."""
     figure = go.Figure()
-    for index, (name, series) in enumerate(lines.items()):
+    for index, (name, record) in enumerate(records.items()):
+        losses = pd.Series(record["train_loss"], dtype=float)
         figure.add_scatter(
-            x=series.index,
-            y=series,
+            x=losses.index,
+            y=losses,
             name=name,
             mode="lines",
             line={"dash": DASHES[index % len(DASHES)], "color": LINE_COLOURS[index % len(LINE_COLOURS)]},
-            hovertemplate=f"{name}, {shown}<extra></extra>",
+            hovertemplate=f"{name}, step %{{x}}: %{{y:.4f}} nats, mean over the global batch<extra></extra>",
         )
     figure.update_xaxes(title="optimizer step")
-    figure.update_yaxes(title=title)
+    figure.update_yaxes(title="training loss, nats")
     figure.update_layout(height=360, showlegend=True)
     return styled(figure)

@@ -1,1 +1,0 @@
-"""Predictions of the planner held against measurements: what `benchmarks/planner.py` prints."""
