@@ -71,21 +71,3 @@ def dimension_steps(
 def mean_by_dimension(table: pd.DataFrame) -> pd.DataFrame:
     """The table of `dimension_steps` of all ranks as means over steps: a row a rank and dimension."""
     return table.drop(columns="step").groupby(["rank", "dimension"], sort=False).mean().reset_index()
-
-
-def waits(calls: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Columns rank, dimension, wait_ms (a step), late_rank (for whom most of it), late_ms: a row a rank and dimension.
-
-    A rank waits from its own start of a collective until the last rank's start. Only matched calls count.
-
-    Args:
-        calls: The table of `collectives.csv`.
-        steps: Number of analysed steps.
-    """
-    known = calls.dropna(subset=["wait_ms", "late_rank"])
-    place = ["rank", "dimension"]
-    for_whom = known.groupby([*place, "late_rank"], sort=True)["wait_ms"].sum().reset_index()
-    worst = for_whom.sort_values("wait_ms", kind="stable").groupby(place).tail(1)
-    table = known.groupby(place)["wait_ms"].sum().reset_index()
-    table = table.merge(worst.rename(columns={"wait_ms": "late_ms"}), on=place)
-    return table.assign(wait_ms=table["wait_ms"] / steps, late_ms=table["late_ms"] / steps)

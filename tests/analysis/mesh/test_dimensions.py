@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
 from ddp_lab.analysis.metrics.audit import audit
-from ddp_lab.analysis.metrics.dimensions import dimensions, waits
+from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
-from ddp_lab.analysis.report.figures.mesh_waits import mesh_waits_figure
 from ddp_lab.analysis.traces.collectives import gloo_collectives
 from ddp_lab.analysis.traces.groups import ranks_of, shown
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
@@ -134,21 +133,6 @@ def on_square(start: dict[int, float]) -> list[Any]:
         calls = [("all_reduce", 8, at, 50, tp, 2), ("all_reduce", 16, 60, 70, dp, 2)]
         made.append(timeline(rank, [(0, 100)], [(0, 5)], calls, world_size=4))
     return made
-
-
-def test_who_waits_for_whom() -> None:
-    """Rank 3 starts 20 us after rank 2; ranks 0 and 1 start together."""
-    made = on_square({0: 10, 1: 10, 2: 10, 3: 30})
-    table = waits(exposure(made, True, SQUARE).collectives, 1).set_index(["dimension", "rank"])
-    assert table["wait_ms"].to_dict() == {
-        (d, r): 0.02 if (d, r) == ("tp", 2) else 0 for d in ("dp", "tp") for r in range(4)
-    }
-    assert table.loc[("tp", 2), "late_rank"] == 3 and table.loc[("tp", 2), "late_ms"] == 0.02
-    figure = mesh_waits_figure(table.reset_index(), SQUARE)
-    dp, tp = figure.data
-    assert (dp.name, tp.name) == ("dp", "tp") and tp.x == ("tp 0", "tp 1") and tp.y == ("dp 0", "dp 1")
-    assert [list(row) for row in tp.z] == [[0, 0], [0.02, 0]]
-    assert tp.text[1][0] == "rank 2 waits 0.02 ms a step, 0.02 of them for rank 3"
 
 
 def test_the_audit_tells_dimensions_apart() -> None:
