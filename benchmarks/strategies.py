@@ -92,9 +92,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def computes_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two variants differ in their communication alone."""
-    plain = RunConfig()
+    plain = RunConfig().as_dict()
     names = ("precision", "param_dtype", "compile", "activation_checkpointing")
-    return all(one.get(name, getattr(plain, name)) == other.get(name, getattr(plain, name)) for name in names)
+    return all(one.get(name, plain[name]) == other.get(name, plain[name]) for name in names)
 
 
 def main() -> int:
