@@ -9,6 +9,11 @@ import pytest
 Test = Callable[..., None]
 
 
+def by_default(rows: Iterable[Any], *tried: Any) -> list[Any]:
+    """Parameters of a test, of which all but `tried` are exhaustive."""
+    return [pytest.param(row, marks=[pytest.mark.exhaustive] * (row not in tried)) for row in rows]
+
+
 def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Test], Test]:
     """Takes what `pytest.mark.parametrize` takes, but makes one case, which names every row that fails.
 

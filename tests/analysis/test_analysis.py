@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.columns import COMPONENTS, CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS
+from ddp_lab.analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS
 from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison, keep
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.metrics.memory import memory_row, memory_timeline
+from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.report.figures.memory import memory_timeline_figure
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
@@ -223,6 +223,11 @@ def test_every_column_is_documented(tmp_path: Path) -> None:
         assert pd.read_csv(tmp_path / name).columns.tolist() == list(columns)
 
 
+# Figures -------------------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
 def test_columns_change_with_the_version_of_the_schema() -> None:
     """If this fails, raise SCHEMA_VERSION, say in docs/csv-columns.md what changed, and put the new hash here."""
     names = {name: list(columns) for name, columns in CSV_COLUMNS.items()}
@@ -230,11 +235,6 @@ def test_columns_change_with_the_version_of_the_schema() -> None:
     assert (SCHEMA_VERSION, found) == (6, "ad69bddea253")
     text = (DOCS / "csv-columns.md").read_text()
     assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
-
-MIB = 2**20
 
 
 def summary(content: dict[str, Any]) -> pd.DataFrame:
@@ -263,13 +263,3 @@ def test_memory_over_the_step_stacks_up_to_what_was_allocated() -> None:
         stacked = [sum(values) for values in zip(*(area.y for area in areas), strict=True)]
         assert stacked == pytest.approx([held / MIB for held in timeline["highest_bytes"]], abs=0.01)
     assert "rank 1</b>: peak 100.0 MiB in backward, at 0 ms" in figure.layout.annotations[1].text
-
-
-def test_a_timeline_never_shows_less_than_model_states() -> None:
-    """Components may exceed what the allocator reports, if a storage did not come from it."""
-    content = record("zero2", 0.1)
-    content["memory"][0]["timeline"]["highest_bytes"] = [0, 0, 0]
-    found = memory_timeline(content, 0)
-    assert found is not None
-    assert (found[0]["total"] == found[0][list(COMPONENTS)].sum(axis="columns")).all()
-    assert memory_timeline_figure(None, summary(content)) is None and np.isnan(memory_row(None, 0)["peak_bytes"])

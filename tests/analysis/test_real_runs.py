@@ -147,7 +147,7 @@ def mutated(data: st.DataObject, content: bytes) -> bytes:
 
 
 @settings(
-    max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(data=st.data())
 def test_mutated_real_traces(data: st.DataObject, zero3: Path, tmp_path_factory: Any) -> None:

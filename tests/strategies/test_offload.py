@@ -122,12 +122,6 @@ def test_other_choices_refuse_it() -> None:
                 load(choice).supports.require(StrategyOptions(offload=what))
 
 
-@each_row("name, what", ORIGINALS)
-def test_originals_take_no_folder(name: str, what: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"--offload {what}:/tmp: .* host memory alone; leave out :/tmp"):
-        load(("sharding", name)).supports.require(StrategyOptions(offload=f"{what}:/tmp"))
-
-
 class OneDevice(TorchDispatchMode):
     """Fails where a GPU would: in an operator on tensors of the device and of the host."""
 
@@ -145,11 +139,6 @@ def test_gradients_on_the_host_are_clipped_and_judged_with_what_is_on_the_device
         assert norm_of(shards, device).device == device
         assert clip_parts(shards, 1.0, mock.Mock(), device, shards).device == device
         LossScaler(StrategyOptions(precision="fp16"), device).unscale_(shards)
-
-
-def test_mistakes_are_said() -> None:
-    with pytest.raises(UserError, match="--offload disk: must be one of optimizer, parameters"):
-        StrategyOptions(offload="disk:/tmp")
 
 
 def write_into_a_file(path: Path) -> str:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError
 from tests.parity import check_messages, load, options_of, over_own_loops
 from tests.ranks import RankPool
@@ -44,17 +43,6 @@ class Net(nn.Module):
 def make_net() -> Net:
     torch.manual_seed(3)
     return Net()
-
-
-def weights_of_nothing() -> str:
-    strategy = load(("ddp", "flat_ddp"))(make_net(), lambda p: torch.optim.SGD(p, lr=0.1))
-    with pytest.raises(UnsupportedError) as caught:
-        strategy.loss_weights([0, 0])
-    return str(caught.value)
-
-
-def test_a_step_without_a_sample_has_no_weights(ranks: RankPool) -> None:
-    assert all("all counts of all ranks are 0" in said for said in ranks.run(2, weights_of_nothing))
 
 
 def trained_by_two(choice: Choice) -> list[dict[str, Tensor]]:
@@ -133,11 +121,6 @@ def wrong_optimizers(choice: Choice) -> dict[str, str]:
             load(choice)(make_net(), make_optimizer, options_of(choice))
         said[expected] = str(refused.value)
     return said
-
-
-def test_an_unknown_choice_is_said() -> None:
-    with pytest.raises(KeyError, match="unknown strategy 'zero4'; did you mean zero"):
-        ddp_lab.load("zero4")
 
 
 @over_own_loops

@@ -9,26 +9,28 @@ from tests.covering import pairwise
 from tests.models import LANGUAGE
 from tests.parity import naming
 from tests.ranks import RankPool
+from tests.tables import by_default
 from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even
 
 MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
-TRAINED = {"mesh": MESHES[:3], "model": list(LANGUAGE), "sequence_parallel": (False, True)}
-COVERING = pairwise({"choice": HAND_WRITTEN, **TRAINED})
+TRAINED = {"mesh": MESHES[1:3], "model": list(LANGUAGE), "sequence_parallel": (False, True)}
+COVERING = pairwise(TRAINED)
 for_each_choice = pytest.mark.parametrize("choice", HAND_WRITTEN)
 
 
 @for_each_choice
 def test_language_models(ranks: RankPool, choice: str) -> None:
-    """On each mesh of two or four ranks, and with each model, with and without sequence parallelism.
+    """Each model on each mesh of four ranks, with and without sequence parallelism; the choices in turn.
 
     With SGD: the true gradient of a bias of keys is 0, and Adam would magnify its rounding.
     """
-    rows = [row for row in COVERING if row["choice"] == choice]
-    assert {row["mesh"] for row in rows} == set(MESHES[:3]) and {row["model"] for row in rows} == set(LANGUAGE)
+    rows = COVERING[HAND_WRITTEN.index(choice) :: len(HAND_WRITTEN)]
+    assert rows
     for row in rows:
-        check(ranks, **row)
+        check(ranks, choice, **row)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "choice"), [("dp=2,tp=3", "zero3"), ("dp=3,tp=2", "zero1")])
 def test_six_ranks(ranks: RankPool, mesh: str, choice: str) -> None:
     check(ranks, choice, mesh, "lm, llama", sequence_parallel=choice == "zero3")
@@ -73,7 +75,7 @@ def test_a_classifier(ranks: RankPool, choice: str) -> None:
     check_on_mesh(ranks, "dp=2,tp=2", choice, "llama", [even("dp=2")] * 3, "adam", sequence_parallel=choice == "tp")
 
 
-@for_each_choice
+@pytest.mark.parametrize("choice", by_default(HAND_WRITTEN, "tp", "zero3"))
 def test_uneven_micro_batches(ranks: RankPool, choice: str) -> None:
     """Ranks with different numbers of samples and micro-batches, and one without any."""
     steps = [[[2, 1], [1]], [[1], [3]], [[2], []]]
@@ -83,11 +85,11 @@ def test_uneven_micro_batches(ranks: RankPool, choice: str) -> None:
 @pytest.mark.parametrize("mesh, choice", [("tp=2", "pytorch_tp"), ("dp=2,tp=2", "pytorch_fsdp_tp")])
 def test_pytorchs_own(ranks: RankPool, mesh: str, choice: str) -> None:
     """Of layers that divide evenly; others it cannot cut. Its sequence parallelism takes only such sequences, too."""
-    for model in ("lm, even", "lm, even, tied"):
-        check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, clip=0.5)
+    model = "lm, even, tied" if "dp" in mesh else "lm, even"
+    check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 2, clip=0.5)
 
 
-@pytest.mark.parametrize("setting", ["block", "every:2", "selective", "torch:block"])
+@pytest.mark.parametrize("setting", by_default(["block", "every:2", "selective", "torch:block"], "block", "selective"))
 def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
     """Backward repeats f and g in the same order on all ranks."""
     options = {"activation_checkpointing": setting}
@@ -96,8 +98,7 @@ def test_blocks_computed_again(ranks: RankPool, setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh, choice, model, pieces",
-    [("tp=2", "zero3", "lm, gpt2", 3), ("tp=4", "tp", "lm, gqa", 2), ("dp=2,tp=2", "zero3", "lm, llama", 4)],
+    "mesh, choice, model, pieces", [("tp=2", "zero3", "lm, gpt2", 3), ("tp=4", "tp", "lm, gqa", 2)]
 )
 def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str, pieces: int) -> None:
     """Asynchronous tensor parallelism. 21 tokens are no multiple of pieces times ranks."""
@@ -105,7 +106,7 @@ def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str,
     check_on_mesh(ranks, mesh, choice, model, [even(mesh)] * 3, sequence_parallel=True, clip=0.5, options=options)
 
 
-@pytest.mark.parametrize("setting", ["block", "torch:block"])
+@pytest.mark.parametrize("setting", by_default(["block", "torch:block"], "block"))
 def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
     options = {"activation_checkpointing": setting, "async_tensor_parallel": 2}
     check_on_mesh(ranks, "tp=2", "zero3", "lm, llama", [even("tp=2")] * 2, sequence_parallel=True, options=options)

@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.comparison.changes import HELD, Run, changes, counted_rows, exceeding
+from ddp_lab.analysis.comparison.changes import Run, changes, exceeding
 from ddp_lab.analysis.comparison.compare import Traced
-from ddp_lab.analysis.traces.collectives import KINDS as LABELS
 from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.in_process import compare_runs
 from tests.tables import each_row
@@ -192,10 +191,3 @@ def test_mistakes_are_one_line(zero3: Path, arguments: list[str], code: int, exp
     assert answer.returncode == code and answer.stdout == ""
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
     assert expected.replace("FOLDER", str(zero3)) in answer.stderr
-
-
-def test_more_calls_and_more_bytes_are_worse() -> None:
-    names = [f"{kind}_{what}_per_step" for kind in ("collective", *LABELS) for what in ("calls", "bytes")]
-    old, new = (dict.fromkeys((*names, *HELD), value) for value in (4.0, 5.0))
-    assert {row.result for row in counted_rows(old, new)} == {"worse"}
-    assert {row.result for row in counted_rows(new, old)} == {"better"}

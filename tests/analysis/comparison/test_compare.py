@@ -12,7 +12,7 @@ import pytest
 
 from ddp_lab.analysis.comparison.compare import Traced, comparison, keep, standings
 from ddp_lab.analysis.comparison.conclusion import PARTS, fastest, leanest, parts_of, verdict
-from ddp_lab.analysis.comparison.fairness import FIELDS, SETTINGS, affected, differences, require_comparable
+from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.figures.times import parts_figure
@@ -165,21 +165,6 @@ def test_the_fastest_and_why() -> None:
     )
 
 
-def test_the_reference_is_the_fastest() -> None:
-    text = words({"ref": timed("ref", 0.1), "b": timed("b", 0.2), "c": timed("c", 0.3)}, ref=10, b=20, c=20)
-    assert text.startswith("ref is fastest, 2.00 times as fast as b (100.5 ms a step against 201.0 ms)")
-    assert "ref needs least memory, 10.0 MiB at the peak of a step." in text
-
-
-def test_nothing_is_said_of_why_without_traces_or_against_them() -> None:
-    records = {"ref": timed("ref", 0.2), "fast": timed("fast", 0.1)}
-    assert "; without traces of both, it is unknown why." in words(records, {"ref": SLOW_PARTS})
-    text = words(records, {"ref": FAST_PARTS, "fast": SLOW_PARTS})
-    assert "; the profiled steps do not show why." in text and "thanks" not in text
-    parts = {"ref": SLOW_PARTS | {"idle_ms": 60.0}, "fast": FAST_PARTS | {"compute_ms": 90.0}}
-    assert ", thanks to 64.1 ms less idle time and 36.6 ms less exposed communication. Believe" in words(records, parts)
-
-
 def test_no_winner_where_it_cannot_be_told() -> None:
     text = words({"ref": timed("ref", 0.1001), "b": timed("b", 0.1, 0.01)}, {"ref": SLOW_PARTS, "b": FAST_PARTS})
     assert re.match(
@@ -325,15 +310,6 @@ def test_what_may_differ_is_named_and_says_what_does_not_compare() -> None:
     assert affected(found) == ["step times", "losses"] and affected(found[:1]) == ["losses"]
 
 
-def test_what_a_record_does_not_say_differs_from_nothing() -> None:
-    assert differences({"a": record("a", 1.0), "b": record("b", 1.0) | {"host": "x", "threads": 3}}) == []
-
-
-def test_fields_are_words_of_a_command_line() -> None:
-    assert len(FIELDS) == len(set(FIELDS)) == len(SETTINGS) - 1 and "link" not in FIELDS
-    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", field) for field in FIELDS)
-
-
 # The page ------------------------------------------------------------------------------------------------------------
 
 
@@ -405,10 +381,3 @@ def test_the_page_warns_of_what_differs_and_of_what_fails_its_audit(tmp_path: Pa
     assert "Step times cannot be compared here, so no choice wins." in body and "is fastest" not in body
     assert "Warning: other does not do what its own formula and configuration say: all-reduce: calls" in body
     assert found.table["audit_failures"].tolist()[1] >= 2  # of each rank
-
-
-def test_a_page_without_any_traces(tmp_path: Path) -> None:
-    records = {name: timed(name, 0.1) for name in ("baseline", "zero1")}
-    page = write_comparison(Compared(records, {}, "baseline", [], []), tmp_path)
-    assert {"profiled_step_ms", "overlap_pct", "all_reduce_calls_per_step"} <= page_equals_csv(page)
-    assert "One step of each choice" not in page.read_text()

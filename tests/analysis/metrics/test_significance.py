@@ -89,7 +89,7 @@ def noise(generator: Any, runs: int, steps: int, neighbours: float) -> Any:
 
 @each_row(
     ("steps", "neighbours", "most", "least"),
-    [(18, 0.3, 0.07, 0.75), (31, 0.0, 0.07, 0.97), (31, 0.3, 0.1, 0.97), (31, 0.5, 0.14, 0.95), (200, 0.5, 0.07, 1.0)],
+    [(18, 0.3, 0.07, 0.75), (31, 0.5, 0.14, 0.95)],
 )
 def test_simulated_runs(steps: int, neighbours: float, most: float, least: float) -> None:
     """Equal runs are called different in at most so many cases, and a tenth more is found in at least so many."""

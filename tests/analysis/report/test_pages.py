@@ -155,48 +155,6 @@ def test_pages_fit_and_draw_every_figure_where_it_stays(
     assert (folder / name).stat().st_size < LARGEST_PAGE
 
 
-CONTRAST = """() => {
-    const light = text => {
-        const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
-            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const under = element => {
-        for (let at = element; at; at = at.parentElement) {
-            const colour = getComputedStyle(at).backgroundColor;
-            if (!/, 0\\)$/.test(colour)) return colour;
-        }
-    };
-    const chosen = 'h1, h2, p, a:not(.skip), button, small, td, li, code, .xtick text, .ytick text, .legendtext';
-    const ratios = [...document.querySelectorAll(chosen)].filter(e => !e.closest('[hidden]')).map(element => {
-        const style = getComputedStyle(element);
-        const colour = element.closest('svg') ? style.fill : style.color;
-        const [less, more] = [light(colour), light(under(element))].sort((a, b) => a - b);
-        return (more + 0.05) / (less + 0.05);
-    });
-    return Math.min(...ratios);
-}"""
-
-
-@needs_browser
-def test_the_theme_is_chosen_by_keyboard_remembered_and_followed_by_figures(folder: Path, open_page: Opener) -> None:
-    """In each theme text has a contrast of at least 4.5 (WCAG 2.2, 1.4.3)."""
-    page = open_page(folder / "summary.html", color_scheme="light")
-    paper = "() => document.querySelector('.plot').layout.template.layout.paper_bgcolor"
-    idle = "() => document.querySelector('.plot').data.find(trace => trace.name === 'idle').marker.color"
-    light = page.evaluate(paper), page.evaluate(idle)
-    assert page.evaluate(CONTRAST) >= 4.5
-    page.get_by_role("button", name="Theme").press("Enter")
-    assert page.locator("html").get_attribute("data-theme") == "dark"
-    dark = page.evaluate(paper), page.evaluate(idle)
-    assert light[0] == "#ffffff" and len({*light, *dark}) == 4 and page.evaluate(CONTRAST) >= 4.5
-    page.reload()
-    page.wait_for_selector("html[data-drawn]")
-    assert page.locator("html").get_attribute("data-theme") == "dark" and page.evaluate(paper) == dark[0]
-    page.get_by_role("button", name="Theme").click()
-    assert page.locator("html").get_attribute("data-theme") == "light" and page.evaluate(paper) == light[0]
-
-
 @needs_browser
 @pytest.mark.parametrize("width", [1200, 400])
 def test_a_comparison_opens_with_all_that_is_needed_first(folder: Path, open_page: Opener, width: int) -> None:

@@ -1,13 +1,11 @@
 """Choices on a pretended mesh issue and hold what they announce and what real ranks do."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed.distributed_c10d as c10d
 
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
@@ -26,7 +24,7 @@ from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
 from tests.tables import each_row
 from tests.tensor_parallel.meshes import strategy_on_mesh
-from tests.tensor_parallel.test_traffic import HOOK, Totals, counter
+from tests.traffic import Totals, add, announced, counted
 
 CLIP = 1.0
 CASES = [
@@ -66,29 +64,20 @@ def real_step(
     mesh: str, choice: str, model: str, micro_batches: int, sequence_parallel: bool, options: dict[str, Any]
 ) -> tuple[Totals, dict[str, int], int]:
     """What a rank issues in a step, by kind and group size; its model states; and the most bytes in a step."""
-    calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     step = step_of(model, micro_batches)
     with real_strategy(mesh, choice, model, sequence_parallel, options) as strategy:
         for _ in range(2):  # in the first, not all is there yet
             recorded = record_step_memory(strategy, step, CLIP)
         strategy.finish_parameter_synchronization()
-        groups = list({id(group): group for group in c10d._world.pg_map}.values())
-        for group in groups:
-            group.register_pre_hook(HOOK, counter(group, calls, sizes))
-        strategy.zero_grad()
-        strategy.forward_backward(step.micro_batches)
-        strategy.clip_grad_norm_(CLIP)
-        strategy.step()
-        strategy.finish_parameter_synchronization()
-        for group in groups:
-            group.unregister_pre_hook(HOOK)
+        with counted() as totals:
+            strategy.zero_grad()
+            strategy.forward_backward(step.micro_batches)
+            strategy.clip_grad_norm_(CLIP)
+            strategy.step()
+            strategy.finish_parameter_synchronization()
         assert recorded is not None
         batch = storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
-        return (
-            {key: (calls[key], sizes[key]) for key in calls},
-            strategy.memory_breakdown(),
-            recorded["peak_bytes"] + batch,
-        )
+        return totals, strategy.memory_breakdown(), recorded["peak_bytes"] + batch
 
 
 @pytest.mark.parametrize(
@@ -110,24 +99,16 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     with simulation.running():
         memory = simulation.measure().memory
         assert simulation.strategy is not None
-        announced: Totals = {}
-        seen: Totals = {}
-        for part in simulation.strategy.expected_traffic(micro_batches, clips=True):
-            add(announced, (part.kind, part.group_size), part.count, part.payload_bytes)
+        wanted, seen = announced(simulation.strategy, micro_batches, clips=True), Totals()
         for issued in simulation.observer.issued:
             add(seen, (issued.kind, len(issued.ranks)), 1, issued.payload_bytes)
-    assert seen == announced
+    assert seen == wanted
     issued, held, peak = ranks.run(4, real_step, mesh, choice, model, micro_batches, sequence_parallel, options)[1]
     assert seen == issued
     assert {name: memory.at_rest[name] for name in MODEL_STATES} == {name: held[name] for name in MODEL_STATES}
     assert memory.at_rest["activations"] == memory.at_rest["communication"] == 0
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
         assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
-
-
-def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
-    before = totals.get(key, (0, 0))
-    totals[key] = before[0] + calls, before[1] + nbytes
 
 
 @each_row(

@@ -94,7 +94,7 @@ EVERY = [(choice, case, kind) for _, choice in CHOICES for case in range(len(CAS
 
 @pytest.mark.parametrize(
     ("choice", "case", "kind"),  # without those marked as exhaustive: every choice, every case and both kinds
-    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 11 > 0)) for index, one in enumerate(EVERY)],
+    [pytest.param(*one, marks=[pytest.mark.exhaustive] * (index % 17 > 0)) for index, one in enumerate(EVERY)],
 )
 def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case: int, kind: str) -> None:
     model, micro_batches, options = CASES[case]
@@ -257,9 +257,9 @@ def test_activation_checkpointing_takes_memory_for_time() -> None:
         of_llama = setting("zero3", "llama", activation_checkpointing=recomputed)
         return simulated(replace(of_llama, make_micro_batches=lambda: [make_batch("llama", 64, 0)]))
 
-    plain, block, every_second = (one(recomputed) for recomputed in ("none", "block", "every:2"))
+    plain, block = one("none"), one("block")
     assert block.memory.peak_bytes < 0.8 * plain.memory.peak_bytes
-    assert block.compute_s > every_second.compute_s > plain.compute_s
+    assert block.compute_s > plain.compute_s
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -320,22 +320,6 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
 
 
 # Options -------------------------------------------------------------------------------------------------------------
-
-
-@each_row(
-    ("choice", "options"),
-    [
-        ("bucket_ddp_async", {"overlap_optimizer": True}),
-        ("bucket_ddp_async", {"reduce_dtype": "bf16"}),
-        ("pytorch_ddp", {"reduce_dtype": "bf16"}),
-        ("simple_ddp", {"compress": "powersgd"}),
-        ("bucket_ddp_async", {"compress": "int8"}),
-        ("zero3", {"precision": "bf16"}),
-    ],
-)
-def test_options_of_strategies_run(choice: str, options: dict[str, Any]) -> None:
-    step = simulated(setting(choice, micro_batches=2, **options))
-    assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s) and step.exposed_s > 0
 
 
 # What cannot be ------------------------------------------------------------------------------------------------------

@@ -63,6 +63,10 @@ EXACT: dict[str, Options] = {"once more": {}, **RECOMPUTED, **OFFLOADED, **PAIRS
 PAIRED = ("fp32", "fp16", "parameters in bf16", "masters")
 """With these, exact settings are tried in pairs too."""
 
+FAMILIES = [
+    *(("ddp", name) for name in ("simple_ddp", "bucket_ddp_async", "pytorch_ddp")),
+    *(("sharding", name) for name in ("zero1", "zero2", "zero3", "pytorch_zero3")),
+]
 TRAPS = (*MODELS, *UNUSUAL, LORA, *BRANCHES, "normed", "deep", "awkward")
 WITHOUT_BLOCKS = {"tied", "frozen", "odd", "normed", *BRANCHES}
 BUILT_ON_DDP = ("pytorch_ddp", "pytorch_zero1")
@@ -146,19 +150,26 @@ def is_rounded_otherwise(choice: Choice, model: str, options: Options) -> bool:
 
 @cache
 def sample() -> list[Case]:
-    """Each pair of choice, rounding and exact setting that can be tried, each time with another module."""
-    exact = [name for name in EXACT if name not in PAIRS]
-    roundings = [name for name in ROUNDINGS if "compiled" not in name]
+    """Each pair of a choice of each family, a rounding and an exact setting, each time with another module."""
+    exact = ["once more", "block", "selective", "optimizer", "parameters:FOLDER"]
+    roundings = [
+        "fp32",
+        "fp16, overflowing",
+        "bf16, reduced",
+        "parameters in fp16, reduced",
+        "masters, reduced",
+        "int8",
+    ]
 
     @cache
     def is_taken(choice: Choice, rounding: str, exact: str) -> bool:
-        return not refusal(choice, ROUNDINGS[rounding].options | EXACT[exact])
+        return any(Case(choice, rounding, model, exact).is_tried() for model in TRAPS)
 
     def is_allowed(row: Row) -> bool:
         values = [[row[name]] if name in row else of for name, of in factors.items()]
         return any(is_taken(*one) for one in product(*values))
 
-    factors = {"choice": all_choices(), "rounding": roundings, "exact": exact}
+    factors = {"choice": FAMILIES, "rounding": roundings, "exact": exact}
     found, seen = [Case(("sharding", "zero3"), "fp16", "lookup", "selective")], Counter[Any]()  # where a bug was found
     for row in pairwise(factors, is_allowed):
         cases = [Case(row["choice"], row["rounding"], model, row["exact"]) for model in TRAPS]

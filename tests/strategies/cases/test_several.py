@@ -79,13 +79,12 @@ def two_in_one_loss(choice: Choice, other: Choice) -> list[State]:
 
 @over_own_loops
 def test_two_models_in_one_loss(ranks: RankPool, choice: Choice) -> None:
-    for world_size in (2, 3):
-        pair = make_pair()
-        expected = nn.Sequential(*pair)
-        train(expected, range(STEPS), range(world_size))
-        states, *_ = ranks.run(world_size, two_in_one_loss, choice, NEXT[choice])
-        for state, module in zip(states, pair, strict=True):
-            assert_states(state, module.state_dict())
+    pair = make_pair()
+    expected = nn.Sequential(*pair)
+    train(expected, range(STEPS), range(2))
+    states, *_ = ranks.run(2, two_in_one_loss, choice, NEXT[choice])
+    for state, module in zip(states, pair, strict=True):
+        assert_states(state, module.state_dict())
 
 
 # Collectives of the module's own -------------------------------------------------------------------------------------
@@ -108,12 +107,11 @@ def make_synchronized() -> nn.Module:
 
 @over_own_loops
 def test_collectives_in_forward_and_backward(ranks: RankPool, choice: Choice) -> None:
-    for world_size in (2, 3):
-        module = make_synchronized()
-        start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        train(module, range(STEPS), range(world_size))
-        found, *_ = ranks.run(world_size, train_on, choice, start, range(STEPS), make_synchronized)
-        assert_states(found, module.state_dict())
+    module = make_synchronized()
+    start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    train(module, range(STEPS), range(3))
+    found, *_ = ranks.run(3, train_on, choice, start, range(STEPS), make_synchronized)
+    assert_states(found, module.state_dict())
 
 
 # On some of the ranks ------------------------------------------------------------------------------------------------
@@ -163,17 +161,3 @@ def train_on(choice: Choice, state: State, steps: range, make: Callable[[], nn.M
         strategy.step()
         strategy.zero_grad()
     return strategy.full_state_dict()
-
-
-@over_own_loops
-def test_states_move_into_a_plain_module_and_into_another_choice(ranks: RankPool, choice: Choice) -> None:
-    """One step by `choice`, one by a plain module, one by another choice; the optimizer begins anew each time."""
-    module, plain = make_blocks(), Blocks()
-    start = {name: tensor + 0.1 for name, tensor in module.state_dict().items()}
-    plain.load_state_dict(ranks.run(3, train_on, choice, start, range(1))[0])
-    train(plain, range(1, 2), range(2))
-    found, *_ = ranks.run(2, train_on, NEXT[choice], plain.state_dict(), range(2, 3))
-    module.load_state_dict(start)
-    for step, world_size in enumerate((3, 2, 2)):
-        train(module, range(step, step + 1), range(world_size))
-    assert_states(found, module.state_dict())

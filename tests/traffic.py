@@ -1,0 +1,50 @@
+"""Collectives counted at the process groups, and what a strategy announces of them, by kind and group size."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from ddp_lab.runtime.watch.sequence import SIZED_BY_OUTPUT, described
+from ddp_lab.strategy.interface import Strategy
+
+HOOK = 41
+Totals = dict[tuple[str, int], tuple[int, int]]
+"""Calls and bytes, by kind and group size."""
+
+
+def add(totals: Totals, key: tuple[str, int], calls: int, nbytes: int) -> None:
+    before = totals.get(key, (0, 0))
+    totals[key] = before[0] + calls, before[1] + nbytes
+
+
+def announced(strategy: Strategy, micro_batches: int, clips: bool = False) -> Totals:
+    totals: Totals = {}
+    for part in strategy.expected_traffic(micro_batches, clips=clips):
+        add(totals, (part.kind, part.group_size), part.count, part.payload_bytes)
+    return totals
+
+
+@contextmanager
+def counted() -> Iterator[Totals]:
+    """Within this context, in all groups that there are; barriers aside."""
+    totals: Totals = {}
+    groups = list({id(group): group for group in c10d._world.pg_map}.values())
+    for group in groups:
+        group.register_pre_hook(HOOK, partial(count, totals, group.size()))
+    try:
+        yield totals
+    finally:
+        for group in groups:
+            group.unregister_pre_hook(HOOK)
+
+
+def count(totals: Totals, group_size: int, call: Any) -> None:
+    tensors = call.input_tensors or call.output_tensors
+    kind, _, _ = described(call.name, tensors[0].dtype if tensors else None)
+    if kind and kind != "barrier":
+        sent = call.output_tensors if kind in SIZED_BY_OUTPUT else call.input_tensors
+        nbytes = sum(t.numel() * t.element_size() for t in sent) * (group_size if kind == "scatter" else 1)
+        add(totals, (kind, group_size), 1, nbytes)
