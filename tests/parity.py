@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp
+import ddp_lab
 import sharding
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.interface import Strategy
@@ -119,6 +121,29 @@ def one_step(strategy: Strategy, batches: list[dict[str, Tensor]]) -> Tensor:
     loss = strategy.forward_backward(batches)
     strategy.step()
     return loss
+
+
+def saved_halfway(
+    options: dict[str, Any], choice: Choice, model: str, folder: Path, optimizer: str = "adam"
+) -> dict[str, Tensor]:
+    """The state after four steps; `folder` gets a checkpoint after the second."""
+    strategy = load(choice)(build(model), OPTIMIZERS[optimizer], options_of(choice, **options))
+    for step in range(4):
+        if step == 2:
+            ddp_lab.save_checkpoint(strategy, folder)
+        one_step(strategy, [make_batch(model, 2, step)])
+    return strategy.full_state_dict()
+
+
+def gone_on(
+    options: dict[str, Any], choice: Choice, model: str, folder: Path, optimizer: str = "adam"
+) -> dict[str, Tensor]:
+    """The state after the last two of these steps, from the checkpoint on."""
+    strategy = load(choice)(build(model, seed=3), OPTIMIZERS[optimizer], options_of(choice, **options))
+    ddp_lab.load_checkpoint(strategy, folder)
+    for step in (2, 3):
+        one_step(strategy, [make_batch(model, 2, step)])
+    return strategy.full_state_dict()
 
 
 def weight_decay_groups(module: torch.nn.Module) -> list[dict[str, Any]]:

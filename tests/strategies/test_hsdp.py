@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
 from ddp_lab.runtime.checkpoint.state import tensors_to_save
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
@@ -23,12 +22,14 @@ from tests.parity import (
     assert_parity,
     build_and_step,
     global_batch,
+    gone_on,
     is_refused,
     load,
     message_of,
     one_step,
     options_of,
     oracle,
+    saved_halfway,
     train_on_rank,
 )
 from tests.ranks import RankPool
@@ -245,32 +246,16 @@ def test_one_replica_saves_each_element(ranks: RankPool, choice: Choice) -> None
     assert len({key for key, _ in saved}) == len(saved)
 
 
-def saved_then_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
-    """What the model is when training goes on without a stop."""
-    strategy = build_and_step(choice, "tied", options_of(choice, **options), "adam")
-    save_checkpoint(strategy, folder)
-    one_step(strategy, [make_batch("tied", 2, 1)])
-    return strategy.full_state_dict()
-
-
-def loaded_and_trained(options: dict[str, Any], choice: Choice, folder: Path) -> dict[str, Tensor]:
-    strategy = load(choice)(build("tied", 1), OPTIMIZERS["adam"], options_of(choice, **options))
-    load_checkpoint(strategy, folder)
-    one_step(strategy, [make_batch("tied", 2, 1)])
-    return strategy.full_state_dict()
-
-
-@pytest.mark.parametrize(
-    "choice", by_default(CHOICES, ("sharding", "zero3"), ("sharding", "pytorch_zero3")), ids="-".join
-)
+@pytest.mark.parametrize("choice", by_default(CHOICES, CHOICES[2], CHOICES[4]), ids="-".join)
 def test_checkpoints_go_on_here_and_elsewhere(ranks: RankPool, tmp_path: Path, choice: Choice) -> None:
     """Bit by bit on the same mesh, and nearly on another one or under a choice that shards nothing."""
-    wanted = run(ranks, FOUR, saved_then_trained, SMALL, choice, tmp_path / "saved")[0]
-    same = run(ranks, FOUR, loaded_and_trained, SMALL, choice, tmp_path / "saved")[0]
+    case = "tied", tmp_path / "saved"
+    wanted = run(ranks, FOUR, saved_halfway, SMALL, choice, *case)[0]
+    same = run(ranks, FOUR, gone_on, SMALL, choice, *case)[0]
     assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
     if choice[1] in ("zero2", "pytorch_zero3"):
-        other = run(ranks, TALL, loaded_and_trained, {}, choice, tmp_path / "saved")[0]
+        other = run(ranks, TALL, gone_on, {}, choice, *case)[0]
     else:
-        other = ranks.run(2, loaded_and_trained, {}, ("ddp", "flat_ddp"), tmp_path / "saved")[0]
+        other = ranks.run(2, gone_on, {}, ("ddp", "flat_ddp"), *case)[0]
     for name, tensor in wanted.items():
         assert torch.allclose(other[name], tensor, rtol=1e-4, atol=1e-6), name

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming
+from tests.parity import OPTIMIZERS, all_choices, global_batch, gone_on, load, naming, saved_halfway
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
 from tests.tables import each_row
@@ -112,33 +111,10 @@ def test_memory_is_what_the_formula_says(ranks: RankPool, choice: tuple[str, str
                 assert size <= held[component] <= 1.05 * size, f"{component}, {options}"
 
 
-def save_and_train(choice: tuple[str, str], folder: Path) -> dict[str, Tensor]:
-    strategy = load(choice)(build("llama"), OPTIMIZERS["adam"], StrategyOptions(**BF16))
-    for step in range(4):
-        if step == 2:
-            ddp_lab.save_checkpoint(strategy, folder)
-        one_step(strategy, step)
-    return strategy.full_state_dict()
-
-
-def load_and_train(choice: tuple[str, str], folder: Path) -> dict[str, Tensor]:
-    strategy = load(choice)(build("llama", seed=3), OPTIMIZERS["adam"], StrategyOptions(**BF16))
-    ddp_lab.load_checkpoint(strategy, folder)
-    for step in range(2, 4):
-        one_step(strategy, step)
-    return strategy.full_state_dict()
-
-
-def one_step(strategy: Any, step: int) -> None:
-    strategy.zero_grad()
-    strategy.forward_backward([make_batch("llama", 2, 10 * step + dist.get_rank())])
-    strategy.step()
-
-
 @each_row("saves, loads", [("zero1", "zero3"), ("zero3", "pytorch_zero2"), ("pytorch_zero3", "zero2")])
 def test_any_choice_goes_on_bitwise(ranks: RankPool, tmp_path: Path, saves: str, loads: str) -> None:
-    wanted = ranks.run(2, save_and_train, ("sharding", saves), tmp_path / "saved")[0]
-    state = ranks.run(2, load_and_train, ("sharding", loads), tmp_path / "saved")[0]
+    wanted = ranks.run(2, saved_halfway, BF16, ("sharding", saves), "llama", tmp_path / "saved")[0]
+    state = ranks.run(2, gone_on, BF16, ("sharding", loads), "llama", tmp_path / "saved")[0]
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
 
 

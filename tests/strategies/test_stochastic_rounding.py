@@ -10,13 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import ddp_lab
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.options import StrategyOptions
 from sharding.options.stochastic_rounding import round_stochastically
 from tests.checkpoints import error_of
-from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, global_batch, load, naming, weight_decay_groups
+from tests.models import build
+from tests.parity import (
+    OPTIMIZERS,
+    all_choices,
+    global_batch,
+    gone_on,
+    load,
+    naming,
+    saved_halfway,
+    weight_decay_groups,
+)
 from tests.ranks import RankPool
 from tests.strategies.test_mixed_precision import LARGE, SMALL, loaded_whole, resting_memory
 from tests.strategies.test_offload import memory as memory_offloaded
@@ -201,36 +209,14 @@ def test_offload_computes_the_same_on_a_cpu(ranks: RankPool, tmp_path: Path, nam
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def save_and_train(name: str, folder: Path, optimizer: str) -> dict[str, Tensor]:
-    strategy = load(("sharding", name))(build("frozen"), OPTIMIZERS[optimizer], StrategyOptions(**ROUNDED))
-    for step in range(4):
-        if step == 2:
-            ddp_lab.save_checkpoint(strategy, folder)
-        one_step_of_frozen(strategy, step)
-    return strategy.full_state_dict()
-
-
-def load_and_train(name: str, folder: Path, optimizer: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    strategy = load(("sharding", name))(build("frozen", seed=3), OPTIMIZERS[optimizer], StrategyOptions(**options))
-    ddp_lab.load_checkpoint(strategy, folder)
-    for step in range(2, 4):
-        one_step_of_frozen(strategy, step)
-    return strategy.full_state_dict()
-
-
-def one_step_of_frozen(strategy: Any, step: int) -> None:
-    strategy.zero_grad()
-    strategy.forward_backward([make_batch("frozen", 2, 10 * step + dist.get_rank())])
-    strategy.step()
-
-
 @over_stages
 def test_it_goes_on_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for optimizer in ("adam", "sgd"):
-        wanted = ranks.run(2, save_and_train, name, tmp_path / "saved", optimizer)[0]
-        require_equal(ranks.run(2, load_and_train, name, tmp_path / "saved", optimizer, ROUNDED)[0], wanted)
+        case = ("sharding", name), "frozen", tmp_path / "saved", optimizer
+        wanted = ranks.run(2, saved_halfway, ROUNDED, *case)[0]
+        require_equal(ranks.run(2, gone_on, ROUNDED, *case)[0], wanted)
     for options in ({}, {"param_dtype": "bf16"}):  # a loop of one's own may change it, with fp32 values from then on
-        loaded = ranks.run(2, load_and_train, name, tmp_path / "saved", optimizer, options)[0]
+        loaded = ranks.run(2, gone_on, options, *case)[0]
         assert {tensor.dtype for tensor in loaded.values() if tensor.is_floating_point()} == {torch.float32}
         for key, tensor in wanted.items():
             torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=2e-2, check_dtype=False)
