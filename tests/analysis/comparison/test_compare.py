@@ -16,7 +16,6 @@ from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_compa
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.figures.times import parts_figure
-from ddp_lab.analysis.report.figures.traffic import traffic_figure
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.opening import bar
@@ -83,8 +82,6 @@ def test_figures_of_traces_worked_out_by_hand(tmp_path: Path) -> None:
     assert table["audit_failures"].tolist() == [0, None]
     drawn = {bar.name: bar.x[0] for bar in parts_figure(table["choice"], table).data}
     assert drawn == pytest.approx({"compute": 0.5, "exposed: transfer": 0.2, "idle": 0.299})
-    traffic = [(bar.name, bar.x[0]) for bar in traffic_figure(table["choice"], table, ("calls", "bytes")).data]
-    assert traffic == [("all-reduce", 1.0), ("all-reduce", 4000 / 2**20)]
 
 
 def test_losses_are_held_against_the_reference_step_by_step() -> None:

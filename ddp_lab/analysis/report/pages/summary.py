@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column, kinds_run
+from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import failure_of, write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of
@@ -13,7 +13,6 @@ from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.report.figures.lanes import kernels_sentence
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure
-from ddp_lab.analysis.report.figures.traffic import traffic_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.exposure import exposure_sections
 from ddp_lab.analysis.report.pages.heads import labels
@@ -67,7 +66,6 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
         lines.append("Only one step could be analysed, so it is unknown how much steps differ.")
     if left_out := sum(timeline.left_out for timeline in analysis.timelines):
         lines.append(f"{left_out} events without a usable time were left out.")
-    names = [f"rank {rank}" for rank in drawn["rank"]]
     sections = [
         *([ranks_section(steps, ranks)] if len(drawn) < len(analysis.summary) else []),
         lanes_section(timelines, numbers[-1], mesh),
@@ -84,7 +82,6 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             "Collectives",
             "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
             table=dimensions_table(analysis.exposure, mesh, ranks) if mesh else collectives_table(shown),
-            figure=drawing(traffic_figure(names, drawn, ("ms", "bytes"))) if kinds_run(drawn) else None,
         ),
         audit_section(analysis.audit, list(ranks)),
         kernels_section(analysis.timelines),
