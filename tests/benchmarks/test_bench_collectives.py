@@ -9,10 +9,9 @@ import pytest
 
 from benchmarks import collectives
 from benchmarks.collective import operations
-from benchmarks.collective.results import COLUMNS, Results, make_row, model_text
+from benchmarks.collective.results import COLUMNS, make_row
 from benchmarks.collective.sizes import Measured
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.link.link_model import LinkModel
 from ddp_lab.runtime.link.speed import Link
 from tests import collective_ranks as planted
 from tests.ranks import RankPool
@@ -47,17 +46,6 @@ def test_everything_is_measured_and_right(measured: Path) -> None:
     assert (rows["p50_us"] > 0).all() and (rows["p50_us"] <= rows["p95_us"]).all()
     (barrier,) = rows[rows["collective"] == "barrier"].to_dict("records")
     assert barrier["size_bytes"] == 0 and pd.isna(barrier["wrong"]) and pd.isna(barrier["busbw_gb_per_s"])
-
-
-def test_sizes_and_counts_are_those_of_nccl_tests(measured: Path) -> None:
-    """1000 bytes of bf16 are 500 elements; divided over 3 ranks, 166 a rank and 996 bytes in all."""
-    rows = rows_of(measured).query("type == 'bf16'").set_index("collective")
-    smallest = rows[(rows["size_bytes"] <= 1000) & ~rows.index.duplicated()]
-    for name, operation in operations.OPERATIONS.items():
-        if name != "barrier":
-            expected = [996, 166] if operation.is_divided else [1000, 500]
-            assert smallest.loc[name, ["size_bytes", "count"]].tolist() == expected, name
-    assert set(smallest[smallest["redop"] == "sum"].index) == {n for n in smallest.index if "reduce" in n}
 
 
 def test_bandwidths_by_hand() -> None:
@@ -116,12 +104,3 @@ def test_flags_and_columns_are_documented() -> None:
     assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == flags[1:]
     columns = re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.MULTILINE)
     assert columns == list(COLUMNS.items())
-
-
-def test_a_line_through_the_medians_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = Results(tmp_path / "table.csv", Ranks(0, 2, CPU, "gloo"), None)
-    for size in (2**power for power in range(10, 31, 2)):
-        results.add(Measured("all_reduce", "fp32", "sum", size, size // 4, [1e-4 + 1e-9 * size], 0))
-    results.end("all_reduce", "fp32")
-    assert "model: 100 us + 1 ns/B" in capsys.readouterr().out
-    assert model_text(LinkModel(2e-3, 3e-9)) == "2.00 ms + 3 ns/B"

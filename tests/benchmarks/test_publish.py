@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import publish
-from benchmarks.publish import render, table
+from benchmarks.publish import render
 from ddp_lab.runtime.errors import UserError
 
 ENTRY = {"commands": ["python x.py"], "machine": "m", "date": "2026-11-24", "commit": "c", "seconds": 60}
@@ -49,12 +49,6 @@ def test_what_is_out_of_step_is_named(page: Path, tmp_path: Path) -> None:
         render(tmp_path, DATA, is_dry=True)
 
 
-def test_figures_are_scaled_and_have_as_many_digits_as_their_column() -> None:
-    assert publish.scaled(1.26 * 2**20, 2**-20, 1) == 1.3 and publish.scaled(float("nan"), 1, 1) is None
-    rows = [{"choice": "a", "MiB": 1.0, "ms": 1.0}, {"choice": "b", "MiB": 1.3, "ms": None}]
-    assert table(rows).splitlines()[2:] == ["| a | 1.0 | 1.0 |", "| b | 1.3 | – |"]
-
-
 def test_every_section_is_in_the_results() -> None:
     sections = tomllib.loads((publish.ROOT / "benchmarks" / "publish.toml").read_text())
     data = json.loads((publish.ROOT / "docs" / "results.json").read_text())
@@ -63,8 +57,3 @@ def test_every_section_is_in_the_results() -> None:
     }
     shown = (publish.ROOT / "docs" / "results.md").read_text()
     assert all(f"<!-- results:{name} -->" in shown for name in [*sections, "sweep-picture"])
-
-
-def test_a_failing_command_is_one_line_with_its_reason() -> None:
-    with pytest.raises(UserError, match=r"^no such thing \(python -c"):
-        publish.run("python -c \"import sys; print('error: no such thing'); sys.exit(1)\"")

@@ -34,23 +34,6 @@ def test_verdict_first_then_everything_to_act_on() -> None:
     assert places == sorted(places)
 
 
-def test_this_projects_flags_only_for_its_runs(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_bytes((DATA / "watchdog-timeout" / "2_5.log").read_bytes())
-    assert "--timeout-minutes" not in doctor(str(log), "--all").stdout
-    own = DATA / "clean" / "run" / "20261121-093000-1f2e.run.json"
-    assert "In this project" in (said := doctor(str(log), str(own)).stdout) and "--timeout-minutes" in said
-
-
-def test_topology_from_standard_input_is_drawn() -> None:
-    topology = (DATA / "socket-despite-infiniband" / "with_topology" / "topology.txt").read_bytes()
-    answer = doctor("-", stdin=topology)
-    assert answer.returncode == 0 and "standard input: topology of 2 GPUs" in answer.stdout
-    assert re.search(r"^GPU0 +X +NV18 +PIX +SYS +0 *$", answer.stdout, re.MULTILINE)
-    assert "GPU1: nearest network card mlx5_bond_0" in answer.stdout
-    assert "pairs across NUMA nodes, over PCIe: none" in answer.stdout
-
-
 def test_json_has_what_the_page_documents() -> None:
     answer = doctor("--json", str(DATA / "socket-despite-infiniband" / "with_topology"))
     content = json.loads(answer.stdout)

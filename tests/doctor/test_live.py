@@ -19,16 +19,6 @@ def pairs(times: dict[tuple[int, int], float | None], across: bool = False) -> l
     return [Pair(ranks, time_ms, "" if time_ms else "no answer", across) for ranks, time_ms in times.items()]
 
 
-def test_one_slow_rank_of_four() -> None:
-    """It makes half of all pairs slow, so a median of all would not show it."""
-    times = {(a, b): 50.0 if b == 3 else 4.0 for a in range(4) for b in range(a + 1, 4)}
-    measured = pairs(times)
-    sentences = flag_slow_pairs(measured)
-    assert [pair.ranks for pair in measured if pair.is_slow] == [(0, 3), (1, 3), (2, 3)]
-    assert sentences[0] == "Ranks 0 and 3: 50.00 ms, 12 times the 4.00 ms of fast pairs."
-    assert sentences[-1] == "All of them have rank 3 in common."
-
-
 def test_slow_and_failed_pairs_are_findings() -> None:
     measured = pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): None})
     (finding,) = diagnose(Facts(slow_pairs=flag_slow_pairs(measured)))

@@ -32,18 +32,6 @@ def test_2_30_with_time_stamps() -> None:
     assert dict(zero.transports[0, 8]) == {"NET/IB": 1} and dict(zero.transports[0, 1]) == {"P2P/CUMEM": 1}
 
 
-def test_2_2_without_the_word_nccl() -> None:
-    (process,) = parse(
-        "gpu-103:18553:18553 [0] INFO NET : Using interface enp3s0:192.168.144.103<0>",
-        "gpu-103:18553:18553 [0] INFO Using internal Network Socket",
-        "NCCL version 2.2.13+cuda9.0",
-        "gpu-103:18553:18612 [0] INFO comm 0x7fa42c00a3b0 rank 0 nranks 2",
-        "gpu-103:18553:18611 [0] include/socket.h:371 WARN Connection closed by remote peer",
-    )
-    assert (process.interface, process.network, process.version, process.rank) == ("enp3s0", "Socket", "2.2.13", 0)
-    assert [line.number for line in process.warnings] == [5]
-
-
 @each_row(
     ("line", "pair", "transport"),
     [
@@ -61,14 +49,6 @@ def test_transports(line: str, pair: tuple[int, int], transport: str) -> None:
     (process,) = parse(f"h:1:2 [0] NCCL INFO {line}")
     assert list(process.transports) == [pair] and list(process.transports[pair]) == [transport]
     assert process.rank == (pair[1] if "[receive]" in line else pair[0])
-
-
-def test_rank_is_that_of_the_largest_communicator() -> None:
-    (process,) = parse(
-        "h:1:2 [3] NCCL INFO ncclCommInitRank comm 0x1 rank 11 nranks 16 cudaDev 3 busId 1 - Init COMPLETE",
-        "h:1:2 [3] NCCL INFO ncclCommSplit comm 0x2 rank 1 nranks 2 cudaDev 3 busId 1 - Init COMPLETE",
-    )
-    assert (process.rank, process.world_size) == (11, 16)
 
 
 def test_which_ranks_differ() -> None:

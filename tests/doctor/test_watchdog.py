@@ -47,22 +47,6 @@ def test_rank_of_the_job_and_group() -> None:
     assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (5, True, "3(mesh_tp)", 40)
 
 
-@each_row(
-    ("line", "rank", "seq"),
-    [
-        ("[E ProcessGroupNCCL.cpp:485] [Rank 6] Watchdog caught collective operation timeout: "
-         "WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802246 milliseconds before timing out.", 6, None),
-        ("Watchdog caught collective operation timeout: WorkNCCL(OpType=BROADCAST, Timeout(ms)=1800) ran", None, None),
-        ("[E ProcessGroupNCCL.cpp:828] [Rank 1]Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
-         "OpType=ALLREDUCE, TensorShape=[1], Timeout(ms)=1800000) ran for 1804406 milliseconds", 1, 7),
-    ],
-)  # fmt: skip
-def test_wordings_without_a_group(line: str, rank: int | None, seq: int | None) -> None:
-    (timeout,) = facts_of(line).timeouts
-    assert (timeout.rank, timeout.in_job, timeout.group, timeout.seq) == (rank, False, None, seq)
-    assert verdict(line).rule.name == "watchdog-timeout"
-
-
 def test_different_collectives_in_one_group() -> None:
     lines = [gave_up(0, 40, "ALLREDUCE"), status(0, "0(default_pg)", 40, 40)]
     finding = verdict(*lines, gave_up(1, 40, "BROADCAST"), status(1, "0(default_pg)", 40, 40))

@@ -4,7 +4,7 @@ It is main_parallel.py with --mesh, else main_ddp.py or main_shard.py.
 
 The variable FAULT says what goes wrong where: `kind:rank=1:step=3:at=forward`. `kind` is one of `FAULTS`. `at` is
 `forward`, `backward`, `optimizer`, `trace`, or `collective` (the first one after forward). Ranks that torchrun has
-restarted have no fault. With DEVICE=late, gradients are reduced by a device that only pretends (`late_device.py`).
+restarted have no fault.
 """
 
 import os
@@ -125,33 +125,17 @@ def swap_gradients(strategy: Any) -> None:
     dist.all_reduce = all_reduce
 
 
-def skip_collective(strategy: Any) -> None:
-    """This rank issues one all-reduce less, and goes on."""
-    import torch.distributed as dist
-
-    plain = dist.all_reduce
-
-    def all_reduce(*args: Any, **kwargs: Any) -> None:
-        dist.all_reduce = plain
-
-    dist.all_reduce = all_reduce
-
-
 def overflow(strategy: Any) -> None:
     """The first gradient becomes infinite, also when the step is repeated to find out where."""
     next(iter(strategy.leaves())).register_hook(lambda gradient: gradient + float("inf"))
 
 
-def vanish(kind: str) -> Callable[[Any], None]:
-    """The run's folder of this kind is deleted while it trains."""
+def vanish(strategy: Any) -> None:
+    """The run's folder is deleted while it trains."""
+    import shutil
 
-    def delete(strategy: Any) -> None:
-        import shutil
-
-        (folder,) = Path(sys.argv[sys.argv.index("--output-dir") + 1]).glob(f"{kind}/*")
-        shutil.rmtree(folder)
-
-    return delete
+    (folder,) = Path(sys.argv[sys.argv.index("--output-dir") + 1]).glob("profile/*")
+    shutil.rmtree(folder)
 
 
 def fill_disk(strategy: Any) -> None:
@@ -168,20 +152,16 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "raise": fail,
     "stop": lambda strategy: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
-    "sleep": lambda strategy: time.sleep(1000),
-    "skip": skip_collective,
     "exit": lambda strategy: os._exit(0),
     "memory": eat_memory,
     "extra": extra_collective,
     "extra_in_model": extra_in_model,
-    "shape": spoiled_collective(lambda tensor: [tensor.new_zeros(tensor.numel() + 3)]),
     "dtype": spoiled_collective(lambda tensor: [tensor.double()]),
     "order": swap_gradients,
     "slow": lambda strategy: time.sleep(1.0),
     "nan": lambda strategy: setattr(strategy, "is_poisoned", True),  # see `Faulty.forward`
     "inf": overflow,
-    "vanish": vanish("profile"),
-    "vanish_checkpoints": vanish("checkpoints"),
+    "vanish": vanish,
     "disk": fill_disk,
 }
 
@@ -237,18 +217,7 @@ def with_fault(real: type, plan: Plan) -> type:
     return Faulty
 
 
-def on_late_device() -> None:
-    """Put the device that pretends in its place, and plant faults in it."""
-    from tests.faults import late_device
-
-    backend = late_device.install()
-    FAULTS["device"] = lambda strategy: backend.device.hang()
-    FAULTS["abort"] = lambda strategy: backend.abort_process()
-
-
 def main() -> int:
-    if os.environ.get("DEVICE") == "late":
-        on_late_device()
     plan = Plan(os.environ["FAULT"])
     choice = sys.argv[sys.argv.index("--ddp-choice") + 1]
     of_one_dimension = ddp if choice in ddp.CHOICES else sharding

@@ -46,7 +46,6 @@ class Scenario:
         hangs: Whether the run ends by the timeout of collectives.
         only: The choices in which it can be planted; empty for all.
         flags: Of the run, in addition to the usual ones.
-        device: `late` for a device that pretends (`late_device.py`).
         mesh: Of the ranks, which the message must then name with their places. Default: two ranks without a mesh.
     """
 
@@ -59,7 +58,6 @@ class Scenario:
     rank: int = 1
     only: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    device: str = ""
     mesh: str = ""
 
     @property
@@ -83,43 +81,23 @@ class Scenario:
 SCENARIOS = (
     Scenario("killed in forward", "kill:at=forward", "killed", "was killed"),
     Scenario("rank 0 killed in forward", "kill:at=forward", "killed", "was killed", rank=0),
-    Scenario("killed in backward", "kill:at=backward", "killed", "was killed"),
     Scenario("killed in a collective", "kill:at=collective", "killed", "was killed"),
-    Scenario("killed in the optimizer", "kill:at=optimizer", "killed", "was killed"),
     Scenario("killed while it writes a trace", "kill:at=trace", "killed", "writing a trace"),
     Scenario("crashed (segmentation fault)", "crash:at=forward", "killed", "crashed (Segmentation fault)"),
     Scenario("exit code 0 in forward", "exit:at=forward", "killed", "exited without an error"),
     Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
-    Scenario("exception in backward", "raise:at=backward", "failed", "ValueError: planted"),
     Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
     Scenario("endless loop", "loop:at=optimizer", "hung", "hangs", hangs=True),
     Scenario("another collective", "extra:at=forward", "mismatched", "differs between ranks"),
-    Scenario("another shape", "shape:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
     Scenario("another dtype", "dtype:at=collective", "mismatched", "differs between ranks", only=BY_HAND),
     Scenario("another order", "order:at=collective", "mismatched", "differs between ranks", only=IN_ORDER),
     Scenario("NaN on one rank", "nan:at=forward", "failed", "is not finite"),
     Scenario("infinity in a gradient", "inf:at=forward", "failed", "is not finite"),
     Scenario("out of memory", "memory:at=forward", "failed", "out of memory"),
-    Scenario("disk full, traces", "disk:at=forward", "failed", "cannot write", names_place=False),
     Scenario("folder deleted", "vanish:at=optimizer", "failed", "cannot write", names_place=False),
     Scenario("disk full, checkpoint", "disk:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING),
-    Scenario(
-        "checkpoints deleted", "vanish_checkpoints:at=forward", "failed", "checkpoint", names_place=False, flags=SAVING
-    ),
     Scenario("slow rank", "slow:at=forward", "completed", "", names_place=False),
 )
-
-LONG = ("--epochs", "100000", "--no-profile")
-ON_LATE_DEVICE = (
-    Scenario("hangs in forward", "sleep:at=forward", "hung", "rank 1 hangs in step 5 during forward", hangs=True),
-    Scenario("stopped (SIGSTOP)", "stop:at=forward", "hung", "is stopped (SIGSTOP)", hangs=True),
-    Scenario("device hangs", "device:at=forward", "hung", "rank 1 hangs on its device", False, True, flags=LONG),
-    Scenario("one all-reduce less", "skip:at=collective", "mismatched", "differs between ranks"),
-    Scenario("exception in forward", "raise:at=forward", "failed", "ValueError: planted"),
-    Scenario("killed in forward", "kill:at=forward", "killed", "was killed"),
-    Scenario("the backend aborts", "abort:at=forward", "failed", "the backend ends the process"),
-)
-"""Faults of ranks whose gradients a device reduces."""
 
 SMALL_LM = ("--workload", "sample-lm", "--sequence-length", "16", "--no-profile")
 ON_MESH = tuple(
@@ -199,7 +177,7 @@ def run_scenario(scenario: Scenario, choice: str, folder: Path, limit_s: float =
     if scenario.hangs:
         flags += ["--timeout-minutes", str(HANG_TIMEOUT_S / 60)]
     environment = os.environ | {"FAULT": scenario.plan, "FAULT_TIME_FILE": str(moment)}
-    environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "DEVICE": scenario.device}
+    environment |= {MARK: mark, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scenario.ranks}"]
     command = [*launcher, SCRIPT, *flags]
     process = subprocess.Popen(

@@ -89,18 +89,6 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_wrong_command_line(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "report.md").write_text("")
-    for arguments, said in {
-        ("--only", "parity,nothing"): "no such part",
-        ("--output-dir", str(tmp_path / "old")): "holds files already",
-        ("--ranks", "0"): "--ranks",
-    }.items():
-        done = run_in_process(command, *arguments)
-        assert done.returncode == 2 and said in done.stderr
-
-
 def test_every_part_is_documented() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     missing = [part for part in command.PARTS if f"| `{part}` |" not in text]

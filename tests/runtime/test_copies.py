@@ -58,15 +58,3 @@ def test_a_batch_is_copied_while_the_one_before_is_used(log: list[Any]) -> None:
     copied = ["pinned", "copied {}"]
     order = [(copied, 0), (copied, 1), (ready, 0), (copied, 2), (ready, 1), (ready, 2)]
     assert log == [line.format(number) for lines, number in order for line in lines]
-
-
-def test_on_a_cpu_batches_are_made_when_they_are_asked_for() -> None:
-    made = []
-
-    def steps() -> Iterator[StepData]:
-        for step in range(2):
-            made.append(step)
-            yield StepData(1, [{"x": torch.zeros(1)}])
-
-    next(copied_ahead(steps(), torch.device("cpu")))
-    assert made == [0]

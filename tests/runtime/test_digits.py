@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 import ddp
 import sharding
-from ddp_lab.planner.runs import first_micro_batches, module_maker
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.digits import DigitsCNN, build
 from ddp_lab.runtime.flags import parse_config
@@ -63,16 +61,3 @@ def test_the_commands_of_the_tutorial_make_sense() -> None:
         registry = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}[script]
         config = parse_config("", registry, arguments=flags.split())
         assert config.workload in ("digits", "mlp")
-
-
-def test_held_out_images_are_the_same_whatever_the_seed() -> None:
-    def shades(**settings: Any) -> list[float]:
-        return [sample["images"].sum().item() for sample in build(RunConfig.of(**settings)).evaluation]
-
-    assert shades(seed=3) == shades() and shades(eval_samples=7) == shades()[:7]
-
-
-def test_the_simulator_builds_it_too() -> None:
-    config = RunConfig(workload="digits", global_batch_size=64)
-    (batch, _) = first_micro_batches(config, world_size=2)
-    assert module_maker(config)()(**batch).logits.shape == (16, 10)

@@ -32,14 +32,6 @@ def test_the_root_cause_is_the_line_of_the_rank_that_knows(monkeypatch: pytest.M
     assert summary.splitlines()[-2] == f"  traceback : {LINE}" and "what came of it" not in summary
 
 
-def test_without_torchrun_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(ERROR_FILE, "")  # as with --log-dir /dev/null
-    tell_torchrun(LINE)
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "removed" / "error.json"))
-    tell_torchrun(LINE)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_first_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not always rank 0: `torchrun` stops it if another rank fails before it."""
     spoken = []

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddp
-import sharding
 from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import build_parser, parse_config
@@ -62,14 +61,6 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     said = capsys.readouterr()
     assert left.value.code == 2 and said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
-
-
-def test_the_other_flag_of_main_shard(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--shard-choice", "baseline"]
-    assert parse_config("", sharding.REGISTRY, ["--shard-choice"], arguments).choice == "baseline"
-    with pytest.raises(SystemExit):
-        parse_config("", sharding.REGISTRY, ["--shard-choice"], ["--shard-choice", "baselin"])
-    assert "unknown strategy 'baselin'; did you mean baseline" in capsys.readouterr().err
 
 
 # Files of flags ------------------------------------------------------------------------------------------------------

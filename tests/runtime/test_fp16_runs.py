@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 
 import ddp_lab
-from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
@@ -53,11 +51,6 @@ def test_a_run_skips_its_first_steps_and_resumes_with_its_scale(ranks: RankPool,
         assert resumed["train_loss"] == pytest.approx(record["train_loss"], rel=2**-9)
     said = ranks.run(2, run_here, {**resuming, "loss_scale": 8.0})
     assert "--loss-scale was 4194304.0 and is 8.0" in said[0]
-
-
-def test_a_loss_scale_is_for_fp16_alone() -> None:
-    with pytest.raises(UserError, match=r"--loss-scale 8\.0: must be with --precision fp16"):
-        RunConfig.of(precision="bf16", loss_scale=8.0)
 
 
 def make(choice: str, seed: int, scale: float, precision: str = "fp16") -> Strategy:

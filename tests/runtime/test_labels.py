@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from ddp_lab.runtime.data import hub
@@ -37,15 +37,6 @@ def test_labels_are_found_in_the_training_data(tmp_path: Path, labels: Any, name
     assert found.labels.names == names and len(found.train) == 1
     tokenized = hub.tokenize(found.evaluation, hub.Columns(), found.labels, lambda texts, **_: {"input_ids": texts}, 9)
     assert tokenized[0]["label"] == names.index(str(labels[0]).removesuffix(".0"))
-
-
-def test_names_of_a_class_label_keep_their_numbers(tmp_path: Path) -> None:
-    features = Features({"body": Value("string"), "kind": ClassLabel(names=["zebra", "ant", "never seen"])})
-    data = Dataset.from_dict({"body": ["stripes", "legs", "more legs"], "kind": [0, 1, 1]}, features=features)
-    data.save_to_disk(tmp_path / "saved")
-    found = load(tmp_path / "saved", "body", "kind")
-    assert found.labels.names == ("zebra", "ant", "never seen") and found.labels.numbers == {0: 0, 1: 1, 2: 2}
-    assert len(found.train) == 2 and len(found.evaluation) == 1
 
 
 def test_the_head_of_a_trained_model_keeps_its_order(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import sharding
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import prose
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
-from ddp_lab.runtime.errors import UserError
 from tests.ranks import RankPool
 from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
@@ -143,23 +142,6 @@ def test_sharded_models_generate_what_whole_ones_do(ranks: RankPool, local: Path
     assert texts[0] == texts[1] and texts[0]["tokens"] == 12 and texts[0]["prompt"] == "The value of"
 
 
-def test_the_built_in_text(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {"choice": "flat_ddp", "workload": "sample-lm", "max_steps": 4, "eval_samples": 2, "no_profile": True}
-    settings |= {"output_dir": str(tmp_path), "sequence_length": 64}
-    assert ranks.run(2, run_here, settings) == [None, None]
-    record = record_of(tmp_path, "flat_ddp")
-    assert record["config"]["task"] == "causal-lm" and record["train_samples"] > 1000
-    assert record["train_loss"][-1] < record["train_loss"][0]
-
-
-def test_a_stream_is_read_no_further_than_needed(ranks: RankPool, local: Path) -> None:
-    """The last row is no text."""
-    settings = settings_of(
-        local, Path("unused"), dataset="number.jsonl", streaming=True, train_samples=4, eval_samples=1
-    )
-    assert ranks.run(2, workload_here, settings)[0]["samples"] == (4, 1)
-
-
 BAD = {
     "a text is missing": ({"dataset": "number.jsonl"}, "column text: None is not text"),
     "no text column": ({"dataset": "text.json"}, "no column text (it has body); give --text-column"),
@@ -177,22 +159,3 @@ def test_bad_text(ranks: RankPool, local: Path, tmp_path: Path, case: str) -> No
     messages = ranks.run(2, run_here, settings_of(local, tmp_path, **changes))
     assert messages[0] == messages[1] and messages[0] and expected in messages[0], messages
     assert "\n" not in messages[0]
-
-
-def test_flags_for_language_models_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
-    mlp = {
-        "choice": "flat_ddp",
-        "workload": "mlp",
-        "depth": 2,
-        "width": 8,
-        "output_dir": str(tmp_path),
-        "no_profile": True,
-    }
-    for flags, expected in (
-        ({"generate": 3}, "--generate: workload mlp is no causal language model"),
-        ({"sequence_length": 8}, "--sequence-length goes with --task causal-lm"),
-        ({"workload": "hub", "task": "causal-lm", "model": "x"}, "--workload hub takes both --model and --dataset"),
-    ):
-        assert all(expected in message for message in ranks.run(2, run_here, {**mlp, **flags}))
-    with pytest.raises(UserError, match="--prompt"):
-        RunConfig(prompt="x")

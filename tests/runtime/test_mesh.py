@@ -49,15 +49,6 @@ def test_a_mesh_must_fit_the_ranks() -> None:
         mesh.require_ranks(8, 2)
 
 
-def test_picture() -> None:
-    assert Mesh.parse("dp=2,tp=2").picture(2).splitlines() == [
-        "mesh dp=2,tp=2, ranks:",
-        "      tp 0 to 1",
-        "dp 0  0  1   node 0",
-        "dp 1  2  3   node 1",
-    ]
-
-
 @each_row(
     "settings, wanted",
     [
@@ -81,10 +72,6 @@ def test_picture() -> None:
 def test_settings_that_do_not_fit(settings: dict, wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         RunConfig.of(choice="tp", **settings)
-
-
-def test_labels_name_the_mesh() -> None:
-    assert RunConfig(choice="zero2", mesh="dp=2,tp=2", sequence_parallel=True).label == "zero2@dp2-tp2-sp"
 
 
 def test_plans_from_files(tmp_path: Path) -> None:

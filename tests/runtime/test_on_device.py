@@ -1,8 +1,6 @@
 """Collectives that a device runs: what is known of them, and when a hang is declared."""
 
-import gc
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from ddp_lab.runtime.watch import on_device
 from ddp_lab.runtime.watch.cause import RankReport, first_cause
 from ddp_lab.runtime.watch.exit_reason import ExitReason
-from ddp_lab.runtime.watch.flight_recorder import RING_ENTRIES, FlightRecorder
+from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.on_device import DeviceCollectives
 from ddp_lab.runtime.watch.rank_state import Entry, RankState
 from ddp_lab.runtime.watch.watcher import Watcher
@@ -106,59 +104,6 @@ def test_a_later_one_of_the_same_queue_shows_that_earlier_ones_are_completed(ben
         bench.issue(queue)
     bench.issue("one", work=last)
     assert bench.states == ["completed", "queued", "queued", "completed"]
-
-
-def test_an_error_of_the_device_says_nothing(bench: Bench, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(on_device, "mark_stream", lambda device: fail)
-    bench.followed.ordered(bench.issue())
-    assert bench.states == ["queued"]
-
-
-def test_memory_of_tensors_is_not_held_after_wait(bench: Bench) -> None:
-    work = Work()
-    number, held = bench.issue(work=work), weakref.ref(work)
-    del work
-    gc.collect()
-    assert held() is not None, "nobody else can tell when it is completed"
-    bench.followed.ordered(number)
-    gc.collect()
-    assert held() is None
-
-
-def test_the_oldest_stays_known_however_far_the_host_runs_ahead(bench: Bench) -> None:
-    first = bench.issue()
-    for _ in range(RING_ENTRIES + 10):
-        bench.issue()
-    assert bench.followed.oldest is not None and bench.followed.oldest.number == first
-    assert len(bench.followed._open) == RING_ENTRIES
-    assert bench.followed.ordered(bench.issue()), "the device runs it, though nobody follows it"
-
-
-def test_what_is_completed_makes_room_without_the_watcher(bench: Bench, stream: Stream) -> None:
-    """A host that runs ahead issues more between two looks of the watcher than are followed."""
-    for _ in range(RING_ENTRIES):
-        bench.followed.ordered(bench.issue())
-    for mark in stream.marks:
-        mark[0] = True
-    last = bench.issue()
-    assert list(bench.followed._open) == [last]
-
-
-def test_a_backend_that_does_not_tell_of_success(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's older class for NCCL."""
-
-    def is_success(work: Work) -> bool:
-        raise RuntimeError("WorkNCCL::isSuccess() is deprecated")
-
-    monkeypatch.setattr(Work, "is_success", is_success)
-    work = Work()
-    bench.issue(work=work)
-    assert bench.states == ["queued"]
-    work.is_done = True
-    assert bench.states == ["completed"]
 
 
 @pytest.mark.parametrize(("timeout_s", "declared_s"), [(10.0, 8.0), (600.0, 590.0)])

@@ -16,7 +16,6 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from ddp_lab.runtime.data import prose
 from ddp_lab.runtime.data.causal_lm import keeps_documents_apart
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
@@ -72,11 +71,6 @@ def test_prompts_are_no_targets_and_what_has_no_completion_left_is_left_out() ->
     assert target_count(batch) == 4
 
 
-def test_a_batch_without_padding_of_single_documents_has_no_mask() -> None:
-    sequences = TokenSequences(Documents.of(numbered([8, 12])), 4)
-    assert collate_sequences(0)(list(sequences)).keys() == {"input_ids", "labels"}
-
-
 @each_row("name", MODELS)
 def test_a_packed_document_has_the_logits_of_the_document_alone(name: str) -> None:
     read_no_masks()
@@ -106,11 +100,3 @@ def test_models_that_cannot_be_packed_are_found_out() -> None:
     config = OPTConfig(**SHAPE, ffn_dim=16, word_embed_proj_dim=16)
     model = OPTForCausalLM(config).train()
     assert not keeps_documents_apart(model) and model.training
-
-
-def test_the_built_in_prose_is_long_varied_and_held_out_in_whole_documents() -> None:
-    train, held_out = prose.documents()
-    assert sum(map(len, train)) > 500_000 and len(held_out) > 10
-    paragraphs = [set("\n".join(part).split("\n")) for part in (train, held_out)]
-    assert not paragraphs[0] & paragraphs[1]
-    assert (train, held_out) == prose.documents.__wrapped__()

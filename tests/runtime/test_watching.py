@@ -7,22 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.runtime.errors import SequenceError, UserError
+from ddp_lab.runtime.errors import SequenceError
 from ddp_lab.runtime.watch.cause import RankReport, first_cause
-from ddp_lab.runtime.watch.exit_reason import ExitReason, kind_of, text_of
+from ddp_lab.runtime.watch.exit_reason import ExitReason, kind_of
 from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.mismatch import find_deadlock, find_difference
 from ddp_lab.runtime.watch.rank_state import Entry, RankState
 from ddp_lab.runtime.watch.sequence import group_label, recorded_collectives
 from ddp_lab.strategy.communication.observer import agree_on_sequence, digest, follow_gradients
 from ddp_lab.strategy.gradient_watch import GradientWatch
-from ddp_lab.sweep.state import SweepState
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -277,18 +275,3 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
 )
 def test_exceptions_of_collectives_are_told_from_others(error: Exception, in_collective: bool, expected: str) -> None:
     assert kind_of(error, in_collective) == expected
-
-
-def test_memory_that_runs_out_is_explained() -> None:
-    assert "--global-batch-size" in text_of(MemoryError())
-
-
-# A sweep's file ------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_file_of_an_interrupted_sweep(tmp_path: Path) -> None:
-    state = SweepState(tmp_path, "ddp", {"ranks": 2})
-    state.add("simple_ddp")
-    (tmp_path / "profile" / "ddp.sweep.json").write_text("[1")
-    with pytest.raises(UserError, match="cannot be read"):
-        state.go_on()

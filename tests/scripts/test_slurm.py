@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.slurm_cluster import why_no_cluster
-from scripts.slurm import try_cluster
-from tests.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CLUSTER = why_no_cluster()
@@ -64,14 +62,6 @@ def test_a_job_that_was_stopped_requeues_itself_alone(
     own, calls = "7_2" if of_array else "7", files["LOG"].read_text().splitlines()
     assert f"scancel --signal=USR1 {own}" in calls
     assert [call for call in calls if "requeue" in call] == ([f"scontrol requeue {own}"] if is_requeued else [])
-
-
-def test_without_slurm_it_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("benchmarks.slurm_cluster.SBIN", "")
-    done = run_in_process(try_cluster)
-    assert done.returncode == try_cluster.SKIPPED
-    assert done.stdout.startswith("skipped: no SLURM cluster here: munged, slurmctld, slurmd, sbatch, srun not found;")
 
 
 @pytest.mark.slow

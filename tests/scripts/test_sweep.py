@@ -15,7 +15,6 @@ import pytest
 
 import ddp
 import tensor_parallel
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
@@ -109,16 +108,6 @@ def test_a_choice_that_failed_is_trained_again(sweep: Sweep) -> None:
     assert sweep.run("--resume").returncode == 0 and list(sweep.asked) == [CHOICES[1]]
 
 
-@pytest.mark.parametrize(
-    ("problem", "code"), [(KeyboardInterrupt(), 130), (TraceError("not comparable"), 1)], ids=["stopped", "failed"]
-)
-def test_a_report_alone_is_made_again(sweep: Sweep, problem: BaseException, code: int) -> None:
-    sweep.report_problem = problem
-    assert sweep.run().returncode == code
-    sweep.report_problem = None
-    assert sweep.run("--resume").returncode == 0 and sweep.asked == {}
-
-
 def test_choices_that_refuse_a_flag_are_left_out(sweep: Sweep) -> None:
     ended = sweep.run("--overlap-optimizer")
     assert ended.returncode == 0 and list(sweep.asked) == ["bucket_ddp_async"]
@@ -134,29 +123,6 @@ def test_a_stopped_choice_goes_on_from_its_own_checkpoint(sweep: Sweep) -> None:
         (sweep.checkpoints(choice) / folder_name(2)).mkdir(parents=True)
     assert sweep.run("--checkpoint-every", "2", "--resume").returncode == 0
     assert [choice for choice, arguments in sweep.asked.items() if "--resume" in arguments] == [CHOICES[1]]
-
-
-def test_checkpoints_of_other_runs_are_left_alone(sweep: Sweep) -> None:
-    """A new sweep does not go on from them, nor one that saves none."""
-    (sweep.checkpoints(CHOICES[0]) / folder_name(2)).mkdir(parents=True)
-    for flags in (["--checkpoint-every", "2"], []):
-        sweep.run(*flags, train=stopped_in(CHOICES[0]))
-        assert "--resume" not in sweep.asked[CHOICES[0]]
-    sweep.run("--resume")
-    assert "--resume" not in sweep.asked[CHOICES[0]]
-
-
-def test_each_choice_has_a_checkpoint_folder_of_its_own(sweep: Sweep) -> None:
-    flags = ["--checkpoint-every", "2", "--checkpoint-dir", str(sweep.folder / "saved")]
-    sweep.run(*flags, train=stopped_in(CHOICES[1]))
-    for choice, arguments in sweep.asked.items():
-        at = arguments.index("--checkpoint-dir")
-        assert arguments[at + 1] == str(sweep.folder / "saved" / choice)
-    (sweep.folder / "saved" / CHOICES[1] / folder_name(2)).mkdir(parents=True)
-    other = sweep.run("--checkpoint-every", "2", "--resume")
-    assert other.returncode == 2 and f"had checkpoint_dir {sweep.folder / 'saved'}, this one has none" in other.stderr
-    sweep.run(*flags, "--resume")
-    assert "--resume" in sweep.asked[CHOICES[1]] and "--resume" not in sweep.asked[CHOICES[2]]
 
 
 @pytest.mark.parametrize(
@@ -198,19 +164,6 @@ def test_mistakes_are_one_line(sweep: Sweep, arguments: list[str], expected: str
     answer = sweep.run(*arguments)
     assert answer.returncode == 2 and answer.stdout == "" and not sweep.asked
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
-
-
-@each_row(
-    ("arguments", "expected"),
-    [
-        (["sharding", "0"], "RANKS 0: must be at least 1 (see run_experiment_shard.sh --help)"),
-        (["shading", "2"], "invalid choice: 'shading'"),
-    ],
-)
-def test_mistakes_in_what_stands_first(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
-    with pytest.raises(SystemExit):
-        script.parse(arguments)
-    assert expected in capsys.readouterr().err
 
 
 def test_the_file_that_a_run_left_sets_the_flags_of_a_sweep(sweep: Sweep) -> None:

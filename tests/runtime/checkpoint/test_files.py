@@ -11,7 +11,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,13 +32,11 @@ from ddp_lab.runtime.checkpoint.manifest import (
     file_name,
     folder_name,
     read_manifest,
-    remove_older,
     verify_files,
     write_manifest,
 )
 from ddp_lab.runtime.checkpoint.origin import complete, newest_complete, require_same_model
 from ddp_lab.runtime.checkpoint.saver import Saver
-from ddp_lab.runtime.checkpoint.state import restore_groups
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
@@ -270,14 +267,6 @@ def test_a_save_in_the_background_has_the_values_of_its_step(ranks: RankPool, tm
     assert ranks.run(1, save_what_changes, tmp_path) == [[1.0] * 3]
 
 
-def test_keep_last(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 5):
-        make_checkpoint(tmp_path, step)
-    (tmp_path / "step_00000000").symlink_to(tmp_path)
-    remove_older(tmp_path, step=3, keep=2)  # 5 is damaged, or of a run that has resumed before it
-    assert [step for step, _ in checkpoints_in(tmp_path)] == [5, 3, 2]
-
-
 # Planted files -------------------------------------------------------------------------------------------------------
 
 
@@ -337,13 +326,6 @@ def test_altered_manifests(tmp_path: Path, changes: dict[str, Any], expected: st
     assert expected in problem_in(path)
 
 
-@each_row("content", [b"[]", b"3", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": [1]}', b"NaN"])
-def test_manifests_that_are_something_else(tmp_path: Path, content: bytes) -> None:
-    path = make_checkpoint(tmp_path, 2)
-    (path / MANIFEST).write_bytes(content)
-    assert str(path) in problem_in(path)
-
-
 def test_links_are_not_followed(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 2)
     for name in (file_name(0), MANIFEST):
@@ -353,24 +335,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         (path / name).unlink()
         (tmp_path / name).rename(path / name)
     assert problem_in(path) == ""
-
-
-def test_files_with_tensors_that_do_not_fit(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "matrix", {"parameter/weight/0": torch.eye(2)}, {})
-    with pytest.raises(UserError, match="has 2 dimensions instead of one"):
-        TensorFiles([tmp_path / "matrix"])
-    write_tensors(tmp_path / "short", {"parameter/weight/0": torch.ones(2)}, {})
-    with pytest.raises(UserError, match="parameter/weight: element 2 of 3 is in no range"):
-        TensorFiles([tmp_path / "short"]).read("parameter/weight", 0, 3)
-
-
-def test_settings_of_another_optimizer() -> None:
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": [], "lr": 0.5, "momentum": 0}])
-    restore_groups(optimizer, [{"lr": 1, "momentum": 0.25}])
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (1.0, 0.25)
-    for groups in ([], [{"lr": 1.0}] * 2, [{"lr": 1.0, "decoupled": 1}]):
-        with pytest.raises(UserError, match="other parameter groups, or other settings"):
-            restore_groups(optimizer, groups)
 
 
 def test_another_model_or_optimizer() -> None:

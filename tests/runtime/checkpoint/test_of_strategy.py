@@ -1,16 +1,12 @@
 """Checkpoints of strategies in loops that are not the runner's."""
 
-import errno
 from pathlib import Path
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ddp_lab
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
 from tests.ranks import RankPool
@@ -61,36 +57,3 @@ def test_any_choice_goes_on_on_any_number_of_ranks(ranks: RankPool, tmp_path: Pa
     for name, tensor in wanted.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-def load_nothing(folder: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        ddp_lab.load_checkpoint(make("zero2", 0), folder)
-    return str(caught.value)
-
-
-def test_an_empty_folder_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    assert "no checkpoint of a strategy" in ranks.run(2, load_nothing, tmp_path)[0]
-
-
-def save_on_a_full_disk(folder: Path, full: int) -> str:
-    """A first save goes well; the second fails on one rank."""
-    strategy = make("zero2", 0)
-    ddp_lab.save_checkpoint(strategy, folder)
-    train(strategy, 0)
-    error = OSError(errno.ENOSPC, "No space left on device") if dist.get_rank() == full else None
-    with (
-        mock.patch("ddp_lab.runtime.checkpoint.of_strategy.write_tensors", side_effect=error),
-        pytest.raises(Exception) as caught,
-    ):
-        ddp_lab.save_checkpoint(strategy, folder)
-    ddp_lab.load_checkpoint(make("zero1", 1), folder)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_a_disk_that_is_full_on_one_rank_ends_the_save_on_all_and_leaves_what_was_there(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    other, full = ranks.run(2, save_on_a_full_disk, tmp_path / "saved", 1)
-    assert full == "OSError: [Errno 28] No space left on device"
-    assert other == "UserError: rank 1: [Errno 28] No space left on device"

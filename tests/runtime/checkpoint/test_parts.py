@@ -3,16 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_lab.runtime.checkpoint.parts import OwnParts, StoredParts
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.model_parallel import Cut
-from tests.tables import each_row
 
 SHAPE = (12, 5)
 HALVES = Cut(0, 12, (((0, 7),), ((7, 12),)))
@@ -65,33 +62,3 @@ def test_any_part_is_put_together_from_any_others(stored: Cut | None, wanted: Cu
     if stored == wanted:
         (read,) = files.read_keys
         assert read.endswith(f" {start}-{end}"), "nothing more is read"
-
-
-def test_of_equal_parts_one_is_stored_and_read() -> None:
-    files: Any = Files(torch.arange(60.0).view(SHAPE), SHARED)
-    StoredParts(files, {"weight": SHARED}, own_parts(SHARED, 3)).read("parameter", "weight", 4, 9)
-    assert files.read_keys == ["parameter/weight@2 4-9"] and files._stored.keys() == {
-        "parameter/weight@0",
-        "parameter/weight@2",
-    }
-
-
-@each_row(
-    "cut",
-    [
-        Cut(2, 12, HALVES.ranges),
-        Cut(-1, 5, COLUMNS.ranges),
-        Cut(1, 12, HALVES.ranges),
-        Cut(0, 13, (((0, 13),),)),
-        Cut(0, 12, (((0, 7),), ((8, 12),))),
-        Cut(0, 12, (((0, 7),), ((7, 13),))),
-        Cut(0, 12, (((-1, 7),), ((7, 12),))),
-        Cut(0, 12, (((7, 3),), ((0, 12),))),
-        Cut(0, 12, (((0, 12),), ())),
-        Cut(0, 12, ()),
-    ],
-)
-def test_a_cut_that_does_not_fit_is_refused(cut: Cut) -> None:
-    files: Any = Files(torch.zeros(SHAPE), None)
-    with pytest.raises(UserError, match=r"is damaged, or of another model: weight \(12, 5\) is cut wrongly there"):
-        StoredParts(files, {"weight": cut}, own_parts(HALVES, 0))

@@ -15,7 +15,6 @@ from ddp_lab.runtime.checkpoint.manifest import MANIFEST
 from ddp_lab.strategy.model_parallel import Cut
 from tests.faults.scenarios import SCRIPT
 from tests.ranks import RankPool
-from tests.runtime.checkpoint.test_choices import choices
 from tests.runtime.checkpoint.test_files import manifest
 from tests.runtime.test_run import run_here
 from tests.scripts.test_command_line import ROOT, TIMEOUT_S, TORCHRUN
@@ -62,14 +61,6 @@ def test_error_feedback_is_not_saved(ranks: RankPool, tmp_path: Path, compress: 
     first, resumed = records(tmp_path, "flat_ddp")
     wanted = f"resumed after step 1 without the error feedback of --compress {compress}, which is not saved"
     assert first["notes"] == [] and resumed["notes"][0].startswith(wanted)
-
-
-def test_deepspeed_says_that_it_cannot() -> None:
-    from ddp_lab.runtime.errors import UnsupportedError
-    from reference.deepspeed_zero import DeepSpeedZero1
-
-    with pytest.raises(UnsupportedError, match="DeepSpeed choices can neither save nor resume checkpoints"):
-        DeepSpeedZero1.parameter_pieces(object.__new__(DeepSpeedZero1))
 
 
 def test_every_field_of_the_manifest_is_documented() -> None:
@@ -121,27 +112,3 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: RankPool
     ranks.run(2, run_here, {**straight, "output_dir": str(tmp_path)})
     (expected,) = records(tmp_path, "bucket_ddp_async")
     assert records(tmp_path, "zero2")[0]["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", choices(), ids="-".join)
-def test_a_killed_rank_of_any_choice(tmp_path: Path, choice: tuple[str, str]) -> None:
-    assert_nothing_is_lost(choice[1], tmp_path, 0 if choice[1].startswith("pytorch") else 1)
-
-
-@pytest.mark.exhaustive
-def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
-    answer = killed("flat_ddp", tmp_path, 1, "--checkpoint-every", "7")
-    assert answer.returncode == 0 and "resumes" not in answer.stdout
-    (record,) = records(tmp_path, "flat_ddp")
-    assert len(record["train_loss"]) == 8 and record["resumed_from"] is None
-
-
-@pytest.mark.exhaustive
-def test_a_restart_does_not_resume_from_another_job(tmp_path: Path) -> None:
-    """A run that was refused must not resume from another job's checkpoint when torchrun restarts it."""
-    flags = ("--checkpoint-every", "2")
-    assert killed("flat_ddp", tmp_path, 1, *flags).returncode == 0
-    answer = killed("flat_ddp", tmp_path, 1, *flags)
-    assert answer.returncode == 1 and "resumes" not in answer.stdout
-    assert answer.stderr.count("holds checkpoints of an earlier run, the newest of step 8") == 2

@@ -3,9 +3,7 @@
 import datetime
 import gc
 import json
-import os
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -118,27 +116,6 @@ def test_a_collective_takes_its_time_and_no_cpu(ranks: RankPool, kind: str) -> N
         assert issued < end / 2 and cpu < end / 2  # the caller goes on at once, and nobody spins
 
 
-def sum_later() -> list[float]:
-    """A future, and one collective behind another."""
-    with paced_groups(SLOW):
-        host_barrier()
-        begin = time.monotonic()
-        first, second = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
-        futures = [dist.all_reduce(each, async_op=True).get_future() for each in (first, second)]
-        ends = []
-        for future in futures:
-            (value,) = future.wait()
-            assert value.eq(dist.get_world_size()).all()
-            ends.append(time.monotonic() - begin)
-        return ends
-
-
-def test_futures_wait_too_and_sends_queue(ranks: RankPool) -> None:
-    each = BITS / SLOW.bits_per_s
-    for first, second in ranks.run(2, sum_later):
-        assert first >= each and second >= 2 * each
-
-
 def many_in_flight() -> tuple[float, float]:
     """Seconds until the last of more all-reduces than a ledger has slots for, and what the link takes for all."""
     link, each = Link(8 * 10**6), torch.ones(250)
@@ -246,10 +223,6 @@ def alone() -> list[bool]:
     return [shown == ["here"], own.eq(1).all().item(), full.eq(1).all().item()]
 
 
-def test_one_rank_has_nobody_to_wait_for(ranks: RankPool) -> None:
-    assert ranks.run(1, alone) == [[True] * 3]
-
-
 def missing_rank() -> list[str]:
     """What a collective says that rank 1 never issues: to who waits, to who has its future, and to DDP."""
     said = []
@@ -274,34 +247,6 @@ def missing_rank() -> list[str]:
 def test_what_fails_is_not_taken_for_done(ranks: RankPool) -> None:
     said, nothing = ranks.run(2, missing_rank)
     assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
-
-
-def held_after_a_collective() -> int:
-    """Tensors of a collective that is over which are still alive."""
-    with paced_groups(SLOW):
-        whole, shard = torch.ones(ELEMENTS), torch.empty(ELEMENTS // 2)
-        seen = [weakref.ref(each) for each in (whole, shard)]
-        dist.reduce_scatter_tensor(shard, whole)
-        del whole, shard
-        time.sleep(0.05)  # the thread lets go of them after it has told the waiting one
-        gc.collect()
-        return sum(each() is not None for each in seen)
-
-
-def test_nobody_holds_what_is_delivered(ranks: RankPool) -> None:
-    assert ranks.run(2, held_after_a_collective) == [0, 0]
-
-
-def names_of_the_shared_file() -> int:
-    with paced_groups(SLOW):
-        host_barrier()
-        group: Any = dist.group.WORLD
-        return os.fstat(group._ledger._file.fileno()).st_nlink
-
-
-def test_the_shared_file_has_no_name(ranks: RankPool) -> None:
-    """So it is gone with the processes, however they end."""
-    assert ranks.run(2, names_of_the_shared_file) == [0, 0]
 
 
 def send() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_lab.runtime.process import environment
-from ddp_lab.runtime.process.environment import prepare_process, schedule_as_batch, scheduling
+from ddp_lab.runtime.process.environment import prepare_process
 
 ROOT = Path(__file__).resolve().parents[3]
 of_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies are Linux's")
@@ -52,22 +52,3 @@ def test_threads_wait_for_their_turn(chosen: str, expected: str) -> None:
         timeout=60,
     )
     assert answer.stdout == f"{expected}\n", answer.stderr
-
-
-@of_linux
-def test_where_policies_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sandbox may refuse; and where there are no policies, there is nothing to say."""
-
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    schedule_as_batch()
-    assert scheduling() == "other"
-    monkeypatch.setattr(os, "sched_getscheduler", refuse)
-    schedule_as_batch()
-    assert scheduling() is None
-    monkeypatch.delattr(os, "SCHED_BATCH")
-    schedule_as_batch()
-    assert scheduling() is None

@@ -1,20 +1,8 @@
 """Which rank a process is, by the variables that each launcher really sets."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-import ddp
-from ddp_lab.runtime.flags import parse_config
-from ddp_lab.runtime.process.launcher import adopt_launcher, first_host, port_of, tasks_by_node
+from ddp_lab.runtime.process.launcher import adopt_launcher, first_host, port_of
 from tests.tables import each_row
 
-ROOT = Path(__file__).resolve().parents[3]
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "3"}
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -57,14 +45,6 @@ def test_a_task_of_srun() -> None:
     assert port_of("7.0") != port_of("7.1") and 15000 <= port_of("7.0") < 31000
 
 
-def test_tasks_that_are_started_from_an_interactive_shell() -> None:
-    assert adopted({**STEP, "SLURM_PTY_PORT": "4000"})["RANK"] == "2"
-
-
-def test_what_the_user_has_set_stays() -> None:
-    assert "MASTER_ADDR" not in adopted({**STEP, "MASTER_ADDR": "ib-01"})
-
-
 @each_row(
     "environ",
     [
@@ -87,17 +67,6 @@ def test_a_process_of_mpirun() -> None:
     assert "MASTER_ADDR" not in adopted({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})  # where rank 0 is, nobody tells
 
 
-def test_a_process_of_mpirun_in_an_allocation_of_slurm() -> None:
-    """Its daemon is a task of a step, whose variables it has."""
-    assert adopted({**STEP, **MPIRUN}) == adopted(MPIRUN)
-    assert "MASTER_ADDR" not in adopted({**STEP, **MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
-
-
-def test_the_ranks_of_a_node_under_deepspeed() -> None:
-    assert adopted({**TORCHRUN, "LOCAL_SIZE": "2"}) == {"LOCAL_WORLD_SIZE": "2"}
-    assert adopted({**TORCHRUN, "LOCAL_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}) == {}
-
-
 @each_row(
     "hosts, first",
     [
@@ -111,28 +80,3 @@ def test_the_ranks_of_a_node_under_deepspeed() -> None:
 )
 def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
-
-
-def test_tasks_of_each_node() -> None:
-    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1] and tasks_by_node("4") == [4]
-
-
-def test_the_argument_of_deepspeeds_launcher() -> None:
-    """`deepspeed main_ddp.py ...` sets all variables, and puts --local_rank in front."""
-    assert parse_config("", ddp.REGISTRY, arguments=["--local_rank=1", "--ddp-choice", "flat_ddp"]).choice == "flat_ddp"
-
-
-TINY = ["--ddp-choice", "flat_ddp", "--workload", "mlp", "--depth", "2", "--width", "8", "--no-profile"]
-TINY += ["--train-samples", "16", "--eval-samples", "4", "--device", "cpu"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed, e.g. apt-get install openmpi-bin")
-def test_a_run_under_mpirun(tmp_path: Path) -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "main_ddp.py", *TINY]
-    done = subprocess.run(
-        [*command, "--output-dir", str(tmp_path)], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    (record,) = tmp_path.glob("profile/flat_ddp/*.run.json")
-    assert "flat_ddp: done" in done.stdout and json.loads(record.read_text())["world_size"] == 2

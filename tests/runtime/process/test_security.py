@@ -95,11 +95,6 @@ def test_the_search_finds_what_it_looks_for(line: str) -> None:
     assert any(problem_in(node) for node in ast.walk(ast.parse(line)))
 
 
-@each_row("line", ["module.eval()", "load(name, trust_remote_code=False)", "from training import code"])
-def test_the_search_leaves_others_alone(line: str) -> None:
-    assert not any(problem_in(node) for node in ast.walk(ast.parse(line)))
-
-
 class Planted:
     def __reduce__(self) -> Any:
         return (os.mkdir, (os.environ["PLANTED"],))

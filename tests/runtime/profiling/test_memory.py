@@ -1,24 +1,20 @@
 """Memory: what the formula expects, what the recorder records of a step, and that it leaves nothing behind."""
 
-import time
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from ddp_lab.runtime.data.synthetic import MLP
-from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads, workspace_changes
+from ddp_lab.runtime.profiling.allocations import workspace_changes
 from ddp_lab.runtime.profiling.memory import COMPONENTS
 from ddp_lab.runtime.profiling.memory_timeline import (
     MemoryRecorder,
     build_timeline,
     model_states,
     peaks_of,
-    phase_at,
     record_step_memory,
     thinned,
 )
@@ -96,13 +92,6 @@ def test_a_timeline_worked_out_by_hand() -> None:
     }
 
 
-def test_the_phase_of_a_moment() -> None:
-    spans = [(0, 2, "forward"), (2, 4, "backward"), (5, 6, "forward"), (6, 8, "backward"), (8, 9, "optimizer")]
-    phases = [{"name": name, "start_ms": start, "end_ms": end} for start, end, name in spans]
-    named = {1: "forward 1 of 2", 3: "backward 1 of 2", 4.5: "between phases", 7: "backward 2 of 2", 8.5: "optimizer"}
-    assert [phase_at(phases, ms) for ms in named] == list(named.values())
-
-
 def test_thinning_keeps_every_peak() -> None:
     generator = torch.Generator().manual_seed(0)
     columns = {f"{name}_bytes": torch.randint(1000, (997,), generator=generator).tolist() for name in COMPONENTS}
@@ -135,29 +124,6 @@ def test_a_workspace_is_what_an_operator_frees_itself() -> None:
 
 
 # Real steps ----------------------------------------------------------------------------------------------------------
-
-
-def churn(rounds: int) -> None:
-    """Give tensors to a communication thread, and drop them at once."""
-    for _ in range(rounds):
-        dist.all_to_all_single(torch.empty(60_000), torch.ones(60_000), async_op=True).wait()
-
-
-def churn_and_count() -> tuple[int, int]:
-    """Bytes left when all has been freed, and the peak, of tensors that live 240 kB at a time, two at once."""
-    churn(1)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting_on_all_threads():
-        churn(40)
-        time.sleep(0.2)  # until the threads have freed the last ones
-        torch.empty(1)
-    allocations = allocations_of(profiler)
-    return allocations.tensors[-1][1], allocations.peak
-
-
-def test_what_communication_threads_free_is_not_counted_for_ever(ranks: RankPool) -> None:
-    one = 2 * 240_000
-    for left, peak in ranks.run(2, churn_and_count):
-        assert left <= one <= peak <= 4 * one, "of 40, at most those under way at once"
 
 
 def step_memory(choice: tuple[str, str], model: str, micro_batches: int) -> dict[str, Any]:
@@ -194,18 +160,6 @@ def test_a_recorded_step(ranks: RankPool, choice: tuple[str, str]) -> None:
         assert names == ["forward", "backward", "forward", "backward", "gradient_sync", "optimizer"]
         assert any(where.startswith("gradient of ") for where in timeline["where"])
         assert any("layers.1" in where for where in timeline["where"])
-
-
-def diverge_while_recorded() -> Any:
-    module = build("plain")
-    strategy = load(("ddp", "flat_ddp"))(module, OPTIMIZERS["adam"], StrategyOptions())
-    with torch.no_grad():
-        next(module.parameters()).fill_(float("inf"))
-    return record_step_memory(strategy, StepData(6, [make_batch("plain", 3, 0)]), None)
-
-
-def test_a_step_that_diverges_is_not_recorded(ranks: RankPool) -> None:
-    assert ranks.run(2, diverge_while_recorded) == [None, None]
 
 
 def activations_of_a_chain(layers: int, width: int, samples: int) -> dict[str, Any]:

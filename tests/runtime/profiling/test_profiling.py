@@ -25,6 +25,7 @@ from tests.tables import each_row
 LATE_S = 0.2
 WINDOW_ENDS = (3, 6)
 HOOK_ID = 4_242
+OFTEN = ("bucket_ddp_async", "pytorch_ddp", "zero1", "zero3")
 
 
 def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
@@ -69,24 +70,13 @@ def unfinished_at_window_end(choice: tuple[str, str]) -> list[int]:
     return unfinished
 
 
-@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(one, marks=[] if one[1] in OFTEN else pytest.mark.exhaustive) for one in all_choices()],
+    ids="-".join,
+)
 def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: tuple[str, str]) -> None:
     assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]
-
-
-def test_window_that_an_error_ends_is_left_alone(tmp_path: Path) -> None:
-    def fail_to_settle() -> None:
-        raise AssertionError("what is in flight may never end")
-
-    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
-    with (
-        patch.object(profile, "start"),
-        patch.object(profile, "stop") as stop,
-        pytest.raises(KeyboardInterrupt),
-        WindowProfiler(RunConfig(), tmp_path, "run", ranks, fail_to_settle),
-    ):
-        raise KeyboardInterrupt
-    assert not stop.called
 
 
 @each_row("wait, settling, expected", [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])

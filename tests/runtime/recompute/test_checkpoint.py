@@ -2,7 +2,6 @@
 
 from collections import Counter
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_lab.runtime.errors import OneRankError, UnsupportedError
+from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
-from ddp_lab.runtime.tensors import taken_apart, tensors_in
 from ddp_lab.strategy.recompute.apply import checkpoint_activations
 from tests.models import LORA, build, make_batch
 from tests.tables import each_row
@@ -67,15 +65,6 @@ def test_blocks_run_again_and_nothing_else_does(setting: str, times: float) -> N
     with torch.no_grad():
         module(**make_batch("awkward", 4, 1))
     assert ran == 4 * times + 4
-
-
-def test_a_copy_computes_with_its_own_weights() -> None:
-    module = checkpointed("deep", "block")
-    copy = deepcopy(module)
-    with torch.no_grad():
-        copy.blocks[0][0].weight.zero_()
-    wanted, found = (one(**make_batch("deep", 4, 1)).loss for one in (module, copy))
-    assert wanted != found
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -154,33 +143,3 @@ def test_what_would_be_wrong_without_a_word_is_refused(how: str, message: str) -
     checkpoint_activations(module, "block")
     with pytest.raises(OneRankError, match=f"--activation-checkpointing: .*{message}.* use --activation-checkpointing"):
         module(torch.ones(2, 4)).sum().backward()
-
-
-@each_row("setting", SETTINGS)
-def test_a_model_without_blocks_is_refused(setting: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"--activation-checkpointing {setting}: Frozen has no blocks"):
-        checkpointed("frozen", setting)
-
-
-def test_a_model_with_a_cache_is_refused() -> None:
-    module = build("llama")
-    module.config.use_cache = True
-    with pytest.raises(UnsupportedError, match="would add its keys and values to the cache twice"):
-        checkpoint_activations(module, "block")
-
-
-# Trees ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_tree_is_put_together_of_other_tensors() -> None:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    one, two = torch.ones(1), torch.ones(2)
-    tree = ((SimpleNamespace(a=one, b=[two, "text"]), None), {"c": BaseModelOutput(last_hidden_state=one), "d": two})
-    tensors, put = taken_apart(tree)
-    assert [len(tensor) for tensor in tensors] == [1, 2, 1, 2]
-    (space, nothing), named = put([tensor * 3 for tensor in tensors])
-    assert nothing is None and space.b[1] == "text" and isinstance(named["c"], BaseModelOutput)
-    found = tensors_in([space, named])
-    assert [tensor.tolist() for tensor in found] == [[3], [3, 3], [3], [3, 3]]
-    assert tree[0][0].a is one, "the tree itself stays as it is"

@@ -28,26 +28,6 @@ def test_a_decoder_is_as_the_paper_counts_it() -> None:
     assert {name: (p.device.type, p.grad) for name, p in model.named_parameters()} == before
 
 
-def test_frozen_parameters_take_no_gradient() -> None:
-    """A matrix of 8 x 8 takes 128 FLOPs in each of three products; the first layer's input has no gradient."""
-    batch = {"inputs": torch.zeros(5, 8), "targets": torch.zeros(5, 8)}
-    model = MLP(2, 8)
-    assert model_flops(model, batch) == 128 * (2 + 3)
-    next(model.parameters()).requires_grad_(False)
-    assert model_flops(model, batch) == 128 * (1 + 3 - 1)
-
-
-def test_a_model_that_reads_values_is_not_counted() -> None:
-    class Reads(MLP):
-        def forward(self, inputs: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
-            return super().forward(inputs if inputs.sum() > 0 else -inputs, targets)
-
-    batch = {"inputs": torch.ones(2, 8), "targets": torch.ones(2, 8)}
-    model = Reads(1, 8)
-    assert model_flops(model, batch) is None
-    model(**batch).loss.backward()
-
-
 def test_counting_changes_no_buffer_and_no_random_number() -> None:
     class Normed(MLP):
         def __init__(self) -> None:

@@ -1,8 +1,6 @@
 """What a run tells of each step while it goes: JSON lines, TensorBoard, Weights & Biases; and of throughput by rank."""
 
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +11,10 @@ import torch.distributed as dist
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import NonFiniteError
 from ddp_lab.runtime.loop import TrainingResult
-from ddp_lab.runtime.records.metrics import json_lines, step_metrics
+from ddp_lab.runtime.records.metrics import step_metrics
 from tests.ranks import RankPool
 from tests.runtime.test_flags import parsed
-from tests.runtime.test_run import TINY, record_of, run_here
+from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -73,22 +71,6 @@ def test_tokens_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert tokens[0] == tokens[1] and len(tokens[0]) == 3
 
 
-def test_a_workload_without_tokens_has_none(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True}
-    assert ranks.run(2, run_here, settings) == [None, None]
-    record, (lines,) = record_of(tmp_path, "flat_ddp"), lines_of(tmp_path, "flat_ddp")
-    assert record["step_tokens"] is record["tokens_per_second"] is None
-    assert {line["tokens"] for line in lines} == {line["tokens_per_second"] for line in lines} == {None}
-
-
-def test_a_resumed_run_writes_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path), "no_profile": True, "checkpoint_every": 2}
-    assert ranks.run(2, run_here, {**settings, "max_steps": 2}) == [None, None]
-    assert ranks.run(2, run_here, {**settings, "resume": "latest"}) == [None, None]
-    first, second = lines_of(tmp_path, "flat_ddp")
-    assert [line["step"] for line in first] == [0, 1] and [line["step"] for line in second] == [2, 3, 4]
-
-
 def log_three_steps(folder: str, target: str, diverges: bool) -> None:
     """What a run does with its sinks, on two ranks."""
     config = RunConfig(choice="flat_ddp", output_dir=folder, log_to=target)
@@ -118,22 +100,6 @@ def test_tensorboard_has_every_step(ranks: RankPool, tmp_path: Path, fails: bool
     assert {event.value for event in events.Scalars("tokens_per_second")} == {256.0}
 
 
-@each_row("fails", [False, True])
-def test_wandb_works_offline(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    pytest.importorskip("wandb")
-    ranks.run(2, log_offline, str(tmp_path), fails)
-    (run,) = (tmp_path / "profile" / "flat_ddp" / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 30
-    while not all(name in run.read_bytes() for name in (b"tokens_per_second", b"grad_norm", b"flat_ddp a-run")):
-        assert time.monotonic() < deadline, run.read_bytes()
-        time.sleep(0.05)  # wandb's own process writes the file, also after `finish`
-
-
-def log_offline(folder: str, fails: bool) -> None:
-    with mock.patch.dict("os.environ", WANDB_MODE="offline"):
-        log_and_fail(folder, "wandb") if fails else log_three_steps(folder, "wandb", False)
-
-
 @each_row("target", ["tensorboard", "wandb"])
 def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture[str], target: str) -> None:
     for value, expected, spec in (
@@ -145,25 +111,3 @@ def test_what_is_not_installed_is_said_in_one_line(capsys: pytest.CaptureFixture
             parsed("--ddp-choice", "flat_ddp", "--log-to", value)
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and expected in said
-
-
-def test_a_folder_of_a_package_s_name_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(SystemExit):
-        parsed("--ddp-choice", "flat_ddp", "--log-to", "wandb")
-    assert "wandb is not installed" in capsys.readouterr().err
-
-
-def test_a_full_disk_ends_the_lines_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = RunConfig(choice="flat_ddp", output_dir=str(tmp_path))
-    (tmp_path / "profile" / "flat_ddp").mkdir(parents=True)
-    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
-    with mock.patch.object(Path, "open", lambda path, mode, buffering: full), json_lines(config, "a-run") as write:
-        write({"step": 0})
-        write({"step": 1})
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "a-run.metrics.jsonl: No space left on device" in said
