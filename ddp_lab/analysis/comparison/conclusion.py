@@ -78,10 +78,10 @@ def verdict(table: pd.DataFrame, to_fastest: Mapping[str, Standing], affected: S
     if standing is None or judged == UNKNOWN:
         pairs, needed = standing.estimate.pairs if standing else 0, fewest_pairs(len(to_fastest))
         return Verdict(
-            f"No choice wins yet: {best['choice']} has the lowest median step time, {mine} ms against {theirs} ms of "
-            f"{other['choice']}.",
-            f"Do not believe it: {pairs} steps were timed in both, and to tell this from chance takes {needed}; run "
-            "more steps (--max-steps).",
+            f"Too few steps to name a winner: so far {best['choice']} has the lowest median step time, {mine} ms "
+            f"against {theirs} ms of {other['choice']}.",
+            f"{pairs} steps were timed in both, and to tell this from chance takes {needed}: run all choices again "
+            f"with at least {needed - pairs} steps more (--max-steps).",
         )
     found = standing.estimate
     measured = (
@@ -159,7 +159,7 @@ def leanest(table: pd.DataFrame, to_fastest: Mapping[str, Standing]) -> str:
         SLOWER: f"; {names[0]} takes {standing.estimate.value:.2f} times as long",
         ALIKE: f"; the step time of {names[0]} cannot be told apart from it",
     }
-    share = f"{lean[0]['peak_bytes'] / best['peak_bytes']:.2f} of what {best['choice']} needs"
+    share = f"{1 - lean[0]['peak_bytes'] / best['peak_bytes']:.0%} less than {best['choice']}".replace("%", " %")
     return f"{needs}, {share}{cost.get(standing.verdict, '')}."
 
 

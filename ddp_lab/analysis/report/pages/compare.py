@@ -25,13 +25,10 @@ from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.traces.collectives import KINDS
 
 HOW_TESTED = (
-    "Length of a bar: the median step without the profiler. Its parts have the shares that they have in the profiled "
-    "steps, which take longer. Step k of every choice trains on the same samples, so step times are compared step by "
-    "step, over batches of consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and "
-    "Lehmann's; p is that of Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is "
-    f"seen if p is at most 0.05; below {FEWEST_PAIRS} pairs it is unknown. The limit: the choices ran one after the "
-    "other, so a machine that was slower during one run changes these figures. benchmarks/strategies.py alternates "
-    "choices inside one process group."
+    "Step k of every choice trains on the same samples, so step times are compared step by step, over batches of "
+    "consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and Lehmann's; p is that of "
+    "Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is seen if p is at most "
+    f"0.05. Below {FEWEST_PAIRS} pairs, or more if many choices are compared, it is unknown."
 )
 NOT_ACROSS = (
     "These runs are over more than one backend class. On a GPU the class decides whether PyTorch DDP overlaps its "
@@ -122,7 +119,7 @@ def summary_lines(compared: Compared) -> list[str]:
     """What was run, in a line, and what went wrong."""
     first = next(iter(compared.records.values()))
     config = first["config"]
-    link = "" if (rate := config.get("link", "none")) == "none" else f", links of {rate}"
+    link = "" if (rate := config.get("link", "none")) == "none" else f", simulated links of {rate}"
     classes = listed([next(iter(group.values()))["backend_class"] for group in by_class(compared.records)])
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
