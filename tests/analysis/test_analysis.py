@@ -14,21 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION, SUMMARY_COLUMNS
+from ddp_lab.analysis.columns import CSV_COLUMNS, KIND_COLUMNS, SCHEMA_VERSION
 from ddp_lab.analysis.command import main
 from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import comparison, keep
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.metrics.memory import memory_row
-from ddp_lab.analysis.report.figures.memory import memory_timeline_figure
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import kernel_times, write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces import intervals
-from ddp_lab.analysis.traces.collectives import KINDS, gloo_collectives
+from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.finding import find_windows
 from tests.tables import each_row
-from tests.traces import cpu_trace, cuda_trace, event, parsed, record, record_of_eight_steps, write, write_run
+from tests.traces import cpu_trace, cuda_trace, record, record_of_eight_steps, write, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -78,29 +76,6 @@ def test_figures_of_a_trace_worked_out_by_hand(tmp_path: Path, make: Any) -> Non
     kernels = kernel_times(analysis.timelines).set_index(["rank", "name"])
     compute = kernels.loc[(0, "aten::mm" if make is cpu_trace else "gemm")]
     assert (compute["sum"], compute["mean"], compute["max"]) == (600, 300, 300)
-
-
-@each_row("name", ["ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclDevKernel_AllReduce_Sum"])
-def test_nccl_kernels_of_any_era(tmp_path: Path, name: str) -> None:
-    sizes = {"Collective name": "allreduce", "In msg nelems": 500, "Out msg nelems": 500, "dtype": "BFloat16"}
-    trace_dir = write_run(tmp_path, lambda rank: cuda_trace(rank, name, **sizes))
-    summary = analyse_window(find_windows(trace_dir)[0]).summary
-    assert summary["all_reduce_bytes_per_step"].tolist() == [1000, 1000]
-    assert summary["overlap_pct"].tolist() == pytest.approx([33.33, 33.33], abs=0.01)
-
-
-def test_spans_that_start_in_the_other_order_go_to_their_own_calls() -> None:
-    """Two Gloo threads may start two broadcasts in either order."""
-    calls = [
-        event("cpu_op", "c10d::broadcast_", 0, 1, **{"Input Dims": [[[16]], [], []]}),
-        event("cpu_op", "c10d::broadcast_", 2, 1, **{"Input Dims": [[[1]], [], []]}),
-    ]
-    spans = [
-        event("user_annotation", "gloo:broadcast", 3, 9, 2, **{"Input Dims": [[1]], "Input type": ["long int"]}),
-        event("user_annotation", "gloo:broadcast", 4, 5, 3, **{"Input Dims": [[16]], "Input type": ["float"]}),
-    ]
-    found = gloo_collectives(parsed(*calls, *spans).events, world_size=2)
-    assert found["bytes"].tolist() == [64, 8] and found["start"].tolist() == [4, 3]
 
 
 # Finding and reading -------------------------------------------------------------------------------------------------
@@ -225,8 +200,6 @@ def test_every_column_is_documented(tmp_path: Path) -> None:
 
 # Figures -------------------------------------------------------------------------------------------------------------
 
-MIB = 2**20
-
 
 def test_columns_change_with_the_version_of_the_schema() -> None:
     """If this fails, raise SCHEMA_VERSION, say in docs/csv-columns.md what changed, and put the new hash here."""
@@ -235,31 +208,3 @@ def test_columns_change_with_the_version_of_the_schema() -> None:
     assert (SCHEMA_VERSION, found) == (6, "ad69bddea253")
     text = (DOCS / "csv-columns.md").read_text()
     assert f"Schema version {SCHEMA_VERSION}." in text and f"\n| {SCHEMA_VERSION} | " in text
-
-
-def summary(content: dict[str, Any]) -> pd.DataFrame:
-    """A row a rank, with memory from the record and made-up collectives."""
-    rows = []
-    for rank in (0, 1):
-        row: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS, 0.0)
-        row |= {"rank": rank, "all_gather_calls_per_step": 2, "all_gather_ms_per_step": 5.0}
-        row |= {"all_gather_bytes_per_step": 3 * MIB, "scatter_calls_per_step": rank, "scatter_ms_per_step": 7.0 * rank}
-        rows.append(row | memory_row(content, rank))
-    return pd.DataFrame(rows)
-
-
-def test_memory_over_the_step_stacks_up_to_what_was_allocated() -> None:
-    content = record("zero2", 0.1)
-    figure = memory_timeline_figure(content, summary(content))
-    assert figure is not None
-    for rank, axis in ((0, "y"), (1, "y2")):
-        timeline = content["memory"][rank]["timeline"]
-        areas = [
-            trace
-            for trace in figure.data
-            if trace.type == "scatter" and trace.stackgroup and (trace.yaxis or "y") == axis
-        ]
-        assert len(areas) == 5 and all(list(area.x) == timeline["ms"] for area in areas)
-        stacked = [sum(values) for values in zip(*(area.y for area in areas), strict=True)]
-        assert stacked == pytest.approx([held / MIB for held in timeline["highest_bytes"]], abs=0.01)
-    assert "rank 1</b>: peak 100.0 MiB in backward, at 0 ms" in figure.layout.annotations[1].text

@@ -1,10 +1,7 @@
 """A pattern is searched only in lines that have the text that it demands: it must demand no more than it matches."""
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from ddp_lab.doctor.reading.complaints import _PATTERNS
-from ddp_lab.doctor.reading.literals import Shapes, demanded
+from ddp_lab.doctor.reading.literals import demanded
 from ddp_lab.doctor.reading.texts import to_text
 from ddp_lab.doctor.rulebook import all_rules, compiled
 from tests.doctor.test_look_alikes import logs
@@ -12,15 +9,6 @@ from tests.doctor.test_look_alikes import logs
 OF_RULES = [pattern for rule in all_rules() for pattern in compiled((*rule.patterns, *rule.unless, *rule.explains))]
 SEARCHED = [*OF_RULES, *_PATTERNS.values()]
 WITH_TEXTS = [pattern for pattern in SEARCHED if demanded(pattern)[0] and not demanded(pattern)[1]]
-
-
-@given(data=st.data())
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_whatever_a_pattern_matches_has_one_of_its_texts(data: st.DataObject) -> None:
-    pattern = data.draw(st.sampled_from([pattern for pattern in WITH_TEXTS if "*+" not in pattern.pattern]))
-    line = data.draw(st.from_regex(pattern)).replace("\n", " ")
-    if match := pattern.search(line):
-        assert Shapes([match[0]]).with_one_of(demanded(pattern)[0]) == [0]
 
 
 def test_every_case_is_found_as_by_a_search_in_each_line() -> None:

@@ -80,18 +80,3 @@ def test_weights_of_a_module_that_is_not_called_are_waited_for_at_once() -> None
     started(model)
     model(torch.ones(1, 2))
     assert log[:2] == ["wait for offset", "wait for head.weight"] and log[-1] == "before head"
-
-
-def test_without_blocks_forward_waits_for_all() -> None:
-    log: list[str] = []
-    model = Model(log)
-    started(model, cut=False)
-    model(torch.ones(1, 2))
-    assert len([line for line in log if line.startswith("wait")]) == 5 and log[5] == "before block 0"
-
-
-def test_all_can_be_waited_for() -> None:
-    log: list[str] = []
-    model = Model(log)
-    started(model).wait()
-    assert sorted(log) == sorted(f"wait for {name}" for name, _ in model.named_parameters() if "bias" not in name)

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import ModelSize
 from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, all_choices, global_batch, gone_on, load, naming, saved_halfway
+from tests.parity import OPTIMIZERS, global_batch, gone_on, load, naming, saved_halfway
 from tests.ranks import RankPool
 from tests.strategies.test_traffic import profiled_step
 from tests.tables import each_row
@@ -133,23 +132,3 @@ def loaded_whole(choice: tuple[str, str], options: dict[str, Any] = BF16) -> tup
 def test_the_whole_state_goes_out_and_in(ranks: RankPool, choice: tuple[str, str]) -> None:
     for before, after in ranks.run(2, loaded_whole, choice):
         assert before == after
-
-
-def test_other_choices_refuse_to_cast_parameters() -> None:
-    for choice in all_choices():
-        if choice not in CASTING:
-            with pytest.raises(UnsupportedError, match="--param-dtype: this strategy computes with"):
-                load(choice).supports.require(StrategyOptions(**BF16))
-
-
-def build_with_statistics(choice: tuple[str, str]) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        load(choice)(build("normed"), OPTIMIZERS["sgd"], StrategyOptions(**BF16))
-    return str(caught.value)
-
-
-@over_casting
-def test_layers_with_statistics_are_refused(ranks: RankPool, choice: tuple[str, str]) -> None:
-    """FSDP2 would fail in the first forward pass."""
-    for said in ranks.run(2, build_with_statistics, choice):
-        assert "BatchNorm1d" in said and "keeps its statistics in torch.float32" in said

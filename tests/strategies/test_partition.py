@@ -57,10 +57,6 @@ def test_orders_merge(orders: list[list[int]]) -> None:
     assert len(merged) == len(orders[0]) + 7 - len(set(orders[0]))
 
 
-def test_a_unit_of_another_rank_goes_behind_the_one_before_it() -> None:
-    assert merge_orders([[0, 3], [0, 1, 3], [0, 2, 3]], 4) == [0, 2, 1, 3]
-
-
 def test_kinds_are_kept_apart() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     c, d = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(1))
@@ -69,35 +65,8 @@ def test_kinds_are_kept_apart() -> None:
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
-ELEMENTWISE = {
-    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-}
 
-
-class LARS(torch.optim.Optimizer):
-    """The learning rate of each tensor is scaled by the ratio of two norms."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * (0.1 * p.norm() / p.grad.norm()))
-
-
-@each_row("name", ELEMENTWISE)
-def test_elementwise_optimizers_may_be_cut(name: str) -> None:
-    require_elementwise(ELEMENTWISE[name])
-
-
-@each_row("optimizer", [LARS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
+@each_row("optimizer", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
 def test_others_are_refused(optimizer: Any) -> None:
     """They would compute something else from a piece than from the whole (TRAPS 15)."""
     with pytest.raises(UnsupportedError, match="element by itself"):
@@ -105,16 +74,6 @@ def test_others_are_refused(optimizer: Any) -> None:
 
 
 # Units ---------------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_a_transformer() -> None:
-    module = build("llama")
-    assert [type(block).__name__ for block in find_blocks(module)] == ["LlamaDecoderLayer"] * 2
-    plans = plan_units(module, 1e9)
-    before, after = around_units(module, plans)
-    names = {id(p): name for name, p in module.named_parameters()}
-    assert [names[id(p)] for p in before] == ["model.embed_tokens.weight"]
-    assert [names[id(p)] for p in after] == ["model.norm.weight", "score.weight"]
 
 
 def test_embeddings_are_lookups_that_nothing_else_reads() -> None:

@@ -24,35 +24,6 @@ def make(name: str, module: nn.Module, optimizer: Any = OPTIMIZERS["adam"]) -> A
     return sharding.load(name)(module, optimizer, StrategyOptions())
 
 
-def resting_bytes(name: str) -> tuple[dict[str, int], dict[str, int]]:
-    """After a step, and after an evaluation that follows it."""
-    module = build("deep")
-    strategy = make(name, module)
-    strategy.forward_backward([batch(2, 0)] * 2)
-    strategy.step()
-    after_step = strategy.memory_breakdown()
-    with torch.no_grad():
-        strategy(**batch(2, 0))
-    return after_step, strategy.memory_breakdown()
-
-
-@each_row("world_size", [3])
-@each_row("name", FSDP2)
-def test_fsdp2_rests_at_one_part_of_everything(ranks: RankPool, name: str, world_size: int) -> None:
-    """Rows are cut in N equal parts, padded: 4 bytes an element for parameters and gradients each, 8 for Adam."""
-    shapes = [p.shape for p in build("deep").parameters()]
-    padded = sum(-(-shape[0] // world_size) * shape[1:].numel() for shape in shapes)
-    for rank, (after_step, after_evaluation) in enumerate(ranks.run(world_size, resting_bytes, name)):
-        assert after_step == after_evaluation
-        assert after_step["parameters"] == after_step["gradients"] == 4 * padded
-        rows = [
-            len(range(shape[0])[rank * -(-shape[0] // world_size) :][: -(-shape[0] // world_size)]) for shape in shapes
-        ]
-        own = sum(count * shape[1:].numel() for count, shape in zip(rows, shapes, strict=True))
-        assert after_step["optimizer_state"] == 8 * own + 4 * len(shapes)  # not padded, and a step count each
-        assert after_step["buffers"] == 0
-
-
 def run_other_units(name: str) -> tuple[str, str, bool]:
     """Ranks skip different blocks in the first pass; later both skip one that they ran before; and then train on."""
     module = build("deep")

@@ -10,14 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.options import StrategyOptions
 from sharding.options.stochastic_rounding import round_stochastically
-from tests.checkpoints import error_of
 from tests.models import build
 from tests.parity import (
     OPTIMIZERS,
-    all_choices,
     global_batch,
     gone_on,
     load,
@@ -26,8 +23,7 @@ from tests.parity import (
     weight_decay_groups,
 )
 from tests.ranks import RankPool
-from tests.strategies.test_mixed_precision import LARGE, SMALL, loaded_whole, resting_memory
-from tests.strategies.test_offload import memory as memory_offloaded
+from tests.strategies.test_mixed_precision import LARGE, SMALL, resting_memory
 from tests.strategies.test_traffic import profiled_step
 from tests.tables import each_row
 
@@ -192,20 +188,6 @@ def check_memory_and_traffic(ranks: RankPool, name: str, options: dict[str, Any]
 # Offload -------------------------------------------------------------------------------------------------------------
 
 
-@each_row(
-    "name, what", [("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")]
-)
-def test_offload_computes_the_same_on_a_cpu(ranks: RankPool, tmp_path: Path, name: str, what: str) -> None:
-    wanted = ranks.run(2, train, name, "frozen", {})[0]
-    found = ranks.run(2, train, name, "frozen", {"offload": f"{what}:{tmp_path / 'files'}"})[0]
-    assert found["losses"] == wanted["losses"]
-    require_equal(found["state"], wanted["state"])
-    for held, expected, host, expected_host, p4 in ranks.run(2, memory_offloaded, name, {**ROUNDED, "offload": what}):
-        for component, size in expected.items():
-            assert size <= held[component] <= 1.05 * size, component
-        assert expected_host == 3.5 * p4 / 2 <= host <= 1.05 * expected_host
-
-
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,37 +204,4 @@ def test_it_goes_on_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=2e-2, check_dtype=False)
 
 
-@over_stages
-def test_the_whole_state_goes_out_and_in(ranks: RankPool, name: str) -> None:
-    for before, after in ranks.run(2, loaded_whole, ("sharding", name), ROUNDED):
-        assert before == after
-
-
-def resumed_with_masters(folder: Path) -> str:
-    error_of(("sharding", "zero2"), 2, folder, ROUNDED)
-    return error_of(("sharding", "zero2"), 4, folder, {"param_dtype": "bf16", "resume": "latest"})
-
-
-def test_a_run_does_not_resume_with_other_master_values(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(2, resumed_with_masters, tmp_path):
-        assert "--master-dtype was bf16 and is None" in said
-
-
 # What is refused -----------------------------------------------------------------------------------------------------
-
-
-def build_in_bf16(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"--master-dtype: .* is torch.bfloat16, and updates are in fp32"):
-        load(("sharding", name))(build("plain").bfloat16(), OPTIMIZERS["adam"], StrategyOptions(**ROUNDED))
-
-
-def test_a_model_in_bf16_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, build_in_bf16, "zero2")
-
-
-def test_other_choices_refuse_it() -> None:
-    for choice in all_choices():
-        if choice[1] not in STAGES:
-            flag = "master" if choice[1] in ("pytorch_zero2", "pytorch_zero3") else "param"  # FSDP2 casts parameters
-            with pytest.raises(UnsupportedError, match=f"--{flag}-dtype: this strategy"):
-                load(choice).supports.require(StrategyOptions(**ROUNDED))

@@ -126,19 +126,3 @@ def test_device_kernels(steps: list[Any]) -> None:
 @given(cpu_steps)
 def test_lowered_traces(steps: list[Any]) -> None:
     require_agreement(threads_trace(steps))
-
-
-def test_work_that_runs_past_the_end_of_its_step() -> None:
-    """Each step has a gemm of 20 us and a collective of 30 us at 4 and 9 us: 15 us of that are exposed. The first also
-    launches a gemm that runs from 995 to 1095, the second one that runs from 1995 to 2095. So the first step ends at
-    1095, with the gemm and collective of the second step in it, hidden; the second ends at 2095, with those of the step
-    that was left out."""
-    late = [[("compute", 1, (985, queued, 100))] for queued in (10, 5)]
-    trace = device_trace([*late, []])
-    timeline, theirs = figures_of(trace)
-    found = exposure([timeline]).steps
-    assert found["step_ms"].tolist() == pytest.approx([1.095, 1.0])
-    assert found["compute_ms"].tolist() == pytest.approx([0.12, 0.1])
-    assert found["exposed_ms"].tolist() == pytest.approx([0.015, 0])
-    assert theirs["compute_us"] == pytest.approx(20 + 100 + 100)
-    require_agreement(trace)

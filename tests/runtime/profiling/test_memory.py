@@ -24,26 +24,8 @@ from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
-from tests.tables import each_row
 
 # The formula ---------------------------------------------------------------------------------------------------------
-
-ZERO = {
-    "replicated": (frozenset(), lambda n: 16),
-    "ZeRO-1": (frozenset({"optimizer_state"}), lambda n: 8 + 8 / n),
-    "ZeRO-2": (frozenset({"optimizer_state", "gradients"}), lambda n: 4 + 12 / n),
-    "ZeRO-3": (frozenset({"optimizer_state", "gradients", "parameters"}), lambda n: 16 / n),
-}
-
-
-@each_row("stage", ZERO)
-@each_row("world_size", [1, 2, 3, 4])
-def test_expected_states_are_the_papers(stage: str, world_size: int) -> None:
-    """Rajbhandari et al., table 1, for fp32 parameters: bytes a parameter."""
-    shards, bytes_per_parameter = ZERO[stage]
-    psi = 12_000
-    expected = expected_state_bytes(ModelSize(psi, psi, 4 * psi, 4 * psi), world_size, shards)
-    assert sum(expected.values()) == psi * bytes_per_parameter(world_size)
 
 
 def test_expected_states_of_frozen_and_tied_parameters() -> None:
