@@ -1,6 +1,6 @@
 """Time, bandwidth and correctness of collectives over message size, by nccl-tests' definitions.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/collectives.py --collectives all_reduce --max-bytes 64M
+    torchrun --standalone --nproc_per_node=2 benchmarks/collectives.py --collectives all_reduce --sizes 4K,1M,64M
 
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
 done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
@@ -8,11 +8,13 @@ all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_r
 """
 
 import argparse
+import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,28 +24,42 @@ from ddp_lab.runtime.process.environment import prepare_process
 if __name__ == "__main__":
     prepare_process()
 
-from benchmarks.collective.sizes import parse_size, size_range
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import NONE, Link, canonical
+from ddp_lab.runtime.errors import OneRankError, UserError, speaks_for_node
+from ddp_lab.runtime.link.speed import NONE, canonical
 from ddp_lab.runtime.settings.communication import BACKENDS
 from ddp_lab.runtime.settings.field import argument
 
+if TYPE_CHECKING:
+    from ddp_lab.runtime.distributed import Ranks
+
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "sharding.all_gather",
-    "reduce_scatter",
-    "sharding.reduce_scatter",
-    "broadcast",
-    "reduce",
-    "all_to_all",
-    "barrier",
+    *("all_reduce", "all_gather", "sharding.all_gather"),
+    *("reduce_scatter", "sharding.reduce_scatter", "broadcast", "all_to_all"),
 )
 """In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""
 DTYPES = ("fp32", "bf16", "fp16")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 REPORTS = Path("reports") / "collectives"
+COLUMNS = {
+    "collective": "what was measured; `sharding.` before what the project's strategies call",
+    "world_size": "processes that took part",
+    "backend": "gloo, nccl or nccl-legacy",
+    "device": "where the tensors were: cpu or cuda",
+    "link_bits_per_s": "rate of each rank's link by `--link`",
+    "size_bytes": "payload by nccl-tests' definition; of what is shared out, the whole",
+    "type": "fp32, bf16 or fp16",
+    "calls": "timed calls; in each, the slowest rank's time counts",
+    "p50_us": "median time of a call, from a start that all ranks share",
+    "p95_us": "time that 5 % of the calls exceeded",
+    "busbw_gb_per_s": "size over median time, in 10^9 bytes a second, times nccl-tests' factor for it",
+    "wrong": "wrong elements of one checked call, summed over ranks",
+}
+"""Of the CSV, with their meanings."""
+SHOWN = {"type": (5, ""), "size_bytes": (12, ""), "calls": (6, ""), "p50_us": (12, ".1f"), "p95_us": (12, ".1f")}
+SHOWN |= {"busbw_gb_per_s": (15, ".3f"), "wrong": (7, "")}
+"""Columns of the terminal: width and format."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,27 +68,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add, names, types = parser.add_argument, ",".join(COLLECTIVES), ", ".join(DTYPES)
     add("--collectives", type=names_of("collective", COLLECTIVES), default=names, help=f"comma-separated, of {names}")
-    add("--min-bytes", type=parse_size, default="1K", help="smallest size; K, M and G are powers of 1024 (default: 1K)")
-    add("--max-bytes", type=parse_size, default="1G", help="largest size (default: 1G)")
-    add("--factor", type=at_least(1.01, float), default=4.0, help="from one size to the next (default: 4)")
-    add("--sizes", type=sizes, help="these sizes instead of a range, such as 1M,10M,100M")
+    usual = "1K,4K,16K,64K,256K,1M,4M,16M,64M"
+    add("--sizes", type=sizes, default=usual, help=f"K, M and G are powers of 1024 (default: {usual})")
     add("--dtypes", type=names_of("dtype", DTYPES), default="fp32", help=f"comma-separated, of {types} (default: fp32)")
-    add("--warmup", type=at_least(0), default=5, help="most calls before the check; at least two are made (default: 5)")
-    add("--iterations", type=at_least(1), help="timed calls (default: as many as fit --seconds-per-size, 3 to 1000)")
     in_a_row = "calls from one barrier to the next; their mean counts (default: 1; on CUDA up to 20, for 1 ms)"
     add("--in-a-row", type=at_least(1), help=in_a_row)
-    spread = "calls use tensors of this size in all in turn, so that caches hold none"
-    add("--spread", type=parse_size, default=0, help=spread)
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--backend", default="auto", help=f"{', '.join(BACKENDS)} (default: %(default)s)")
-    add(
-        "--link",
-        type=argument(canonical),
-        default=NONE,
-        metavar="RATE[,LATENCY]",
-        help="as of main_ddp.py (default: %(default)s)",
-    )
+    add("--link", type=argument(canonical), default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
     add("--timeout-minutes", type=float, default=10.0, help="how long a call may wait for a rank (default: 10)")
     add("--output-dir", type=Path, default=Path(), help="root of reports/ (default: the current folder)")
     return parser
@@ -90,72 +94,82 @@ def names_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse_names
 
 
-def numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers above 0 with commas between, such as 2,4,6")
-    return sorted({int(part) for part in parts})
-
-
 def sizes(text: str) -> list[int]:
-    return sorted({parse_size(part) for part in text.split(",")})
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The settings; `sizes` has all sizes in bytes. Leaves the process with one line if they make no sense.
-
-    This imports no torch, so that a mistake is answered at once.
-    """
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    if options.max_bytes < options.min_bytes:
-        parser.error(f"--max-bytes {options.max_bytes}: must not be below --min-bytes {options.min_bytes}")
-    options.sizes = options.sizes or size_range(options.min_bytes, options.max_bytes, options.factor)
-    return options
+    """A type of a flag: bytes, such as `4096`, `1K` or `1.5MiB`, with commas between; the smallest first."""
+    found = {part: re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", part.strip(), re.I) for part in text.split(",")}
+    numbers = {part: float(match[1]) * UNITS[match[2].upper()] if match else 0 for part, match in found.items()}
+    for part, number in numbers.items():
+        if number < 1 or number != int(number):
+            raise argparse.ArgumentTypeError(f"'{part}' is not a size; write bytes, or such as 1K, 4M or 1G")
+    return sorted(map(int, numbers.values()))
 
 
 def main() -> int:
-    options = parse()
-    from benchmarks.collective.loop import RanksLostError, measure_all
+    options = build_parser().parse_args()
     from ddp_lab.runtime.distributed import joined_ranks
-    from ddp_lab.runtime.groups import on_every_rank
     from ddp_lab.runtime.process.environment import silence_libraries
 
     silence_libraries()
     try:
         names = ("device", "backend", "link", "timeout_minutes")
-        config = RunConfig(**{name: getattr(options, name) for name in names})
-        with joined_ranks(config) as ranks:
-            results = on_every_rank(lambda: make_results(options, ranks))
-            measure_all(options, ranks, results)
-            if results:
-                print(f"\ntable: {results.path}")
+        with joined_ranks(RunConfig(**{name: getattr(options, name) for name in names})) as ranks:
+            measure_all(options, ranks)
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or (rank == "1" and isinstance(error, RanksLostError)):  # rank 0 may be the one that is gone
+        if speaks_for_node():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"\nstopped; what was measured is in {options.output_dir / REPORTS}", file=sys.stderr, flush=True)
         os._exit(130)  # other ranks may be gone, and leaving the group would wait for them
     return 0
 
 
-def make_results(options: argparse.Namespace, ranks: Any) -> Any:
-    """`Results` on rank 0, None on others.
+def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
+    """Measure what the command line names; on rank 0, print it and write it. Collective.
 
     Raises:
-        UserError: files cannot be written.
+        OneRankError: another rank has gone, or memory ran out.
+        UserError: the file cannot be written.
     """
-    if not ranks.is_main:
-        return None
-    from benchmarks.collective.results import Results
+    import torch.distributed as dist
 
-    path = options.output_dir / REPORTS / f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks.csv"
-    results = Results(path, ranks, Link.parse(options.link))
-    results.write()
-    return results
+    from benchmarks.calls import measured
+
+    name = f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks.csv"
+    path, rows = options.output_dir / REPORTS / name, list[dict[str, Any]]()
+    control = dist.new_group(backend="gloo")  # over CPU, so that clocks and barriers do not queue on a GPU
+    for collective, dtype in itertools.product(options.collectives, options.dtypes):
+        if ranks.is_main:
+            print(f"\n{collective}: {ranks.world_size} ranks, {ranks.backend} on {ranks.device.type}")
+            print(*(f"{column:>{width}}" for column, (width, _) in SHOWN.items()), flush=True)
+        for size in options.sizes:
+            try:
+                found = measured(collective, dtype, size, options, ranks, control)
+            except RuntimeError as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                where = f"rank {ranks.rank} stopped at {collective} {dtype} of {size:,} bytes"
+                raise OneRankError(f"{where}: {reason}; what was measured until then is in {path}") from None
+            if ranks.is_main:
+                row = dict(zip(COLUMNS, found, strict=True))
+                print(*(f"{row[column]:>{width}{digits}}" for column, (width, digits) in SHOWN.items()), flush=True)
+                rows.append(row)
+                write(path, rows)
+    if ranks.is_main:
+        print(f"\ntable: {path}")
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Raises:
+    UserError: the file cannot be written.
+    """
+    import pandas as pd
+
+    from ddp_lab.analysis.errors import TraceError
+    from ddp_lab.analysis.files import write_csv
+
+    try:
+        write_csv(path, pd.DataFrame(rows, columns=list(COLUMNS)))
+    except TraceError as error:
+        raise UserError(f"{error}; choose another --output-dir") from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 With `--link` each choice has a bound: forward, then backward or its bytes on the wire at that rate, whichever takes
 longer, then the optimizer, all as `local` takes them.
 
-`--rounds 0` measures memory only (`benchmarks/memory.py` does that for many choices and world sizes).
+`--rounds 0` measures memory only.
 """
 
 import argparse

@@ -18,24 +18,11 @@ def curve(machine: Machine) -> Verdict:
     rows = []
     for backend in machine.backends:
         folder = machine.folder / f"all-reduce {backend}"
-        largest = "1G" if machine.has_gpus else "4M"
-        command = machine.torchrun(
-            "benchmarks/collectives.py",
-            "--backend",
-            backend,
-            "--collectives",
-            "all_reduce",
-            "--min-bytes",
-            "4K",
-            "--max-bytes",
-            largest,
-            "--factor",
-            "16" if machine.is_quick else "4",
-            "--seconds-per-size",
-            "0.2" if machine.is_quick else "1",
-            "--output-dir",
-            str(folder),
-        )
+        step, largest = (16 if machine.is_quick else 4), (2**30 if machine.has_gpus else 2**22)
+        sizes = [size for size in (4096 * step**index for index in range(10)) if size <= largest]
+        flags = ["--collectives", "all_reduce", "--sizes", ",".join(map(str, sizes))]
+        flags += ["--seconds-per-size", "0.2" if machine.is_quick else "1", "--output-dir", str(folder)]
+        command = machine.torchrun("benchmarks/collectives.py", "--backend", backend, *flags)
         machine.run_well(f"all-reduce {backend}", command, limit_s=240)
         for row in rows_of(next(folder.glob("reports/collectives/*_ranks.csv"))):
             found = {"backend": backend, "size, bytes": row["size_bytes"], "median, us": shown(row["p50_us"])}
