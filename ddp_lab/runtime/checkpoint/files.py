@@ -51,6 +51,16 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    write_whole(path, content)
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Once others can see it, this call no longer touches its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -62,7 +72,6 @@ def write_durably(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

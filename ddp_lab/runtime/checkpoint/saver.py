@@ -1,8 +1,9 @@
 """Saves a checkpoint: every rank writes its file, perhaps in the background, and rank 0 makes a checkpoint of them.
 
 Ranks write into `.step_<k>.saving/`. When the file of a rank is on disk, the rank writes a small JSON file beside it.
-So ranks need not communicate while they train. When all ranks have done so, rank 0 writes the manifest and renames the
-folder to `step_<k>/`. Only then does the checkpoint exist, and only then are older ones removed.
+From then on the rank touches the folder no more. So ranks need not communicate while they train. When all ranks have
+done so, rank 0 writes the manifest and renames the folder to `step_<k>/`. Only then does the checkpoint exist, and only
+then are older ones removed.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ddp_lab.runtime.checkpoint.files import FileInfo, sync_folder, write_durably, write_tensors
+from ddp_lab.runtime.checkpoint.files import FileInfo, sync_folder, write_tensors, write_whole
 from ddp_lab.runtime.checkpoint.manifest import (
     Manifest,
     file_name,
@@ -153,7 +154,9 @@ class Saver:
     def _write(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self._unfinished.mkdir(exist_ok=True)
         info = write_tensors(self._unfinished / file_name(self._ranks.rank), tensors, metadata)
-        write_durably(self._unfinished / done_name(self._ranks.rank), msgspec.json.encode(info))
+        sync_folder(self._unfinished)
+        # The last touch: as soon as all ranks' files are seen, rank 0 may rename the folder.
+        write_whole(self._unfinished / done_name(self._ranks.rank), msgspec.json.encode(info))
 
     def _require_success(self, outcome: Future[None]) -> None:
         def check() -> None:

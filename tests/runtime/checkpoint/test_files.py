@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -186,29 +188,41 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def killed_at(operation: int) -> Iterator[Callable[[], int]]:
-    """Within this context nothing changes on disk from the given operation on."""
+def before_each_operation(act: Callable[[int, Callable[..., Any], Any], None]) -> Iterator[Callable[[], int]]:
+    """Within this context `act` is called before each operation on disk, with its number, itself and its argument.
+    Yields the number of operations so far."""
     count = 0
-    remove_tree = shutil.rmtree
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if count >= operation:
-                if original is remove_tree and count == operation:  # it takes a while, so a part of it is done
-                    for path in sorted(Path(args[0]).iterdir())[1:]:
-                        path.write_bytes(b"")
-                raise Killed
+            act(count, original, args[0])
             return original(*args, **kwargs)
 
         return wrapper
 
+    operations = [(os, name) for name in ("open", "fsync")] + [(shutil, "rmtree")]
+    operations += [(Path, name) for name in ("open", "replace", "rename", "unlink", "mkdir")]
     with contextlib.ExitStack() as stack:
-        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")):
+        for owner, name in operations:
             stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
-        stack.enter_context(mock.patch.object(shutil, "rmtree", counted(shutil.rmtree)))
         yield lambda: count
+
+
+def killed_at(operation: int) -> contextlib.AbstractContextManager[Callable[[], int]]:
+    """Within this context nothing changes on disk from the given operation on."""
+    remove_tree = shutil.rmtree
+
+    def act(number: int, original: Callable[..., Any], path: Any) -> None:
+        if number < operation:
+            return
+        if original is remove_tree and number == operation:  # it takes a while, so a part of it is done
+            for file in sorted(Path(path).iterdir())[1:]:
+                os.truncate(file, 0)
+        raise Killed
+
+    return before_each_operation(act)
 
 
 def save_until_killed(folder: Path) -> list[Any]:
@@ -243,6 +257,36 @@ def test_killed_between_any_two_operations(ranks: RankPool, tmp_path: Path) -> N
     assert all(right for _, right in found)
     steps = [step for step, _ in found]
     assert steps == sorted(steps) and set(steps) == {2, 4}
+
+
+LATE_S = 0.2
+"""Longer than rank 0 takes to make a checkpoint of what it sees (`saver.POLL_S`, and a few files)."""
+
+
+def save_with_a_late_rank(folder: Path) -> int:
+    """On a rank: save once without a delay, and once for each rank and operation that is late. The number of saves."""
+    saver, rank = Saver(folder, here(), in_background=False, keep=1), here().rank
+
+    def save(step: int, late: int) -> int:
+        with before_each_operation(lambda number, *_: time.sleep(LATE_S) if number == late else None) as count:
+            saver.save({f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}, {}, manifest(step))
+            return count()
+
+    operations: list[Any] = [None, None]
+    dist.all_gather_object(operations, save(1, late=0))
+    delays = [(late, operation) for late in (0, 1) for operation in range(1, operations[late] + 1)]
+    for step, (late, operation) in enumerate(delays, start=2):
+        save(step, operation if rank == late else 0)
+    saver.close()
+    return len(delays) + 1
+
+
+def test_a_rank_that_is_late_at_any_operation_of_a_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Neither rank touches a folder that the other has renamed."""
+    last, same = ranks.run(2, save_with_a_late_rank, tmp_path)
+    assert last == same > 20
+    assert [path.name for path in tmp_path.glob("*step*")] == [folder_name(last)]
+    assert problem_in(tmp_path / folder_name(last)) == ""
 
 
 def save_what_changes(folder: Path) -> list[float]:
