@@ -3,8 +3,8 @@
     ddp-lab doctor FILE_OR_FOLDER ...       # NCCL_DEBUG=INFO logs, nvidia-smi topo -m, dmesg, lspci -vvv,
                                             # flight-recorder dumps as JSON, a run's folder profile/<choice>/
     nvidia-smi topo -m | ddp-lab doctor -
-    ddp-lab doctor --live --ranks 4         # this machine: its settings, and an all-reduce between every pair
-    torchrun --nnodes=2 ... -m ddp_lab doctor --live # the same across nodes
+    ddp-lab doctor --live                   # this machine and its settings
+    torchrun ... -m ddp_lab doctor --live   # and an all-reduce between every pair of ranks
 
 Exit code 0: nothing found. 1: something could not be read or measured, and nothing was found. 2: wrong command line.
 3: found something. 4: no rule applies, but there are warnings or errors.
@@ -28,7 +28,7 @@ from ddp_lab.doctor.reading.texts import InputError, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
-from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.cli import OneLineParser
 
 FOUND, UNEXPLAINED = 3, 4
 
@@ -57,18 +57,14 @@ def diagnosed(arguments: Sequence[str]) -> int:
         return 0
     if not options.paths and not options.live:
         parser.error("nothing to look at; name files or folders, - for standard input, or --live")
-    if options.ranks == 1:
-        parser.error("--ranks 1: one rank has no pair; give 2 or more, or 0 to measure nothing")
-    if options.ranks is not None and "RANK" in os.environ:
-        parser.error("--ranks is for torchrun to say (--nproc_per_node)")
     inputs = read_inputs(options.paths)
     live = look_live(options, inputs) if options.live else None
+    for problem in inputs.problems:
+        print(f"error: {problem}", file=sys.stderr)
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 speaks for all
     findings = diagnose(inputs.facts)
     complaints = unexplained(inputs.facts, findings)
-    for problem in inputs.problems:
-        print(f"error: {problem}", file=sys.stderr)
     something = inputs.looked_at or live
     if options.json:
         print(to_json(findings, complaints, inputs, live))
@@ -84,17 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
         "ddp-lab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders; - for standard input")
-    parser.add_argument("--live", action="store_true", help="check this machine, and measure every pair of ranks")
     parser.add_argument(
-        "--ranks",
-        type=at_least(0),
-        metavar="N",
-        help="of --live: processes to start; 0 measures nothing (default: 2, or a GPU each)",
+        "--live", action="store_true", help="check this machine, and under torchrun measure every pair of ranks"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of --live (default: auto)")
-    parser.add_argument(
-        "--size-mib", type=positive, default=4.0, metavar="MIB", help="of --live: size of an all-reduce (default: 4)"
-    )
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="SECONDS", help="of --live: for one pair (default: 30)"
     )
@@ -121,7 +110,7 @@ def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
             inputs.facts.topologies += find_topologies(to_text("nvidia-smi topo -m", machine.topology.encode()))
         except InputError as error:
             inputs.problems.append(str(error))
-    if options.ranks != 0:
+    if "RANK" in os.environ:
         measure(options, live, inputs)
     inputs.facts.slow_pairs = flag_slow_pairs(live.pairs)
     return live
@@ -130,22 +119,11 @@ def look_live(options: argparse.Namespace, inputs: Inputs) -> Live:
 def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
     import torch
 
-    from ddp_lab.doctor.live import measure as pairs
+    from ddp_lab.doctor.live.measure import MeasureError, measure_pairs
 
-    gpus = torch.cuda.device_count()
-    device = options.device if options.device != "auto" else "cuda" if gpus > 1 else "cpu"
-    live.ranks = int(os.environ.get("WORLD_SIZE", "") or options.ranks or (gpus if device == "cuda" else 2))
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.device_count() > 1 else "cpu"
     live.backend = "NCCL" if device == "cuda" else "Gloo"
-    live.size_bytes = int(options.size_mib * 2**20)
-    live.iterations = pairs.ITERATIONS
-    if device == "cuda" and "RANK" not in os.environ and live.ranks > gpus:
-        inputs.problems.append(f"--ranks {live.ranks}: there are {gpus} GPUs here; use --device cpu, or fewer ranks")
-        live.ranks = 0
-        return
     try:
-        if "RANK" in os.environ:
-            live.pairs = pairs.measure_under_torchrun(device, live.size_bytes, options.timeout)
-        else:
-            live.pairs = pairs.measure_here(live.ranks, device, live.size_bytes, options.timeout)
-    except pairs.MeasureError as error:
+        live.pairs = measure_pairs(device, options.timeout)
+    except MeasureError as error:
         inputs.problems.append(str(error))

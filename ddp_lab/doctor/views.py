@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Styled
 
-from ddp_lab.doctor.live.results import Live
+from ddp_lab.doctor.live.results import SIZE_BYTES, Live
 from ddp_lab.doctor.reading.nccl_log import Process
 from ddp_lab.doctor.reading.topology import Topology
 
@@ -84,18 +84,16 @@ def write_live(console: Console, live: Live) -> None:
         console.print(Styled(f"  {name}: {value}"), soft_wrap=True)
     if not live.pairs:
         return
-    title = f"\nAll-reduce of {live.size_bytes / 2**20:g} MiB between two ranks over {live.backend}, ms, median of "
-    console.print(Styled(f"{title}{live.iterations}", style="bold"))
+    title = f"\nAll-reduce of {SIZE_BYTES / 2**20:g} MiB between two ranks over {live.backend}, ms"
+    console.print(Styled(title, style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("rank")
-    for rank in range(live.ranks):
+    ranks = range(1 + max(pair.ranks[1] for pair in live.pairs))
+    for rank in ranks:
         table.add_column(str(rank), justify="right")
-    times = {(pair.ranks[0], pair.ranks[1]): pair for pair in live.pairs}
-    for one in range(live.ranks):
-        cells = []
-        for other in range(live.ranks):
-            pair = times.get((min(one, other), max(one, other)))
-            text = "" if pair is None else f"{pair.time_ms:.2f}" if pair.time_ms else "failed" if pair.problem else "-"
-            cells.append(Styled(text, style="red" if pair and pair.is_slow else ""))
+    pairs = {pair.ranks: pair for pair in live.pairs}
+    for one in ranks:
+        row = [pairs.get((min(one, other), max(one, other))) for other in ranks]
+        cells = [Styled(f"{pair.time_ms:.2f}", style="red" * pair.is_slow) if pair else "" for pair in row]
         table.add_row(str(one), *cells)
     print_matrix(console, table)
