@@ -84,9 +84,9 @@ class Zero1(ShardedStrategy):
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
         if self.ranks.replicate is not None:  # so that the sum over replicas starts in backward, too
-            self.finish_one_before(bucket)
+            self.finish_earlier(bucket)
 
-    def finish_one_before(self, bucket: GradientBucket) -> None:
+    def finish_earlier(self, bucket: GradientBucket) -> None:
         """Wait for the bucket that is `IN_FLIGHT` before `bucket`."""
         index = self.buckets.index(bucket) - IN_FLIGHT
         if index >= 0:

@@ -25,7 +25,7 @@ class Zero2(Zero1):
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
-        self.finish_one_before(bucket)
+        self.finish_earlier(bucket)
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""
