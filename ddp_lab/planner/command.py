@@ -3,7 +3,6 @@
     ddp-lab plan --model SmolLM2-360M --gpus 2xL4 --link pcie4            # all choices, and which to take
     ddp-lab plan memory --parameters 7.5e9 --ranks 64 --precision mixed   # formulas, term by term
     ddp-lab plan record --model SmolLM2-360M --output l4.json             # times of this device, for --record
-    ddp-lab plan savings profile/zero1                                    # of its memory, by other settings
 
 `ddp-lab plan COMMAND --help` lists the flags of a command.
 Exit code 0: done. 2: the command line makes no sense, or what it names cannot be used; one line on standard error says

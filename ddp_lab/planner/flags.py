@@ -114,18 +114,10 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=count, default=7, help="how often each step is timed (default: 7)")
 
 
-def add_savings_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run record (*.run.json), or its folder profile/CHOICE")
-    add("--jobs", type=count, help="simulations at a time, in processes of their own (default: a core each)")
-    add("--csv", type=Path, metavar="FILE", help="write the table there")
-
-
 COMMANDS = {
     "plan": (add_plan_flags, "ddp_lab.planner.plan_command"),
     "memory": (add_memory_flags, "ddp_lab.planner.memory_command"),
     "record": (add_record_flags, "ddp_lab.planner.record_command"),
-    "savings": (add_savings_flags, "ddp_lab.planner.savings"),
 }
 """For each command what makes its flags, and the module whose `run` does it, which is imported only then."""
 

@@ -2,11 +2,11 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 
@@ -21,7 +21,6 @@ from ddp_lab.runtime.config import RunConfig, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import Mesh
 
-Result = TypeVar("Result")
 GIB = 2**30
 CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
 """What a device holds besides tensors: CUDA's context, kernels, workspaces and NCCL's channels; assumed."""
@@ -111,20 +110,13 @@ def outcomes(tasks: Sequence[tuple[Case, str]], jobs: int | None = None) -> Iter
     Args:
         jobs: Simulations at a time, in processes of their own; 1: in this process. None: one for each core.
     """
-    return in_processes(outcome, tasks, jobs)
-
-
-def in_processes(
-    simulates: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], jobs: int | None
-) -> Iterator[Result]:
-    """`simulates(*task)` of each task, in their order. For `jobs` see `outcomes`."""
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
-        yield from (simulates(*task) for task in tasks)
+        yield from (outcome(*task) for task in tasks)
         return
     # Forked, since a fresh process would load torch and transformers again, for longer than most simulations take.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(simulates, *zip(*tasks, strict=True))
+        yield from pool.map(outcome, *zip(*tasks, strict=True))
 
 
 # The table ------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def printed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
     shown = [name for name in columns if name in frame]
     for name in shown:
         column = columns[name]
-        is_text = name in ("choice", "mesh", "fits", "setting", "note")
+        is_text = name in ("choice", "mesh", "fits", "note")
         table.add_column(f"{column.label}\n{column.unit}", justify="left" if is_text else "right", no_wrap=True)
     for values in frame.to_dict("records"):
         table.add_row(*(columns[name].show(values[name]) for name in shown))

@@ -17,7 +17,7 @@ from ddp_lab.planner.contracts import Costs
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import interval
-from ddp_lab.planner.report.columns import PLAN_COLUMNS, SAVINGS_COLUMNS
+from ddp_lab.planner.report.columns import PLAN_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
 from tests.in_process import run_in_process
 from tests.plans import GIB, made, simulation
@@ -192,9 +192,8 @@ def test_flags_and_columns_are_documented() -> None:
         section = text.split(f"### {command}\n")[1].split("\n### ")[0]
         flags = [action.option_strings[-1] for action in script.build_parser(command)._actions if action.option_strings]
         assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [flag for flag in flags if flag != "--help"]
-    for heading, columns in (("| column |", PLAN_COLUMNS), ("| column of savings |", SAVINGS_COLUMNS)):
-        rows = text.split(heading)[1].split("\n\n")[0]
-        assert re.findall(r"^\| `([a-z_]+)` \| ", rows, re.MULTILINE) == list(columns)
+    rows = text.split("| column |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `([a-z_]+)` \| ", rows, re.MULTILINE) == list(PLAN_COLUMNS)
 
 
 def test_commands_of_the_guide_can_be_planned() -> None:

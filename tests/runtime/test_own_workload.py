@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_lab.planner.runs import first_micro_batches, module_maker
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import own
 from ddp_lab.runtime.data.workload import Workload
@@ -203,11 +201,3 @@ def refusal(settings: dict[str, Any]) -> str:
     with pytest.raises(UserError) as caught:
         run_here(settings)
     return str(caught.value)
-
-
-@each_row("build", [module_maker, partial(first_micro_batches, world_size=2)])
-def test_a_plan_does_not_know_it(build: Any) -> None:
-    with pytest.raises(UserError, match=f"workload {EXAMPLE} cannot be simulated; only these can: sample"):
-        build(RunConfig(workload=EXAMPLE))
-    with pytest.raises(UserError, match="--lora-rank: adapters cannot be simulated"):
-        build(RunConfig(workload="sample", lora_rank=2))

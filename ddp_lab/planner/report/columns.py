@@ -3,7 +3,7 @@
 from ddp_lab.analysis.columns import Column
 from ddp_lab.planner.contracts import COMPONENTS
 
-GIB, MIB = 1 / 2**30, 1 / 2**20
+GIB = 1 / 2**30
 
 
 def gib(label: str, meaning: str) -> Column:
@@ -37,17 +37,6 @@ PLAN_COLUMNS = {
     },
     "resting_bytes": gib("at rest", "bytes that a rank's tensors take between two steps"),
     "note": Column("note", "", "why a choice cannot be simulated, or what no cost is known of"),
-}
-SAVINGS_COLUMNS = {
-    "setting": Column("setting", "", "what is changed of the recorded run"),
-    "measured_bytes": Column("measured", "MiB", "most memory of rank 0 in a step, by the run's record", MIB, 2),
-    "peak_bytes": Column("peak", "MiB", "the same, predicted", MIB, 2),
-    "saved_bytes": Column("saves", "MiB", "of the recorded setting's predicted peak; below 0: takes more", MIB, 2),
-    **{
-        f"peak_{component}_bytes": Column(label, "MiB", f"{label} at the peak", MIB, 2)
-        for component, label in COMPONENTS.items()
-    },
-    "note": Column("note", "", "why the choice refuses it, or it cannot be simulated"),
 }
 SHOWN = tuple(name for name in PLAN_COLUMNS if name not in ("entrypoint", "resting_bytes", "exposed_pct", "note"))
 """What the terminal shows of them."""

@@ -166,8 +166,7 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
         Section(
             "Memory",
             "Model states at rest, after a step, by component. Grey: the peak in one step, which was recorded outside "
-            f"all timed steps. Line: the formula ({rule}), without padding. Model states are counted by storage.{few} "
-            "What other settings would save: ddp-lab plan savings RUN.",
+            f"all timed steps. Line: the formula ({rule}), without padding. Model states are counted by storage.{few}",
             table=shown,
             figure=drawing(figure) if figure else None,
         )
