@@ -1,8 +1,7 @@
-"""Rounds in which all choices of a benchmark run in turn, and the least time that a step could take on a link."""
+"""Rounds in which all choices of a benchmark run in turn."""
 
 import random
 import time
-from collections.abc import Sequence
 
 import pandas as pd
 import torch
@@ -42,21 +41,3 @@ def timed(runner: Runner, device: torch.device) -> float:
     seconds = time.perf_counter() - start
     host_barrier()
     return seconds
-
-
-def bounds_ms(phase_seconds: Sequence[Sequence[float]], table: pd.DataFrame, ranks: Ranks) -> pd.DataFrame:
-    """The least milliseconds that a step could take on this link: a row for each round, a column for each choice.
-
-    Forward, then backward or the bytes on the wire at the link's rate, whichever takes longer, then the optimizer.
-    Collective.
-
-    Args:
-        phase_seconds: Of each timed step of `local`: seconds of forward, backward and optimizer.
-        table: One row for each choice with its `wire_bytes` and `link_bits_per_s`.
-    """
-    phases = torch.tensor(phase_seconds, dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(phases, dist.ReduceOp.MAX)
-    forward, backward, optimizer = phases.view(-1, STEPS_PER_ROUND, 3).mean(1).cpu().numpy().T
-    wire = 8 * table["wire_bytes"].astype(float) / table["link_bits_per_s"].astype(float)
-    rows = [1000 * (f + wire.clip(lower=b) + o) for f, b, o in zip(forward, backward, optimizer, strict=True)]
-    return pd.DataFrame(rows).reset_index(drop=True)

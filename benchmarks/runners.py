@@ -1,8 +1,7 @@
 """What a benchmark runs: strategies through the project's training loop, and two plain loops beside them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ddp_lab.runtime.data.workloads import build_workload
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.runtime.profiling.allocations import allocations_of, counting_on_all_threads
-from ddp_lab.runtime.profiling.stopwatch import Stopwatch
 from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes, storage_bytes
 from ddp_lab.strategy.batches import MicroBatch, StepData
 from ddp_lab.strategy.interface import Strategy
@@ -49,7 +47,6 @@ class Runner:
         wire_bytes: Bytes that a rank sends in a step, by the formulas of its collectives; needs one step to have run.
         settling_steps: How many first steps differ from later ones; at least one.
         notes: What the strategy says of its own decisions.
-        phase_seconds: Of each step of `local` so far: seconds of forward, backward and optimizer.
     """
 
     elements: int
@@ -60,7 +57,6 @@ class Runner:
     wire_bytes: Callable[[], float]
     settling_steps: int = 1
     notes: Sequence[str] = ()
-    phase_seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 def make_runner(
@@ -113,25 +109,17 @@ def plain_runner(
     module = workload.model.to(ranks.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=workload.learning_rate, fused=True)
     model: Any = DistributedDataParallel(module, process_group=group) if name == BARE_LOOP else module
-    stopwatch = Stopwatch(ranks.device)
-    phase_seconds: list[tuple[float, float, float]] = []
 
     def steps(count: int) -> None:
         for _ in range(count):
-            marks = [stopwatch.mark()]
             optimizer.zero_grad()
             for index, batch in enumerate(batches):
                 if name == BARE_LOOP:
                     model.require_backward_grad_sync = index == len(batches) - 1
                 with autocast(ranks.device.type, config.strategy.precision):
                     loss = model(**batch).loss / len(batches)
-                marks.append(stopwatch.mark())
                 loss.backward()
-                marks.append(stopwatch.mark())
             optimizer.step()
-            *moments, end = stopwatch.seconds_since_first([*marks, stopwatch.mark()])
-            spans = [later - earlier for earlier, later in pairwise(moments)]
-            phase_seconds.append((sum(spans[::2]), sum(spans[1::2]), end - moments[-1]))
 
     def state_bytes() -> int:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -149,7 +137,6 @@ def plain_runner(
         sum(expected.values()),
         wire_bytes=lambda: wire_bytes if name == BARE_LOOP else 0.0,
         settling_steps=2 if name == BARE_LOOP else 1,  # DDP rebuilds its buckets in the second
-        phase_seconds=phase_seconds,
     )
 
 

@@ -11,9 +11,6 @@ project's training loop in which no gradient is sent; exposed time is the differ
 exchanges do not count. Both compute in the precision of `--against`; a choice that computes in another way has no
 exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
 
-With `--link` each choice has a bound: forward, then backward or its bytes on the wire at that rate, whichever takes
-longer, then the optimizer, all as `local` takes them.
-
 `--rounds 0` measures memory only.
 """
 
@@ -124,7 +121,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
     import pandas as pd
     import torch.distributed as dist
 
-    from benchmarks.rounds import STEPS_PER_ROUND, bounds_ms, time_rounds
+    from benchmarks.rounds import time_rounds
     from benchmarks.runners import make_runner, measure_memory
     from ddp_lab.runtime.distributed import meshed
 
@@ -145,7 +142,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
                 **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
                 "link_bits_per_s": options.link_rate,
                 "wire_bytes": runner.wire_bytes(),
-                **dict.fromkeys(("bound_ms", "bound_ratio_median")),
                 "peak_bytes": peak,
                 "workload": config.workload,
                 "world_size": ranks.world_size,
@@ -166,9 +162,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
             is_known = computes_alike(fields, options.variants[alone])
             exposed = (times[label] - times[alone]).median() if is_known else float("nan")
             table.loc[label, "exposed_ms_median"] = exposed
-        if options.link_rate:
-            bounds = bounds_ms(runners[LOCAL].phase_seconds[-len(times) * STEPS_PER_ROUND :], table, ranks)
-            table["bound_ms"], table["bound_ratio_median"] = bounds.median(), times.div(bounds).median()
     table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
     return table
 
@@ -193,11 +186,7 @@ def show(table: Any, options: argparse.Namespace) -> None:
         columns |= {"exposed, ms": (table.exposed_ms_median, 1)}
     if options.link_rate and options.rounds:
         title += f", link of {options.link_rate / 1e6:g} Mbit/s"
-        columns |= {
-            "formula, MB": (table.wire_bytes / 1e6, 2),
-            "bound, ms": (table.bound_ms, 1),
-            "/ bound": (table.bound_ratio_median, 3),
-        }
+        columns |= {"formula, MB": (table.wire_bytes / 1e6, 2)}
     columns |= {"peak, MiB": (table.peak_bytes / MIB, 1), "at rest, MiB": (table.resting_bytes / MIB, 2)}
     columns |= {"formula, MiB": (table.expected_resting_bytes / MIB, 2)}
     texts = {heading: values.map(f"{{:.{digits}f}}".format) for heading, (values, digits) in columns.items()}

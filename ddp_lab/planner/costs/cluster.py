@@ -1,6 +1,6 @@
 """The pretended cluster: devices, how many of them in each node, and the links between them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.runtime.errors import UserError
@@ -61,11 +61,6 @@ class Device:
                 return None
             compute = call.flops / rates[dtype]
         return self.launch_s + max(compute, call.bytes_moved / self.bytes_per_s)
-
-    def slowed(self, factor: float) -> "Device":
-        """The same, on which each operator takes `factor` times as long."""
-        rates = {dtype: rate / factor for dtype, rate in self.flops_per_s.items()}
-        return replace(self, flops_per_s=rates, bytes_per_s=self.bytes_per_s / factor, launch_s=self.launch_s * factor)
 
 
 @dataclass(frozen=True)
