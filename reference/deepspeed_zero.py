@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import Collective, ModelSize, expected_state_bytes
 from ddp_lab.strategy.capabilities import Supports
+from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
+from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.options import FP16
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.recompute.setting import NONE
@@ -70,8 +72,7 @@ class DeepSpeedZero(Strategy):
         self.require_supported()
         self.all_sizes = [p.numel() for p in self.module.parameters()]  # stage 3 will remove the elements
         self.sizes = {p: p.numel() for p in self.trainable.values()}
-        require_elementwise(make_optimizer)
-        optimizer = super().build_optimizer(make_optimizer)
+        optimizer = require_elementwise(partial(super().build_optimizer, make_optimizer), self.trainable, self.device)
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
             with redirect_stdout(io.StringIO()):  # it prints much, and some of it not through a logger

@@ -15,6 +15,7 @@ and the CPU updates them. A shard is copied to the device when its unit is gathe
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +31,10 @@ from ddp_lab.runtime.tensors import TensorsBeside
 from ddp_lab.strategy.accounting import Collective, ModelSize, storage_bytes
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.capabilities import Supports
+from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward, second_gradient
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
+from ddp_lab.strategy.optimizers import MakeOptimizer, copy_attributes
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
@@ -63,7 +65,7 @@ class FSDP2(Strategy):
         }
         if self.options.offload:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        self.root = TensorsBeside(self.module)
+        self.root, before = TensorsBeside(self.module), dict(self.module.named_parameters())
         try:
             for block in find_blocks(self.module):
                 fully_shard(block, reshard_after_forward=self.frees_blocks_after_forward, **settings)
@@ -72,6 +74,8 @@ class FSDP2(Strategy):
             self.units = {unit: self._leaves_of(unit) for unit in self.root.modules() if isinstance(unit, FSDPModule)}
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(f"FSDP2 cannot shard this module: {error}") from error
+        for name, parameter in self.module.named_parameters():
+            copy_attributes(before[name], parameter)
         self._has_run, self._sums_replicas = False, True
 
     def mesh(self) -> DeviceMesh:
@@ -101,8 +105,8 @@ class FSDP2(Strategy):
         self._order = UnitOrder(blocks, self.steps.agreement, self.data_parallel_rank)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        require_elementwise(make_optimizer)
-        return super().build_optimizer(make_optimizer)
+        make = partial(super().build_optimizer, make_optimizer)
+        return require_elementwise(make, self.trainable, torch.device("cpu") if self.options.offload else self.device)
 
     def before_step(self) -> None:
         broadcast_from_rank0(self.buffers(), self.process_group)

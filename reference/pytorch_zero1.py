@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import Supports
-from ddp_lab.strategy.optimizers import MakeOptimizer
+from ddp_lab.strategy.optimizers import MakeOptimizer, Part, hand_over
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import bytes_of
 from reference.pytorch_ddp import PyTorchDDP
@@ -27,10 +27,12 @@ class PyTorchZero1(PyTorchDDP):
     supports = Supports()
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        groups = super().build_optimizer(make_optimizer).param_groups
+        make = super().build_optimizer
+        groups = [{**group, "params": [*group["params"]]} for group in make(make_optimizer).param_groups]
 
         def make_own(own_groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-            return make_optimizer(own_groups)
+            own = [p for group in own_groups for p in group["params"]]
+            return hand_over(make(make_optimizer), {p: Part(p) for p in own})
 
         try:
             self.sharded = ZeroRedundancyOptimizer(groups, make_own, self.process_group)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.model_parallel import Cut
+from ddp_lab.strategy.optimizers import copy_attributes
 
 
 def cut_evenly(
@@ -90,6 +91,7 @@ class CutParameters:
             raise UnsupportedError(f"--plan: {path}.{name} is tied to a parameter that is cut in another way")
         if part is None:
             part = nn.Parameter(cut.part(whole.detach(), self._rank), whole.requires_grad)
+            copy_attributes(whole, part)
             self._parts[whole] = cut, part
         layer._parameters[name] = part
         return part

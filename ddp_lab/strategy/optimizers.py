@@ -1,11 +1,12 @@
-"""Checks the function of the user that makes an optimizer: that it uses what it is given, and for strategies that cut
-parameters, that it treats every element by itself, as SGD and Adam do."""
+"""Checks the function of the user that makes an optimizer, and hands its optimizer the parts of cut parameters."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 
@@ -13,9 +14,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def checked(make_optimizer: MakeOptimizer) -> MakeOptimizer:
-    """The same function; it refuses an optimizer over parameters that it was not given.
-
-    A strategy that shards gives it pieces, so an optimizer over `model.parameters()` would update nothing.
+    """The same function; it refuses an optimizer over parameters that it was not given, which would train in vain.
 
     Raises:
         UnsupportedError: `make_optimizer` is no function.
@@ -31,8 +30,8 @@ def checked(make_optimizer: MakeOptimizer) -> MakeOptimizer:
         known = set(_ids(given))
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise UnsupportedError(
-                "make_optimizer has made an optimizer over other parameters than it was given; pass it those that it "
-                "is given, not model.parameters()"
+                "make_optimizer has made an optimizer over other parameters than it was given: frozen ones, or those "
+                "of before the strategy; pass it those that it is given"
             )
         return optimizer
 
@@ -48,35 +47,98 @@ def _ids(given: Any) -> Iterator[int]:
             yield id(entry[1] if isinstance(entry, tuple) else entry)
 
 
-def require_elementwise(make_optimizer: MakeOptimizer) -> None:
-    """Refuse an optimizer that needs whole parameters (Muon, Adafactor, LARS).
+# Optimizers over parts of parameters ---------------------------------------------------------------------------------
 
-    It is found by trying: an elementwise optimizer computes the same from a matrix as from two flat pieces of it.
+
+class Part(NamedTuple):
+    """What an optimizer updates in place of a parameter: its elements from number `start` on.
+
+    Attributes:
+        start: None: elements of no place in particular.
+    """
+
+    tensor: nn.Parameter
+    start: int | None = 0
+
+
+def hand_over(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Part]) -> torch.optim.Optimizer:
+    """Give an optimizer over whole parameters their `parts`, with their attributes and the states made so far.
+
+    Thus `make_optimizer` sees whole parameters, and may group them by name, shape or attribute. Those without a part
+    leave the optimizer; all groups stay, so that every rank has the same.
 
     Raises:
-        UnsupportedError: the optimizer is not elementwise.
+        UnsupportedError: a state has copied values from a parameter while it was sharded.
     """
-    generator = torch.Generator().manual_seed(0)
-    start, scale = torch.randn(4, 6, generator=generator), torch.logspace(-2, 2, 24).view(4, 6)
-    whole = nn.Parameter(start.clone())
-    cut = [nn.Parameter(piece.clone()) for piece in start.view(-1).split([7, 17])]
-    problem = ""
-    try:
-        for parameters in ([whole], cut):
-            optimizer = make_optimizer(parameters)
-            for step in range(1, 4):
-                gradient = scale.roll(step) * torch.sin(step * start)
-                pieces = [gradient] if parameters is not cut else list(gradient.view(-1).split([7, 17]))
-                for parameter, piece in zip(parameters, pieces, strict=True):
-                    parameter.grad = piece.clone()
-                optimizer.step()
-    except UnsupportedError:
-        raise
-    except (ValueError, RuntimeError, TypeError) as error:
-        problem = f": {error}"
-    if problem or not torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in cut]), rtol=1e-4):
-        name = type(optimizer).__name__ if not problem else "this optimizer"
+    groups = []
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if parameter in parts]
+        own: dict[str, Any] = {
+            name: [group[name][index] for index in kept] for name in ("params", "param_names") if name in group
+        }
+        groups.append({**group, **own, "params": [parts[parameter].tensor for parameter in own["params"]]})
+    optimizer.param_groups[:] = groups
+    states = list(optimizer.state.items())
+    optimizer.state.clear()
+    for key, state in states:
+        if not isinstance(key, nn.Parameter):
+            optimizer.state[key] = state
+        elif key in parts:
+            part = parts[key]
+            optimizer.state[part.tensor] = {name: _own_state(name, value, key, part) for name, value in state.items()}
+    for parameter, part in parts.items():
+        copy_attributes(parameter, part.tensor)
+    return optimizer
+
+
+def copy_attributes(parameter: Tensor, other: Tensor) -> None:
+    """Those that the user has set, such as a learning rate of its own."""
+    vars(other).update({**vars(parameter), **vars(other)})
+
+
+def _own_state(name: str, value: Any, parameter: nn.Parameter, part: Part) -> Any:
+    """What `part` has of a state that was made for the whole parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+        return value
+    flat, numel = getattr(value, "to_local", lambda: value)().reshape(-1), part.tensor.numel()
+    own = (
+        flat[part.start : part.start + numel] if part.start is not None else flat[:1].expand(min(len(flat), 1) * numel)
+    )
+    if own.isnan().any():
         raise UnsupportedError(
-            f"{name} does not work on each element by itself{problem}; sharding cuts parameters into flat pieces, so "
-            "use an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad), or a replicated strategy"
+            f"the optimizer copies values of parameters into its state {name} when it is built, where they are in "
+            "shards; copy them in its first step, or take zero2"
         )
+    dtype = part.tensor.dtype if value.dtype == parameter.dtype else value.dtype
+    return own.to(part.tensor.device, dtype, copy=True).view(part.tensor.shape)
+
+
+def require_given_up(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that an optimizer that was handed parts keeps none of the whole parameters elsewhere.
+
+    Raises:
+        UnsupportedError: names one that an attribute or a hook holds.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for item in _reachable(optimizer):
+        if id(item) in names:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps {names[id(item)]} in an attribute or a hook, but sharded choices "
+                "update parts of parameters; read self.param_groups in step, or take a replicated choice"
+            )
+
+
+def _reachable(root: object) -> Iterator[object]:
+    """All objects that `root` holds, directly or through others: not what modules and classes hold, or tensors."""
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen or isinstance(item, type | ModuleType):
+            continue
+        seen.add(id(item))
+        yield item
+        if isinstance(item, FunctionType):  # without its globals
+            pending += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+        elif not isinstance(item, Tensor):
+            pending += gc.get_referents(item)

@@ -1,6 +1,7 @@
 """What the stages of ZeRO share: an optimizer over this rank's shard, clipping over shards, and whole state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,11 @@ from ddp_lab.strategy.communication.collectives import (
     expected_all_gathers,
     expected_reduce_scatters,
 )
+from ddp_lab.strategy.elementwise import require_elementwise
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.norms import clip_parts
-from ddp_lab.strategy.optimizers import MakeOptimizer, require_elementwise
+from ddp_lab.strategy.optimizers import MakeOptimizer, hand_over, require_given_up
+from ddp_lab.strategy.optimizers import Part as OptimizerPart
 from ddp_lab.strategy.ranges import Piece
 from ddp_lab.strategy.replicated import broadcast_from_rank0, buffer_broadcasts
 from ddp_lab.strategy.state import require_matching_state, shapes_of
@@ -73,15 +76,16 @@ class ShardedStrategy(Strategy):
         self.group_of_buffers = self.process_group
 
     def build_optimizer(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        require_elementwise(make_optimizer)
-        pieces = {p: piece for bucket in self.buckets for p, piece in bucket.flat.updated.items()}
-        groups: list[Any] = list(pieces.values()) or [{"params": []}]
-        if self.options.parameter_groups:
-            groups = [
-                {**group, "params": [pieces[p] for p in group["params"] if p in pieces]}
-                for group in self.options.parameter_groups(self.module)
-            ]
-        optimizer = make_optimizer(groups)
+        make = partial(super().build_optimizer, make_optimizer)
+        optimizer = require_elementwise(
+            make, self.trainable, torch.device("cpu") if self.placement.offload else self.device
+        )
+        parts = {
+            parameter: OptimizerPart(piece, start)
+            for flat in (bucket.flat for bucket in self.buckets)
+            for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
+        }
+        require_given_up(hand_over(optimizer, parts), self.trainable)
         if self.placement.offload:
             from sharding.options.offload import HostUpdate
 

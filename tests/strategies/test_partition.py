@@ -1,21 +1,15 @@
 """How parameters are cut, and which modules are taken together: pure functions, on inputs of all sorts."""
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks
-from ddp_lab.strategy.optimizers import require_elementwise
 from sharding.options.embeddings import find_embeddings
 from sharding.parts.flat import ALIGNMENT, group_by_kind, lay_out
 from sharding.parts.plan import around_units, merge_orders, plan_units
 from tests.models import build
-from tests.tables import each_row
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
 
@@ -61,16 +55,6 @@ def test_kinds_are_kept_apart() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     c, d = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(1))
     assert [[id(p) for p in group] for group in group_by_kind([a, b, c, d])] == [[id(a), id(d)], [id(b)], [id(c)]]
-
-
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-@each_row("optimizer", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
-def test_others_are_refused(optimizer: Any) -> None:
-    """They would compute something else from a piece than from the whole (TRAPS 15)."""
-    with pytest.raises(UnsupportedError, match="element by itself"):
-        require_elementwise(optimizer)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------

@@ -142,6 +142,22 @@ class Lamb(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * trust * state["m"])
 
 
+def by_dimension(params: Any) -> torch.optim.Optimizer:
+    """As nanoGPT: weights decay, and vectors do not. Weights that say so have a learning rate of their own."""
+    named = {f"p{index}": parameter for index, parameter in enumerate(params)}
+    kinds: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named.items():
+        kinds.setdefault((parameter.ndim >= 2, getattr(parameter, "rate", 1e-3)), []).append((name, parameter))
+    groups = [{"params": kind, "weight_decay": 10.0 * decays, "lr": lr} for (decays, lr), kind in kinds.items()]
+    return torch.optim.AdamW(groups)
+
+
+class WithRates(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight.rate = 1e-2  # type: ignore[assignment]
+
+
 def inputs_have_gradients(run: Run, batch: Samples) -> Tensor:
     """A penalty on the gradient for the input, as of a Wasserstein GAN: backward runs through a backward pass."""
     x = batch.x.clone().requires_grad_()
@@ -194,6 +210,7 @@ CASES = {
     "states are loaded into the module": Case(Blocks, before=loads),
     "parameter groups": Case(Blocks, groups=groups),
     "parameter groups and one cycle": Case(Blocks, groups=groups, schedule=one_cycle),
+    "groups by dimension and attribute": Case(WithRates, optimizer=by_dimension, tolerance=1e-4),
     "warm-up and cosine": Case(Blocks, schedule=warmup_and_cosine),
     "evaluation between steps": Case(Blocks, before=evaluates(torch.no_grad)),
     "evaluation in inference mode": Case(Blocks, before=evaluates(torch.inference_mode)),

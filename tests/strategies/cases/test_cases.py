@@ -20,6 +20,7 @@ SMALL, USUAL = 0.0003, 25.0
 KEY = {
     "a block runs twice",
     "accumulation, control flow by rank",
+    "groups by dimension and attribute",
     "zeros for a block that is passed over",
     "parameters shared between modules",
 }
