@@ -3,15 +3,34 @@
 import argparse
 import difflib
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ddp_lab.runtime.errors import speaks_for_node, tell_torchrun
 
+TEXTS = ("prompt",)
+"""Arguments that are no names of anything, so that they may have several lines."""
+UNFIT = ("Cc", "Zl", "Zp", "Cs")
+"""Unicode's categories of control characters, of what breaks lines, and of what stands for bytes that are not UTF-8."""
+
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in one line, once per node under `torchrun`, and exits with code 2."""
+    """Reports a mistake in one line, once per node under `torchrun`, and exits with code 2. A name or path that would
+    break a line of a message or a record is one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            for text in value if isinstance(value, list) else [value]:
+                is_name = isinstance(text, str | Path) and action.dest not in TEXTS
+                if is_name and any(unicodedata.category(character) in UNFIT for character in str(text)):
+                    name = action.option_strings[0] if action.option_strings else action.dest
+                    self.error(f"{name} {str(text)!r}: must be UTF-8, without line breaks or control characters")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         exit_with_error(message + f" (see {self.prog} --help)")
@@ -19,7 +38,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def exit_with_error(message: str) -> NoReturn:
     """Print `message` on standard error, once per node, and exit with code 2."""
-    line = f"error: {message}"
+    line = "error: " + " ".join(message.splitlines())
     tell_torchrun(line)
     if speaks_for_node():
         print(line, file=sys.stderr, flush=True)

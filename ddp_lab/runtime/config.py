@@ -69,6 +69,10 @@ RULES: Rules = (
     (lambda c: c.checkpoint_every or not c.checkpoint_async, "--checkpoint-async: must be with --checkpoint-every"),
     (lambda c: c.checkpoint_every or not c.keep_last, "--keep-last {0.keep_last}: must be with --checkpoint-every"),
     (
+        lambda c: not c.keep_windows or c.profile_repeat > 1,
+        "--keep-windows {0.keep_windows}: must be with --profile-repeat above 1",
+    ),
+    (
         lambda c: c.checkpoint_every or c.resume or c.checkpoint_dir is None,
         "--checkpoint-dir {0.checkpoint_dir}: must be with --checkpoint-every or --resume",
     ),

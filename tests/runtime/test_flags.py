@@ -1,5 +1,6 @@
 """Flags on the command line, in `--help` and the docs, and in a TOML file; mistakes are one line."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddp
+from ddp_lab.runtime.cli import UNFIT
 from ddp_lab.runtime.config import FLAGS, RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.flags import build_parser, parse_config
 from ddp_lab.runtime.settings.field import GROUPS
 from ddp_lab.runtime.settings.file import to_toml, with_config_file
+from ddp_lab.sweep.command import parse as parse_sweep
 from tests.tables import each_row
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -61,6 +64,23 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     said = capsys.readouterr()
     assert left.value.code == 2 and said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and expected in said.err
+
+
+def test_names_that_would_break_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run and of a sweep, also in a file of flags; and the name of an unknown flag."""
+    names = ("workload", "model", "dataset", "text-column", "label-column", "plan", "checkpoint-dir", "resume")
+    names += ("output-dir", "config", "a\nb")
+    for flag in (f"--{name}" for name in names):
+        for text in ("a\nb", "a\x1bb", "a\u2028b", "a\udcffb"):
+            runs = [partial(parsed, "--ddp-choice", "flat_ddp", flag, text)]
+            if flag in ("--output-dir", "--checkpoint-dir", "--config"):
+                runs += [partial(parse_sweep, ["ddp", "2", flag, text])]
+            for run in runs:
+                with pytest.raises(SystemExit):
+                    run()
+                said = capsys.readouterr().err
+                assert said.startswith("error: ") and len(said.splitlines()) == 1 and said.isascii(), (flag, text)
+    assert parsed("--ddp-choice", "flat_ddp", "--generate", "1", "--prompt", "a\nb").prompt == "a\nb"
 
 
 # Files of flags ------------------------------------------------------------------------------------------------------
@@ -124,7 +144,7 @@ CONFIGS = st.builds(
     RunConfig.of,
     choice=st.sampled_from(ddp.CHOICES),
     workload=st.sampled_from(["auto", "mlp"]),
-    dataset=st.none() | st.text(min_size=1),
+    dataset=st.none() | st.text(st.characters(exclude_categories=UNFIT), min_size=1),
     train_samples=st.none() | st.integers(1, 10**6),
     lr=st.none() | positive,
     seed=st.integers(0, 2**32 - 1),

@@ -125,16 +125,21 @@ def verify_files(folder: Path, manifest: Manifest, rank: int, size: int) -> None
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything in `folder` that has the name of a checkpoint, newest first, without links.
+    """(step, folder) of everything in `folder` that has the name of a checkpoint, newest first.
 
     Raises:
-        UserError: `folder` exists and cannot be read.
+        UserError: `folder` exists and cannot be read, or something else than a folder has such a name. Skipped, it
+            would stand in the way when this step is saved.
     """
     try:
         found = [(FOLDER.fullmatch(path.name), path) for path in folder.iterdir()] if folder.exists() else []
-        named = [(int(match[1]), path) for match, path in found if match and path.is_dir() and not path.is_symlink()]
+        named = [(int(match[1]), path) for match, path in found if match]
+        foreign = [path for _, path in named if path.is_symlink() or not path.is_dir()]
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from error
+    if foreign:
+        what = "a symbolic link; to resume from there, name the folder itself" if foreign[0].is_symlink() else "a file"
+        raise UserError(f"{foreign[0]} has the name of a checkpoint, but is {what}; move it away")
     return sorted(named, reverse=True)
 
 
@@ -157,8 +162,8 @@ def remove_unfinished(folder: Path) -> None:
         OSError: it cannot be removed.
     """
     for path in folder.iterdir():
-        if path.name.startswith(".step_") and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        if path.name.startswith(".step_"):
+            path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
 
 
 def _checksum(content: dict[str, Any]) -> int:

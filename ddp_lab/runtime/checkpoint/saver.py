@@ -62,7 +62,7 @@ class Saver:
     def _claim(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / LOCK).open("wb")
+            self._lock = (self.folder / LOCK).open("ab")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it, however this process ends
             remove_unfinished(self.folder)
         except BlockingIOError:

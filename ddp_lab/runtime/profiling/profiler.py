@@ -7,6 +7,7 @@ flight. If an error ends the run, the profiler is left running, because a collec
 
 import gzip
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class WindowProfiler:
         )
         self._slows_any, self._enabled = not config.no_profile, config.profiles(ranks.rank)
         self._step = 0
-        self._keeps_windows = True
+        self._keeps_windows, self._most, self._written = True, config.keep_windows, deque[Path]()
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
         self._profile = profile(
@@ -100,6 +101,9 @@ class WindowProfiler:
         with phase("writing a trace", in_profile=False):
             try:
                 write_trace(profiler, path)
+                self._written.append(path)
+                if self._most and len(self._written) > self._most:
+                    self._written.popleft().unlink(missing_ok=True)
             except (OSError, EOFError) as error:  # the run continues, and reports this at its end
                 self.write_problem = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
 

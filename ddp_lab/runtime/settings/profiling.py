@@ -36,6 +36,9 @@ class ProfilingSettings:
     )
     profile_active: int = _profiling(3, "optimizer steps in each profile window", at_least=1)
     profile_repeat: int = _profiling(1, "number of profile windows", at_least=1)
+    keep_windows: int | None = _profiling(
+        None, "keep only the traces of so many of the run's newest profile windows (default: all)", at_least=1
+    )
     profile_ranks: str | None = _profiling(
         None, "profile these ranks only, such as 0,1,8 or 0-3 (default: all)", normal=known_ranks
     )

@@ -34,11 +34,13 @@ from ddp_lab.runtime.checkpoint.manifest import (
     file_name,
     folder_name,
     read_manifest,
+    remove_unfinished,
     verify_files,
     write_manifest,
 )
-from ddp_lab.runtime.checkpoint.origin import complete, newest_complete, require_same_model
+from ddp_lab.runtime.checkpoint.origin import complete, find_origin, newest_complete, require_same_model
 from ddp_lab.runtime.checkpoint.saver import Saver
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.ranges import cover, share
 from tests.checkpoints import here
@@ -171,11 +173,10 @@ def newest_after(folder: Path, damage: list[tuple[str, bytes]]) -> list[tuple[in
 
 
 def test_the_newest_complete_one_is_used(ranks: RankPool, tmp_path: Path) -> None:
-    """Neither damaged ones, nor unfinished ones, nor links."""
+    """Neither damaged ones, nor unfinished ones."""
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
     (tmp_path / ".step_00000006.saving").mkdir()
-    (tmp_path / "step_00000009").symlink_to(tmp_path / "step_00000004")
     (tmp_path / "step_x").mkdir()
     name = "step_00000004/manifest.json"
     whole = (tmp_path / name).read_bytes()
@@ -379,6 +380,33 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         (path / name).unlink()
         (tmp_path / name).rename(path / name)
     assert problem_in(path) == ""
+
+
+def refused_at_the_start(folder: Path) -> list[str]:
+    """On a rank: what each way to begin a run with checkpoints in a folder says."""
+    found = []
+    for flags in ({}, {"resume": "latest"}, {"resume": "auto"}, {"resume": str(folder)}):
+        config = RunConfig(choice="x", checkpoint_every=1, checkpoint_dir=str(folder), **flags)  # type: ignore[arg-type]
+        with pytest.raises(UserError) as error:
+            find_origin(config, here())
+        found.append(str(error.value))
+    return found
+
+
+@each_row("kind", ["a symbolic link", "a symbolic link to nothing", "a file"])
+def test_what_stands_in_the_way_of_a_later_save(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """It is named when the run begins. What a killed run left goes, but not what a link points to."""
+    folder, other = tmp_path / "folder", make_checkpoint(tmp_path, 4)
+    folder.mkdir()
+    for name in (folder_name(4), f".{folder_name(4)}.saving"):
+        if kind == "a file":
+            (folder / name).touch()
+        else:
+            (folder / name).symlink_to(tmp_path / "nothing" if "nothing" in kind else other)
+    for message in ranks.run(1, refused_at_the_start, folder)[0]:
+        assert f"{folder / folder_name(4)} has the name of a checkpoint, but is {kind[:15]}" in message
+    remove_unfinished(folder)
+    assert [path.name for path in folder.iterdir()] == [folder_name(4)] and problem_in(other) == ""
 
 
 def test_another_model_or_optimizer() -> None:

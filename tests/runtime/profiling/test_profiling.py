@@ -79,6 +79,10 @@ def test_nothing_is_in_flight_when_a_window_ends(ranks: RankPool, choice: tuple[
     assert ranks.run(2, unfinished_at_window_end, choice) == [[0, 0], [0, 0]]
 
 
+def steps_of_traces(folder: Path) -> list[int]:
+    return sorted(int(path.name.split(".step")[1].split(".")[0]) for path in folder.glob("run.*"))
+
+
 @each_row("wait, settling, expected", [(1, 5, [6, 9]), (4, 5, [6, 12]), (0, 2, [3, 5])])
 def test_steps_in_which_a_strategy_settles_are_not_profiled(
     tmp_path: Path, wait: int, settling: int, expected: list[int]
@@ -91,8 +95,19 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(
     with WindowProfiler(config, tmp_path, "run", ranks, lambda: None, settling) as profiler:
         for _ in range(expected[-1]):
             profiler.step()
-    found = sorted(int(path.name.split(".step")[1].split(".")[0]) for path in tmp_path.iterdir())
-    assert found == expected and config.profile_steps(settling) == expected[-1]
+    assert steps_of_traces(tmp_path) == expected and config.profile_steps(settling) == expected[-1]
     require_window_fits(config, expected[-1], settling)
     with pytest.raises(UserError, match=f"end after {expected[-1]} optimizer steps .*the run has {expected[-1] - 1}"):
         require_window_fits(config, expected[-1] - 1, settling)
+
+
+@each_row("keep, expected", [(None, [2, 4, 6]), (1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
+def test_the_newest_windows_are_kept(tmp_path: Path, keep: int | None, expected: list[int]) -> None:
+    """After a new one is written, and without those of other runs."""
+    (tmp_path / "earlier.step2.pt.trace.json.gz").touch()
+    config = RunConfig(profile_wait=0, profile_warmup=1, profile_active=1, profile_repeat=3, keep_windows=keep)
+    ranks = Ranks(0, 1, torch.device("cpu"), "gloo")
+    with WindowProfiler(config, tmp_path, "run", ranks, lambda: None) as profiler:
+        for _ in range(6):
+            profiler.step()
+    assert steps_of_traces(tmp_path) == expected and len(list(tmp_path.iterdir())) == len(expected) + 1
