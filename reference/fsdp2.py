@@ -83,9 +83,9 @@ class FSDP2(Strategy):
         kind = self.device.type
         if self.replicate_group is None or self.replicas == 1:
             return DeviceMesh.from_group(self.shard_group, kind)
-        ranks = torch.tensor(dist.get_process_group_ranks(self.process_group)).view(self.replicas, self.shard_size)
+        ranks = torch.tensor(dist.get_process_group_ranks(self.process_group), device="cpu")
         groups = [self.replicate_group, self.shard_group]
-        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=(REPLICATE, SHARD))
+        return DeviceMesh.from_group(groups, kind, ranks.view(self.replicas, -1), mesh_dim_names=(REPLICATE, SHARD))
 
     def _leaves_of(self, unit: FSDPModule) -> dict[str, Tensor]:
         """The unsharded parameters of a unit, by name. FSDP2 keeps the tensors, and frees and refills their storage."""

@@ -38,4 +38,4 @@ class OwnRandomNumbers:
             return
         self._generator.set_state(self._common)
         self._common = None
-        torch.rand((), device=self._device)  # or the next region would derive the same state
+        torch.rand((), dtype=torch.float32, device=self._device)  # or the next region would derive the same state

@@ -17,6 +17,9 @@ FILES = {
     for path in sorted((ROOT / room).rglob("*.py"))
 }
 MOST_MODULES = 15
+OF_NUMBERS = {"arange", "randint", "randperm", "tensor"}
+MAKES_TENSORS = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"} | OF_NUMBERS
+"""Functions of torch that read its default device; and its default dtype, unless they are given whole numbers."""
 
 
 def imported(source: str) -> set[str]:
@@ -100,3 +103,22 @@ def test_a_strategy_alone_loads_few_modules(module: str) -> None:
     loaded = done.stdout.split()
     assert module in loaded
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
+
+
+def made_by_default(source: str) -> list[str]:
+    """Calls that make a tensor where, or in what dtype, the user's script has said last."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).partition("torch.")[2] in MAKES_TENSORS:
+            given = {keyword.arg for keyword in node.keywords}
+            name = ast.unparse(node.func).partition("torch.")[2]
+            if "device" not in given or ("dtype" not in given and name not in OF_NUMBERS):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_tensor_has_the_defaults_of_the_users_script() -> None:
+    rooms = (*STRATEGIES, "ddp_lab.strategy", "ddp_lab.runtime")
+    sources = {name: path.read_text() for name, path in FILES.items() if within(name, *rooms)}
+    assert {name: calls for name, source in sources.items() if (calls := made_by_default(source))} == {}
+    assert len(made_by_default("torch.ones(2, device=x), torch.tensor([1])")) == 2

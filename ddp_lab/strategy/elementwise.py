@@ -71,7 +71,8 @@ def _toy(shape: torch.Size, device: torch.device) -> Tensor:
     lengths = list(shape)
     while torch.Size(lengths).numel() > LARGEST:
         lengths[lengths.index(max(lengths))] //= 2
-    return torch.randn(lengths, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(lengths, generator=generator, dtype=torch.float64, device="cpu").to(device)
 
 
 def _moves(

@@ -133,6 +133,6 @@ class ModelParallel:
                 parts[name] = cut.part(wholes[name], 0) if cut else wholes[name]
             else:
                 shape = cut.part_shape(own, self.rank) if cut else own.shape
-                parts[name] = torch.empty(shape, dtype=own.dtype)
+                parts[name] = torch.empty(shape, dtype=own.dtype, device="cpu")
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts

@@ -30,11 +30,12 @@ def clip_parts(
     Returns:
         The norm before that, the same on every rank. Squares are added in fp64, which holds those of any fp32 norm.
     """
-    own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
+    own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), dtype=torch.float32, device=device)
     square = own.to(device, torch.float64).square()
     dist.all_reduce(square, group=group)
-    norm = square.sqrt().float()
-    if parts:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(parts), factor.to(parts[0].device))  # offloaded ones are on the host
-    return norm
+    norm = square.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in {part.dtype for part in parts}:
+        precise = factor.to(parts[0].device, torch.promote_types(dtype, torch.float32))  # offloaded ones: on the host
+        torch._foreach_mul_([part for part in parts if part.dtype == dtype], precise)
+    return norm.float()

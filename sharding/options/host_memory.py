@@ -35,7 +35,8 @@ class Offload(NamedTuple):
             UserError: the file cannot be made.
         """
         if self.folder is None:
-            return torch.empty(shape, dtype=dtype, pin_memory=is_copied and torch.cuda.is_available())
+            is_pinned = is_copied and torch.cuda.is_available()
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder, prefix="offload_") as file:  # the mapping outlives the name

@@ -194,8 +194,8 @@ class ShardedStrategy(Strategy):
         names = {parameter: name for name, parameter in self.trainable.items()}
         result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
         for bucket in self.buckets:
-            flat, full = bucket.flat, torch.zeros(bucket.flat.layout.padded_numel, dtype=bucket.flat.update_dtype)
-            full = full.to(flat.shard.device)
+            flat, dtype = bucket.flat, bucket.flat.update_dtype
+            full = torch.zeros(flat.layout.padded_numel, dtype=dtype, device=flat.shard.device)
             if bucket.shard is not None:
                 flat.layout.shard_of(full, flat.rank).copy_(bucket.shard)
             all_gather(full, flat.group).wait()

@@ -103,7 +103,7 @@ def read_whole(files: TensorFiles, key: str, shape: Sequence[int], cut: Cut | No
     """
     if cut is None:
         return files.read(key, 0, prod(shape)).view(shape)
-    whole = torch.empty(shape, device="meta")
+    whole = torch.empty(shape, dtype=torch.float32, device="meta")
     for rank in filter(cut.is_owner, range(len(cut.ranges))):
         part_shape = cut.part_shape(whole, rank)
         part = files.read(f"{key}@{rank}", 0, prod(part_shape)).view(part_shape)

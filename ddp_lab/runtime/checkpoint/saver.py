@@ -137,7 +137,7 @@ class Saver:
         for key, tensor in tensors.items():
             target = self._staged.get(key)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-                target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
             staged[key] = target.copy_(tensor, non_blocking=on_gpu)
         self._staged = staged
         return staged

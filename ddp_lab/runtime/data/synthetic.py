@@ -53,9 +53,9 @@ class SyntheticSamples(Sequence[dict[str, Tensor]]):
     def __getitem__(self, index: Any) -> Any:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         if self._width is not None:
-            inputs = torch.randn(self._width, generator=generator)
+            inputs = torch.randn(self._width, generator=generator, dtype=torch.float32, device="cpu")
             return {"inputs": inputs, "targets": inputs.flip(0)}
-        tokens = torch.randint(VOCABULARY, (CONTEXT_LENGTH,), generator=generator)
+        tokens = torch.randint(VOCABULARY, (CONTEXT_LENGTH,), generator=generator, device="cpu")
         return {"input_ids": tokens, "labels": tokens}
 
 

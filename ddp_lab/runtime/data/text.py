@@ -126,7 +126,7 @@ def padding_collate(tokenizer: Any) -> Collate:
             {
                 "input_ids": padded["input_ids"],
                 "attention_mask": padded["attention_mask"],
-                "labels": torch.tensor([s["label"] for s in samples]),
+                "labels": torch.tensor([s["label"] for s in samples], device="cpu"),
             }
         )
 

@@ -116,7 +116,8 @@ class MemoryRecorder:
 
     def _sample(self, where: str) -> None:
         with record_function(f"{MARK}{len(self._moments)}"):
-            torch.empty(1, device=self._device)  # makes the allocator report: frees on other threads do not
+            # Makes the allocator report: frees on other threads do not.
+            torch.empty(1, dtype=torch.uint8, device=self._device)
             self._moments.append((where, self._strategy.memory_breakdown()))
 
     def result(self) -> dict[str, Any]:

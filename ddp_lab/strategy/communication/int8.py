@@ -77,8 +77,8 @@ class Owed:
         # A small gradient has small blocks, that little is sent for padding.
         elements = min(BLOCK, max(1, ceil_divide(gradient.numel(), ranks)))
         blocks = max(1, ceil_divide(gradient.numel(), ranks * elements))
-        self.whole = torch.zeros(ranks, blocks, elements, device=gradient.device)
-        self.shard = torch.zeros(blocks, elements, device=gradient.device)
+        self.whole = torch.zeros(ranks, blocks, elements, dtype=torch.float32, device=gradient.device)
+        self.shard = torch.zeros(blocks, elements, dtype=torch.float32, device=gradient.device)
 
     @property
     def message_bytes(self) -> int:

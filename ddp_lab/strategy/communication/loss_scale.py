@@ -29,7 +29,7 @@ class LossScaler:
     """
 
     def __init__(self, options: StrategyOptions, device: torch.device) -> None:
-        self.scale = torch.full((), options.loss_scale or FIRST_SCALE, device=device)
+        self.scale = torch.full((), options.loss_scale or FIRST_SCALE, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.times = 1
         self._interval = options.growth_interval

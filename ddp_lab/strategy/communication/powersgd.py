@@ -118,4 +118,4 @@ def is_factored(shape: torch.Size) -> bool:
 def random_direction(matrix: Tensor) -> Tensor:
     """The start of PowerSGD's first iteration, (columns,), the same on every rank."""
     generator = torch.Generator().manual_seed(matrix.shape[1])
-    return torch.randn(matrix.shape[1], generator=generator, dtype=matrix.dtype).to(matrix.device)
+    return torch.randn(matrix.shape[1], generator=generator, dtype=matrix.dtype, device="cpu").to(matrix.device)

@@ -23,8 +23,8 @@ VERDICT_BYTES = 2 * 8
 
 def not_finite(values: Tensor) -> Tensor:
     """1.0 if one of `values` is NaN or infinite, else 0.0: an fp32 scalar on their device, by one kernel."""
-    found = torch.zeros((), device=values.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([values], found, torch.ones((), device=values.device))
+    found = torch.zeros((), dtype=torch.float32, device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], found, torch.ones_like(found))
     return found
 
 
@@ -38,7 +38,7 @@ class ReadLater:
         self.is_here = tensor.device.type == "cpu"
         self._host = tensor
         if not self.is_here:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
