@@ -27,9 +27,7 @@ if __name__ == "__main__":
 from ddp_lab.runtime.cli import OneLineParser, at_least, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError, speaks_for_node
-from ddp_lab.runtime.link.speed import NONE, canonical
-from ddp_lab.runtime.settings.communication import BACKENDS
-from ddp_lab.runtime.settings.field import argument
+from ddp_lab.runtime.flags import add_flags
 
 if TYPE_CHECKING:
     from ddp_lab.runtime.distributed import Ranks
@@ -39,6 +37,7 @@ COLLECTIVES = (
     *("reduce_scatter", "sharding.reduce_scatter", "broadcast", "all_to_all"),
 )
 """In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""
+AS_THE_RUNNERS = ("device", "backend", "link", "timeout_minutes")
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 REPORTS = Path("reports") / "collectives"
@@ -74,10 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     in_a_row = "calls from one barrier to the next; their mean counts (default: 1; on CUDA up to 20, for 1 ms)"
     add("--in-a-row", type=at_least(1), help=in_a_row)
     add("--seconds-per-size", type=at_least(1e-3, float), default=1.0, help="time for the timed calls of a size, in s")
-    add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    add("--backend", default="auto", help=f"{', '.join(BACKENDS)} (default: %(default)s)")
-    add("--link", type=argument(canonical), default=NONE, metavar="RATE[,LATENCY]", help="as of main_ddp.py")
-    add("--timeout-minutes", type=float, default=10.0, help="how long a call may wait for a rank (default: 10)")
+    add_flags(parser, AS_THE_RUNNERS)
     add("--output-dir", type=Path, default=Path(), help="root of reports/ (default: the current folder)")
     return parser
 
@@ -111,8 +107,7 @@ def main() -> int:
 
     silence_libraries()
     try:
-        names = ("device", "backend", "link", "timeout_minutes")
-        with joined_ranks(RunConfig(**{name: getattr(options, name) for name in names})) as ranks:
+        with joined_ranks(RunConfig(**{name: getattr(options, name) for name in AS_THE_RUNNERS})) as ranks:
             measure_all(options, ranks)
     except UserError as error:
         if speaks_for_node():

@@ -38,11 +38,14 @@ from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknow
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import WORKLOADS
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.link.speed import NONE, Link, canonical
-from ddp_lab.runtime.settings.communication import BACKENDS
-from ddp_lab.runtime.settings.field import argument
+from ddp_lab.runtime.flags import add_flags
+from ddp_lab.runtime.link.speed import Link
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
+AS_THE_RUNNERS = (
+    *("global_batch_size", "grad_accum_steps", "depth", "width"),
+    *("device", "backend", "link", "nodes", "outer_link"),
+)
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices."""
 MIB = 2**20
@@ -59,17 +62,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
-    parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=at_least(0), default=20, help="timed rounds; 0 measures memory only")
-    parser.add_argument("--global-batch-size", type=int, default=8)
-    parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument("--link", type=argument(canonical), default=NONE, metavar="LINK", help="as of main_ddp.py")
-    parser.add_argument("--nodes", type=at_least(1), help="as of main_shard.py")
-    parser.add_argument("--outer-link", type=argument(canonical), metavar="RATE[,LATENCY]", help="as of main_shard.py")
-    parser.add_argument("--depth", type=int, default=40, help="layers of workload mlp")
-    parser.add_argument("--width", type=int, default=4096, help="features of each layer of workload mlp")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", default="auto", help=", ".join(BACKENDS))
+    parser.add_argument("--workload", default="sample", help=f"one of {', '.join(WORKLOADS)}")
+    add_flags(parser, AS_THE_RUNNERS, grad_accum_steps=1, depth=40, width=4096)
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     link = Link.parse(options.link)
@@ -100,10 +95,9 @@ def main() -> int:
     from ddp_lab.runtime.process.environment import silence_libraries
 
     silence_libraries()
-    names = "workload global_batch_size device grad_accum_steps backend link nodes outer_link depth width"
     try:
         config = RunConfig(
-            **{name: getattr(options, name) for name in names.split()},
+            **{name: getattr(options, name) for name in ("workload", *AS_THE_RUNNERS)},
             train_samples=options.global_batch_size,
             eval_samples=1,
         )

@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING
 
 from ddp_lab.runtime.cli import at_least
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.settings.data import CAUSAL_LM, CLASSIFICATION, TASKS
 from ddp_lab.runtime.settings.field import argument
 from ddp_lab.runtime.settings.mesh import canonical_mesh
-from ddp_lab.strategy.options import AUTO, MASTER_DTYPES, OFFLOADS, PARAM_DTYPES, PRECISIONS, REDUCE_DTYPES, bucket_cap
-from ddp_lab.strategy.recompute import setting as recomputation
+from ddp_lab.strategy.options import AUTO, PRECISIONS
 
 if TYPE_CHECKING:
     from ddp_lab.planner.models import Model
 
 SIZES = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
 NEEDED_SIZES = SIZES[:3]
+AS_THE_RUNNERS = (
+    *("sequence_parallel", "async_tensor_parallel", "global_batch_size", "grad_accum_steps", "precision"),
+    *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "offload", "clip_grad_norm"),
+    "bucket_cap_mb",
+)
+"""Settings of a plan that mean what they mean for the runner, as `--mesh` does but for `auto`."""
 count, amount = at_least(1), at_least(0, float)
 
 
@@ -53,24 +59,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         type=mesh_or_auto,
         help="ranks by dimension, as the runner's: dp=4,tp=2; auto: all that fit (default: none)",
     )
-    add("--sequence-parallel", action="store_true", help="with tp, as the runner's")
-    add("--async-tensor-parallel", type=count, metavar="PIECES", help="with --sequence-parallel, as the runner's")
-    add("--global-batch-size", type=int, default=8, help="samples in an optimizer step (default: 8)")
-    add("--grad-accum-steps", type=int, default=2, help="micro-batches of a rank in an optimizer step (default: 2)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: autocast (default: fp32)")
-    add(
-        "--activation-checkpointing",
-        type=recomputation.text,
-        default=recomputation.NONE,
-        metavar="BLOCKS",
-        help="compute activations of blocks again in backward, as the runner would (default: none)",
-    )
-    add("--param-dtype", choices=PARAM_DTYPES, help="of ZeRO and FSDP2, as the runner's (default: no cast)")
-    add("--master-dtype", choices=MASTER_DTYPES, help="of ZeRO's shards, as the runner's (default: the model's own)")
-    add("--reduce-dtype", choices=REDUCE_DTYPES, help="of gradients on the link, as the runner's")
-    add("--offload", choices=OFFLOADS, help="to host memory, as the runner's (default: nothing)")
-    add("--clip-grad-norm", type=float, help="clip gradients to this norm, as the runner would")
-    add("--bucket-cap-mb", type=bucket_cap, default=AUTO, help="largest gradient bucket in MiB (default: auto)")
+    add_flags(parser, AS_THE_RUNNERS)
     add("--price", type=amount, help="of one device for an hour, in any currency")
     add("--record", type=Path, metavar="FILE", help="operators as `ddp-lab plan record` timed them")
     add(

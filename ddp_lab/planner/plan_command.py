@@ -13,7 +13,7 @@ from ddp_lab.analysis.columns import Column
 from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
-from ddp_lab.planner.flags import chosen_model
+from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
 from ddp_lab.planner.plan import Case, Plan, outcomes
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
@@ -23,22 +23,6 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.options import AUTO
 
-AS_THE_RUNNERS = (
-    "mesh",
-    "sequence_parallel",
-    "async_tensor_parallel",
-    "global_batch_size",
-    "grad_accum_steps",
-    "precision",
-    "param_dtype",
-    "reduce_dtype",
-    "master_dtype",
-    "activation_checkpointing",
-    "offload",
-    "clip_grad_norm",
-    "bucket_cap_mb",
-)
-"""Flags that mean what they mean for the runner."""
 WITH_TENSOR = ("sequence_parallel", "async_tensor_parallel")
 """Those that go with dimension `tp` of a mesh alone."""
 
@@ -94,7 +78,7 @@ def case_of(options: argparse.Namespace) -> Case:
     Raises:
         UserError: it makes no sense.
     """
-    given = {name: getattr(options, name) for name in AS_THE_RUNNERS}
+    given = {name: getattr(options, name) for name in ("mesh", *AS_THE_RUNNERS)}
     if options.mesh == AUTO:
         given |= dict.fromkeys(("mesh", *WITH_TENSOR))
     config = RunConfig.of(**given)

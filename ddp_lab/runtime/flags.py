@@ -6,7 +6,7 @@ import importlib
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddp_lab.runtime.cli import OneLineParser, exit_with_error, unknown_name, versions
@@ -86,7 +86,7 @@ def build_parser(
     )
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in FLAGS:
-        _add_flag(groups[field.metadata["group"]], field, aliases if field.name == "choice" else ())
+        _add_flag(groups[field.metadata["group"]], field, field.default, aliases if field.name == "choice" else ())
     run = groups["run"]
     run.add_argument("--config", metavar="FILE", help="TOML file of flags; those on the command line win")
     run.add_argument("-h", "--help", action="help", help="print this and stop")
@@ -94,7 +94,19 @@ def build_parser(
     return parser
 
 
-def _add_flag(group: Any, field: "dataclasses.Field[Any]", aliases: Sequence[str]) -> None:
+def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: Any) -> None:
+    """Give another program some of these flags. They mean the same there.
+
+    Args:
+        names: Of fields of `RunConfig`.
+        defaults: By name, where it is another one.
+    """
+    for field in FLAGS:
+        if field.name in names:
+            _add_flag(parser, field, defaults.get(field.name, field.default))
+
+
+def _add_flag(group: Any, field: "dataclasses.Field[Any]", default: Any, aliases: Sequence[str] = ()) -> None:
     flag, about = flag_name(field.name), field.metadata
     if field.type is bool:
         opposite = flag.replace("--no-", "--") if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
@@ -107,11 +119,11 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", aliases: Sequence[str
         *aliases,
         dest=field.name,
         type=read,
-        default=field.default,
+        default=default,
         required=field.name == "choice",
         metavar=about["metavar"] or known or METAVARS.get(read, "TEXT"),
         **({} if about["alone"] is None else {"nargs": "?", "const": about["alone"]}),
-        help=about["help"] + (f" (default: {field.default})" if field.default not in (None, "") else ""),
+        help=about["help"] + (f" (default: {default})" if default not in (None, "") else ""),
     )
 
 

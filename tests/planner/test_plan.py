@@ -190,8 +190,8 @@ def test_flags_and_columns_are_documented() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text().split("## `ddp-lab plan`")[1].split("\n## ")[0]
     for command in script.COMMANDS:
         section = text.split(f"### {command}\n")[1].split("\n### ")[0]
-        flags = [action.option_strings[-1] for action in script.build_parser(command)._actions if action.option_strings]
-        assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == [flag for flag in flags if flag != "--help"]
+        flags = [action.option_strings[0] for action in script.build_parser(command)._actions if action.option_strings]
+        assert re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE) == flags[1:]
     rows = text.split("| column |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `([a-z_]+)` \| ", rows, re.MULTILINE) == list(PLAN_COLUMNS)
 
