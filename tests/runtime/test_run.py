@@ -25,7 +25,6 @@ from ddp_lab.runtime.distributed import (
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.run import run, train_and_record
-from ddp_lab.strategy.communication.agreement import NonFiniteError
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -286,12 +285,6 @@ def run_on_full_disk(settings: dict[str, Any]) -> str | None:
         return run_here(settings)
     finally:
         gzip.open = real_open
-
-
-def diverge(settings: dict[str, Any]) -> str:
-    with pytest.raises(NonFiniteError) as caught:
-        run_here(settings)
-    return str(caught.value)
 
 
 def fail_on_one_rank(failing: int) -> str:
