@@ -31,6 +31,7 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, MeshGroups
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
+from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
@@ -70,6 +71,7 @@ def parallelize_by_torch(
         raise UnsupportedError(
             "--async-tensor-parallel: PyTorch's own needs --compile and symmetric memory; take tp or zero1 to zero3"
         )
+    require_own_memory(module)
     mesh = groups.device_mesh[TENSOR]
     cuts_tokens = config.sequence_parallel
     plan: dict[str, ParallelStyle] = {}

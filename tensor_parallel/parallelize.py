@@ -16,6 +16,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.packing import IGNORED
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import MeshGroups
+from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import CutParameters, cut_evenly, cut_in_parts, is_transposed, weight_of
@@ -73,6 +74,7 @@ def parallelize(
     Raises:
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
+    require_own_memory(module)
     ranks = Ranks(groups.model, device, sequence_parallel, pieces)
     traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
     for tensor in [*module.parameters(), *module.buffers()]:

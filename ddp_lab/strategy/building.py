@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.groups import exchange_device, settle_at_exit
 from ddp_lab.strategy.communication.consistency import (
     require_castable,
+    require_own_memory,
     require_same_parameters,
     require_supported_parameters,
 )
@@ -32,7 +33,7 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def prepared(
-    module: nn.Module, options: StrategyOptions, group: dist.ProcessGroup
+    module: nn.Module, options: StrategyOptions, group: dist.ProcessGroup, shards: bool
 ) -> "tuple[LossScaler | None, CompiledBlocks | None]":
     """Refuse what no strategy can train, then change the module as `options` say. Collective.
 
@@ -40,6 +41,8 @@ def prepared(
         UnsupportedError: says what cannot be trained, or what an option needs.
     """
     require_supported_parameters(module)
+    if shards:
+        require_own_memory(module)
     if options.param_dtype:
         require_castable(module)
     require_same_parameters(module, group, exchange_device(group, next(module.parameters()).device))

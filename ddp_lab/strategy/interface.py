@@ -60,7 +60,7 @@ class Strategy(State):
         self.shard_group, self.replicate_group = (groups.shard, groups.replicate) if groups else (group, None)
         self.optimizer_steps, self.wants_to_stop = 0, lambda: False
         self.supports.require(self.options)
-        self.scaler, self.compiled = building.prepared(module, self.options, group)
+        self.scaler, self.compiled = building.prepared(module, self.options, group, bool(self.shards))
         self.device = next(module.parameters()).device
         self.steps = WholeStep(self)
         self.parameter_dtypes = {name: p.dtype for name, p in module.named_parameters()}

@@ -1,15 +1,19 @@
 """How parameters are cut, and which modules are taken together: pure functions, on inputs of all sorts."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.communication.consistency import require_own_memory
 from sharding.options.embeddings import find_embeddings
 from sharding.parts.flat import ALIGNMENT, group_by_kind, lay_out
 from sharding.parts.plan import around_units, merge_orders, plan_units
 from tests.models import build
+from tests.tables import each_row
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
 
@@ -55,6 +59,52 @@ def test_kinds_are_kept_apart() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     c, d = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(1))
     assert [[id(p) for p in group] for group in group_by_kind([a, b, c, d])] == [[id(a), id(d)], [id(b)], [id(c)]]
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+BASE = torch.rand(4, 6)
+OVERLAPPING = {
+    "the same": (BASE, BASE),
+    "transposed": (BASE, BASE.t()),
+    "rows": (BASE[:3], BASE[2:]),
+    "columns": (BASE[:, :4], BASE[:, 3:]),
+    "expanded": (BASE, BASE[:1].expand(3, 6)),
+    "another dtype": (BASE, BASE.view(torch.int32).view(torch.bfloat16)),
+}
+APART = {
+    "rows": (BASE[:2], BASE[2:]),
+    "columns, which lie between each other": (BASE[:, :3], BASE[:, 3:]),
+    "every second": (BASE.view(-1)[::2], BASE.view(-1)[1::2]),
+    "no elements": (BASE[:0], BASE),
+    "copies": (BASE, BASE.clone()),
+}
+
+
+def holding(one: torch.Tensor, other: torch.Tensor, kind: str = "trains") -> nn.Module:
+    module = nn.Module()
+    module.register_parameter("one", nn.Parameter(one, requires_grad=kind != "frozen"))
+    if kind == "buffer":
+        module.register_buffer("other", other)
+    else:
+        module.register_parameter("other", nn.Parameter(other, requires_grad=kind == "trains"))
+    return module
+
+
+@each_row("kind", ["trains", "beside a frozen one", "buffer"])
+@each_row("name", OVERLAPPING)
+def test_two_over_one_memory_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"(one and (buffer )?other|other and one) lie"):
+        require_own_memory(holding(*OVERLAPPING[name], kind))
+
+
+@each_row("name", APART)
+def test_what_lies_apart_may_share_a_storage(name: str) -> None:
+    require_own_memory(holding(*APART[name]))
+    require_own_memory(holding(BASE, BASE, "frozen"))
+    tied = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    tied[1].weight = tied[0].weight
+    require_own_memory(tied)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------

@@ -137,6 +137,18 @@ class Image(nn.Module):
         return self.last(hidden.mean((2, 3)) @ self.weight)
 
 
+class Views(nn.Module):
+    """Two parameters over one memory, the old way to tie: a weight, and the same transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, FEATURES)
+        self.last.weight.data = self.first.weight.data.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).mean(1, keepdim=True)
+
+
 class Counts(nn.Module):
     """Buffers that forward replaces, changes in place, and does not save."""
 
@@ -203,6 +215,7 @@ CASES = {
     "weights of another block": Case(ReadsBlocks, unused=True),
     "attention that stands alone": Case(Attention),
     "torch's transformer": Case(Transformer, before=switch),
+    "two parameters over one memory": Case(Views),
     "channels last, and a transposed weight": Case(Image),
     "buffers replaced in forward": Case(Counts, before=switch),
     "BatchNorm": Case(normed, micro_batches=2),

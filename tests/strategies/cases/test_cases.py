@@ -23,6 +23,7 @@ KEY = {
     "groups by dimension and attribute",
     "zeros for a block that is passed over",
     "parameters shared between modules",
+    "two parameters over one memory",
 }
 
 
