@@ -48,8 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 HERE = Path(__file__).parent
 DURATIONS: dict[str, float] = tomllib.loads((HERE / "durations.toml").read_text())
-LONGEST_S, LONGEST_IN_CI_S = 20, 60
-"""Of a case of the default suite: as recorded in `durations.toml`, and on whatever machine CI has."""
+LONGEST_S, LONGEST_IN_CI_S, BEGINS_S = 20, 60, 5
+"""Of a case of the default suite: as recorded in `durations.toml`, and on whatever machine CI has; and from what on it
+is one of the first."""
 ON_ANY_PROCESSOR = {
     "planner/simulation/test_meshed.py",
     "planner/simulation/test_simulate.py",
@@ -101,6 +102,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {item for item in items if zlib.crc32(item.nodeid.encode()) % 7 != day % 7}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=list(others))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Each worker begins with its share of the longest cases, lest one of them ends when the others have nothing to do.
+
+    xdist first gives each worker a run of cases that follow each other.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    items, runs = session.items, []
+    longest = [item for item in items if DURATIONS.get(item.nodeid, 0) > BEGINS_S]
+    longest.sort(key=lambda item: -DURATIONS[item.nodeid])
+    others = [item for item in items if item not in set(longest)]
+    for worker in range(workers):
+        size = (len(items) - len(runs)) // (workers - worker)
+        mine = longest[worker::workers][:size]
+        rest = size - len(mine)
+        runs += mine + others[:rest]
+        del others[:rest]
+    if workers and len(runs) == len(items):
+        items[:] = runs
 
 
 @pytest.hookimpl(wrapper=True)

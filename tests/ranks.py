@@ -79,8 +79,9 @@ class RankPool:
             raise min(failures, key=lambda failure: "onnection" in failure.message)
         return [answer[1] for answer in answers]
 
-    def close(self) -> None:
-        for world_size in list(self._groups):
+    def close(self, *sizes: int) -> None:
+        """End the groups of these sizes; of all, if none is given."""
+        for world_size in set(sizes or self._groups) & self._groups.keys():
             self._stop(world_size)
 
     def _start(self, world_size: int) -> list[tuple[Any, Connection]]:

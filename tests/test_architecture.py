@@ -6,8 +6,6 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 ROOMS = ("ddp_lab", "ddp", "sharding", "tensor_parallel", "reference")
 STRATEGIES = ROOMS[1:]
@@ -94,8 +92,8 @@ def test_reading_traces_needs_neither_the_runtime_nor_ranks() -> None:
     } == set()
 
 
-@pytest.mark.parametrize("module", ["ddp.simple_ddp", "ddp.flat_ddp"])
-def test_a_strategy_alone_loads_few_modules(module: str) -> None:
+def test_a_strategy_alone_loads_few_modules() -> None:
+    module = "ddp.simple_ddp"
     code = f"import sys, {module}\nprint(*(n for n in sys.modules if n.split('.')[0] in {ROOMS}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120

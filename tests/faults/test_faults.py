@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ddp
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.distributed import Ranks
+from ddp_lab.runtime.process.stop_request import stop_requests
+from ddp_lab.runtime.records.run_so_far import RunSoFar
+from ddp_lab.runtime.run import train_and_record
 from tests.faults.scenarios import (
     MARK,
     ON_MESH,
@@ -20,6 +28,7 @@ from tests.faults.scenarios import (
     processes_of,
     run_scenario,
 )
+from tests.ranks import RankPool
 from tests.runtime.test_run import record_of
 
 NAMED = {scenario.name: scenario for scenario in SCENARIOS}
@@ -88,25 +97,25 @@ def test_signals(tmp_path: Path, sent: signal.Signals, to: str) -> None:
         assert ended["rank"] == 1 and "rank 1 was" in ended["message"]
 
 
-def test_sigusr1(tmp_path: Path) -> None:
-    """To one rank: all save and end, with exit code 0."""
-    mark = f"sigusr1-{os.getpid()}-{tmp_path.name}"
-    length = ["--epochs", "100000", "--checkpoint-every", "1000000"]
-    command = [*FLAT_DDP, *length, "--no-profile", "--output-dir", str(tmp_path)]
-    output_path = tmp_path / "output"
-    with output_path.open("w") as output:
-        environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        try:
-            wait_for(lambda: "step 1/" in output_path.read_text())
-            os.kill(rank_processes(mark)[1], signal.SIGUSR1)
-            assert process.wait(timeout=90) == 0
-        finally:
-            process.terminate()
-    ended, said = record_of(tmp_path, "flat_ddp")["ended"], output_path.read_text()
+def stopped_by_a_signal(settings: dict[str, Any]) -> None:
+    """Rank 1 gets SIGUSR1."""
+    config = RunConfig.of(**settings)
+    so_far = RunSoFar(config)
+    here = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+    with stop_requests(saves=True) as so_far.stop_request:
+        if here.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        train_and_record(config, here, ddp.load, so_far)
+
+
+def test_sigusr1(ranks: RankPool, tmp_path: Path) -> None:
+    """To one rank: all save, and end as a run does that is done. Under torchrun: `test_elastic.py`."""
+    settings = {"choice": "flat_ddp", "workload": "mlp", "depth": 2, "width": 8, "epochs": 100_000, "no_profile": True}
+    ranks.run(2, stopped_by_a_signal, settings | {"checkpoint_every": 1_000_000, "output_dir": str(tmp_path)})
+    ended = record_of(tmp_path, "flat_ddp")["ended"]
     (checkpoint,) = tmp_path.glob("checkpoints/flat_ddp/step_*")
     assert ended["how"] == "stopped" and ended["step"] == int(checkpoint.name.removeprefix("step_"))
-    assert f"flat_ddp: {ended['message']}; --resume continues; record: " in said and str(checkpoint) in said
+    assert "stopped by SIGUSR1" in ended["message"] and str(checkpoint) in ended["message"]
 
 
 def rank_processes(mark: str) -> dict[int, int]:

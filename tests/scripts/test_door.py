@@ -1,6 +1,5 @@
 """`ddp-lab`: what it offers, how fast it says so, and that `train` starts its own ranks."""
 
-import json
 import re
 import subprocess
 import sys
@@ -66,14 +65,6 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
     )
     answer = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=20)
     assert answer.stdout == "--grad-accum-steps\n", answer.stderr
-
-
-def test_train_starts_its_ranks(tmp_path: Path) -> None:
-    flags = ["flat_ddp", *TINY, "--max-steps", "2", "--no-profile", "--output-dir", str(tmp_path)]
-    answer = command("train", *flags, "--ranks", "2")
-    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
-    (path,) = (tmp_path / "profile" / "flat_ddp").glob("*.run.json")
-    assert json.loads(path.read_text())["world_size"] == 2
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ sampled = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("choice", [REPLICATED, ZERO3], ids="-".join)
+@sampled
 def test_a_transformer(ranks: RankPool, choice: tuple[str, str]) -> None:
     check_parity(ranks, choice, "llama", STEPS, options=QUICK, clip=0.1)
 

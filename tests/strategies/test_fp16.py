@@ -209,15 +209,11 @@ def test_three_ranks(ranks: RankPool, name: str) -> None:
     ("name", "model"),
     [
         ("simple_ddp", "odd"),
-        ("flat_ddp", "frozen"),
-        ("simple_ddp_async", "branching, a-b"),
         ("bucket_ddp_async", "branching, b-a"),
         ("zero1", "branching, a-b"),
-        ("zero2", "tied"),
         ("zero3", "llama"),
         ("zero3", "odd"),
         ("pytorch_ddp", "branching, a-b"),
-        ("pytorch_zero2", "llama"),
     ],
 )
 def test_models(ranks: RankPool, name: str, model: str) -> None:

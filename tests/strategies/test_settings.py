@@ -29,7 +29,7 @@ from tests.strategies.cases.settings import (
     TRAPS,
     WITH_STATISTICS,
     Case,
-    every_rounding,
+    every_third_rounding,
     refusal,
     refusal_of_module,
     sample,
@@ -67,8 +67,8 @@ def test_pairs_of_settings(ranks: RankPool, tmp_path: Path, choice: Choice) -> N
 @pytest.mark.exhaustive
 @parity.for_each_choice
 @pytest.mark.parametrize("model", TRAPS)
-def test_every_rounding_of_every_module(ranks: RankPool, tmp_path: Path, choice: Choice, model: str) -> None:
-    for case in every_rounding(choice, model):
+def test_roundings_of_every_module(ranks: RankPool, tmp_path: Path, choice: Choice, model: str) -> None:
+    for case in every_third_rounding(choice, model):
         check(ranks, tmp_path, case)
 
 

@@ -191,9 +191,8 @@ def test_zero3_frees_an_embedding_before_backward_that_does_not_read_it(ranks: R
     assert ranks.run(2, embedding_in_backward, "head") == [{4 * 30 * 8}] * 2
 
 
-@each_row("name", STAGES)
-def test_two_runs_are_bitwise_equal(ranks: RankPool, name: str) -> None:
-    arguments = (("sharding", name), "llama, checkpointed", [[[2, 2]] * 3] * 3)
+def test_two_runs_are_bitwise_equal(ranks: RankPool) -> None:
+    arguments = (("sharding", "zero3"), "llama, checkpointed", [[[2, 2]] * 3] * 2)
     first, second = (ranks.run(3, train_on_rank, *arguments)[0]["state"] for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
 

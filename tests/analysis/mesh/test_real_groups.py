@@ -89,7 +89,7 @@ def test_without_a_watcher_groups_are_unknown(ranks: RankPool) -> None:
 
 
 def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
-    settings = {"workload": "sample-lm", "train_samples": 40, "eval_samples": 4, "global_batch_size": 8}
+    settings = {"workload": "sample-lm", "train_samples": 20, "eval_samples": 4, "global_batch_size": 4}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
     here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")

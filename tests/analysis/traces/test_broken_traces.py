@@ -163,7 +163,7 @@ def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.Capture
 HOSTILE = ["<script>alert(1)</script>", "'\"><img src=x onerror=alert(1)>", "=cmd|'/c calc'!A1", "a\x00\x1b[31mb\u202e"]
 
 
-@each_row("name", [*HOSTILE, "x" * 2**20])
+@each_row("name", ["".join(HOSTILE), HOSTILE[2], "x" * 2**20])
 def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
     for rank in range(2):
         trace = cuda_trace(rank, **{"Process Group Name": name, "dtype": name, "Collective name": name})

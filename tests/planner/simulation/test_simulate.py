@@ -215,10 +215,8 @@ PEAKS: list[tuple[str, dict[str, str]]] = [
     ("zero3", BF16 | {"offload": "parameters"}),
 ]
 TRIED_PEAKS = (
-    ("zero1", {}),
     ("zero2", BF16 | {"offload": "optimizer"}),
     ("zero3", {"activation_checkpointing": "block"}),
-    ("zero3", BF16 | {"offload": "parameters"}),
     ("pytorch_zero3", {"param_dtype": "bf16"}),
 )
 
@@ -250,6 +248,7 @@ def test_what_is_offloaded_is_on_no_gpu_and_takes_the_host_s_time() -> None:
     assert offloaded.compute_s >= 4 * 6 * elements / hardware.host(2).bytes_per_s
 
 
+@pytest.mark.exhaustive
 def test_activation_checkpointing_takes_memory_for_time() -> None:
     """Blocks keep their inputs alone, and compute once more: forward, forward, backward, for forward, backward."""
 
@@ -291,9 +290,8 @@ def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
 
 
 def test_without_compute_only_communication_is_left() -> None:
-    for choice, calls in (("simple_ddp", 6), ("flat_ddp", 1), ("bucket_ddp_async", 1), ("pytorch_ddp", 1)):
-        whole = {"bucket_cap_mb": 25.0} if choice == "bucket_ddp_async" else {}
-        step = simulated(setting(choice, **whole), seconds=0.0)
+    for choice, calls in (("simple_ddp", 6), ("pytorch_ddp", 1)):
+        step = simulated(setting(choice), seconds=0.0)
         second_exchange = 2 * (8 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
         assert step.step_time_s == pytest.approx(gradient_seconds(calls) + second_exchange), choice
         assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
@@ -317,9 +315,6 @@ def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     for gather in gathers[2:]:
         beside = sum(max(0.0, min(gather.end_s, each.end_s) - max(gather.start_s, each.start_s)) for each in computing)
         assert beside == pytest.approx(gather.end_s - gather.start_s, rel=0.05)
-
-
-# Options -------------------------------------------------------------------------------------------------------------
 
 
 # What cannot be ------------------------------------------------------------------------------------------------------
@@ -379,11 +374,10 @@ def everything_global() -> list[Any]:
 def test_nothing_is_left_behind(fails: bool) -> None:
     before, alive = everything_global(), simulations_alive()
     make: Callable[[], Any] = BranchesOnWeights if fails else Square
-    for kind in ("cuda",) if fails else ("cpu", "cuda"):
-        try:
-            simulated(replace(setting("zero3"), make_module=make), kind=kind)
-        except CannotSimulate:
-            assert fails
+    try:
+        simulated(replace(setting("zero3"), make_module=make), kind="cuda")
+    except CannotSimulate:
+        assert fails
     assert everything_global() == before
     assert simulations_alive() == alive
 

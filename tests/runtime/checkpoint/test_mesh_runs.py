@@ -21,7 +21,7 @@ from ddp_lab.strategy.model_parallel import Cut
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_runs import records
 
-GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 300}
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1, "n_positions": 16, "vocab_size": 300}
 """Of a language model with dropout."""
 
 
@@ -29,7 +29,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positi
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("language")
     (folder / "config.json").write_text(json.dumps(GPT2))
-    (folder / "text.txt").write_text("\n\n".join(prose.documents()[1]))
+    (folder / "text.txt").write_text("\n\n".join(prose.documents()[1][:8]))
     lengths = {"sequence_length": 16, "train_samples": 16, "eval_samples": 4, "global_batch_size": 4}
     lengths["grad_accum_steps"] = 1
     files = {"model": str(folder), "dataset": str(folder / "text.txt")}

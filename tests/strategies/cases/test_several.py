@@ -21,9 +21,9 @@ NEXT = dict(zip(all_choices(), all_choices()[1:] + all_choices()[:1], strict=Tru
 
 @pytest.fixture(autouse=True, scope="module")
 def new_ranks(ranks: RankPool) -> Iterator[None]:
-    """After sharding over some of the ranks, torch's own count of groups differs between ranks."""
+    """After sharding over some of three ranks, torch's own count of groups differs between them."""
     yield
-    ranks.close()
+    ranks.close(3)
 
 
 def make_pair() -> tuple[nn.Module, nn.Module]:
