@@ -23,7 +23,7 @@ def bench(folder: Path, flags: list[str], plant: Callable[[int], Any] | None = N
     """
     torch.set_num_threads(1)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
-    usual = ["--sizes", "1000,70K", "--seconds-per-size", "0.01", "--output-dir", str(folder)]
+    usual = ["--sizes", "1000,70K", "--seconds-per-size", "0.001", "--output-dir", str(folder)]
     options = collectives.build_parser().parse_args([*usual, *flags])
     with plant(ranks.rank) if plant else nullcontext():
         try:
