@@ -8,16 +8,13 @@ import pytest
 
 from ddp_lab.planner import command as script
 from ddp_lab.planner import models
-from ddp_lab.planner.choices import choices
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.meshes import all_meshes, on_all_meshes
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import Mesh
 from tests.in_process import run_in_process
 from tests.plans import case
 from tests.tables import each_row
 
-FOUR = ["--gpus", "4xL4", "--link", "pcie4"]
 TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--sequence-length", "16"]
 
 
@@ -57,20 +54,11 @@ def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
         on_all_meshes(replace(large, model=models.find("resnet-50")), {})
 
 
-def test_choices_are_those_that_the_mesh_is_for() -> None:
-    assert choices(None, [Mesh.parse("dp=4")]) == choices()
-    assert choices(None, [Mesh.parse("dp=2,tp=2")])[:2] == ["tp", "simple_ddp"]
-    assert choices(None, [Mesh.parse("replicate=2,shard=2")])[0] == "baseline"
-    assert choices(["zero3", "flat_ddp"], [Mesh.parse("dp=4"), Mesh.parse("tp=4")]) == ["flat_ddp", "zero3"]
-    with pytest.raises(UserError, match="--choices: tp does not go with no mesh with tp; these do: simple_ddp, "):
-        choices(["tp"])
-
-
 def test_plan_of_all_meshes(tmp_path: Path) -> None:
     """Larger parts of the model are on each rank of dp=4 than of tp=4, and the table and the reasons name meshes."""
     files = ["--csv", str(tmp_path / "plan.csv"), "--jobs", "1"]
     flags = ["--heads", "2", "--choices", "zero1,pytorch_tp", "--mesh", "auto", "--sequence-parallel"]
-    answer = run_in_process(script, *TINY, *FOUR, *flags, *files)
+    answer = run_in_process(script, *TINY, "--gpus", "4xL4", "--link", "pcie4", *flags, *files)
     assert answer.returncode == 0, answer.stderr
     table = pd.read_csv(tmp_path / "plan.csv")
     assert table.mesh.tolist() == ["dp=4", "dp=2,tp=2", "dp=2,tp=2"] and list(table.columns)[1] == "mesh"
@@ -85,20 +73,3 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
     assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout
-
-
-@each_row(
-    ("arguments", "expected"),
-    [
-        (["--mesh", "dp=4,pp=2"], "--mesh dp=4,pp=2: 'pp' is none of dp, replicate, shard, tp"),
-        (["--mesh", "dp=4,tp=2"], "--mesh dp=4,tp=2 has 4 x 2 = 8 ranks, and the job has 4"),
-        (["--mesh", "tp=4", "--heads", "2"], "has 2 heads, which 4 ranks of tp cannot share"),
-        (["--mesh", "dp=4", "--sequence-parallel"], "--sequence-parallel: must be with --mesh and tp above 1"),
-        (["--mesh", "dp=2,tp=2", "--heads", "2", "--choices", "flat_ddp"], "flat_ddp does not go with dp=2,tp=2"),
-        (["--mesh", "auto", "--global-batch-size", "3"], "--mesh auto: no mesh fits; dp=4: --global-batch-size 3"),
-    ],
-)
-def test_wrong_meshes_are_one_line(arguments: list[str], expected: str) -> None:
-    answer = run_in_process(script, *TINY, *FOUR, *arguments)
-    assert answer.returncode == 2 and answer.stdout == "", answer.stdout
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr

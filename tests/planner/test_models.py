@@ -16,17 +16,6 @@ from ddp_lab.runtime.settings.data import CAUSAL_LM
 from tests.tables import each_row
 
 
-def test_local_configuration(tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"vocab_size": 90}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", "architectures": ["X"], **shape}))
-    found = models.find(str(tmp_path))
-    attention, feed_forward = 4 * 64 * 64, 3 * 64 * 96
-    assert found.elements() == 90 * 64 + 2 * (attention + feed_forward + 2 * 64) + 64 + 5 * 64
-    assert models.find(str(file)).elements() == found.elements()
-
-
 @each_row(
     ("content", "expected"),
     [

@@ -15,12 +15,11 @@ from ddp.flat_ddp import FlatDDP
 from ddp.simple_ddp_async import AsyncDDP
 from ddp.simple_ddp_hook import HookDDP
 from ddp_lab.strategy import replicated
-from ddp_lab.strategy.communication.collectives import Pending, all_gather, free
+from ddp_lab.strategy.communication.collectives import free
 from sharding.options.arrivals import Arrivals
 from sharding.options.embeddings import Embeddings
 from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
-from sharding.parts.unit import ShardedParameters, Unit
-from sharding.zero1 import Zero1
+from sharding.parts.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -60,24 +59,9 @@ def zeroed_in_flight(self: AsyncDDP, gradient: Any) -> None:
     gradient.add_(0)
 
 
-def flat_without_wait(self: FlatDDP) -> None:
-    gradients = [parameter.grad for parameter in self.trainable.values()]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=self.process_group, async_op=True)
-    for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(piece.view_as(gradient))
-
-
 def dropped_while_in_flight(self: FlatDDP) -> None:
     received = torch.empty(40)
     dist.all_gather_into_tensor(received, torch.ones(10), group=self.process_group, async_op=True)
-
-
-def buckets_without_wait(self: BucketDDP) -> None:
-    for bucket in self._order.rest():
-        self._start(bucket)
-    for bucket in self.buckets:
-        self.early.check(bucket)
 
 
 def update_before_wait(self: BucketDDP) -> None:
@@ -93,23 +77,10 @@ def never_arrives(self: Arrivals, flats: Any) -> None:
         self._pending.pop(flat, None)
 
 
-def gather_before_update(self: Zero1) -> None:
-    for flat in reversed(self.flats):
-        self.arrivals.start(flat, all_gather(flat.full, self.process_group))
-    self.optimizer.step()
-
-
 def shard_without_wait(self: GradientBucket) -> None:
     self.in_flight = None
     for parameter in self.flat.parameters:
         parameter.grad = None
-
-
-def sum_without_wait(self: ShardedGradientBucket) -> None:
-    if self.in_flight and self._sum is not None:
-        self.shard = self._sum if self.shard is None else self.shard.add_(self._sum)
-        self.in_flight = self.full = self._sum = None
-        self._placed = set()
 
 
 plain_reduction = ShardedGradientBucket.start_reduction
@@ -132,21 +103,6 @@ def used_before_it_arrived(self: Unit) -> None:
         self._gathers = None
 
 
-plain_unshard = ShardedParameters.unshard
-
-
-def copied_twice(self: ShardedParameters) -> Pending:
-    pending = plain_unshard(self)
-    self.layout.shard_of(self.full, self.rank).copy_(self.shard)
-    return pending
-
-
-def written_while_it_is_reduced(self: ShardedGradientBucket) -> None:
-    plain_reduction(self)
-    assert self.full is not None
-    self.full.mul_(1)
-
-
 plain_broadcast = replicated.broadcast_from_rank0
 
 
@@ -164,31 +120,19 @@ PLANTED = [
             async_without_wait, "what all_reduce issued at"),
     Planted("a gradient is changed while it is reduced", "simple_ddp_async", AsyncDDP, "_reduce", zeroed_in_flight,
             "add_ at tests/stream_checker/planted.py"),
-    Planted("a flat tensor is read while it is reduced", "flat_ddp", FlatDDP, "after_backward", flat_without_wait,
-            "copy_ at tests/stream_checker/planted.py"),
     Planted("a tensor is dropped while it is gathered", "flat_ddp", FlatDDP, "finish_gradient_synchronization",
             dropped_while_in_flight, "the end of its last tensor"),
-    Planted("buckets are not waited for", "bucket_ddp_async", BucketDDP, "finish_gradient_synchronization",
-            buckets_without_wait, "reads what all_reduce issued at", options=BUCKETS),
     Planted("a bucket is updated before it is reduced", "bucket_ddp_async", BucketDDP,
             "finish_gradient_synchronization", update_before_wait, "_fused_adamw_ at",
             options={**BUCKETS, "overlap_optimizer": True}),
     Planted("forward does not wait for parameters", "zero1", Arrivals, "_wait_for", never_arrives,
             "what all_gather issued at", options=BUCKETS),
-    Planted("parameters are gathered before they are updated", "zero1", Zero1, "update", gather_before_update,
-            "_fused_adamw_ at", options=BUCKETS),
     Planted("a shard is read before it is reduced", "zero1", GradientBucket, "finish_reduction", shard_without_wait,
-            "what reduce_scatter issued at", options=BUCKETS),
-    Planted("a sum is read before it is there", "zero2", ShardedGradientBucket, "finish_reduction", sum_without_wait,
             "what reduce_scatter issued at", options=BUCKETS),
     Planted("a bucket is freed while it is reduced", "zero2", ShardedGradientBucket, "start_reduction",
             freed_before_wait, "resize_(0) at ddp_lab/strategy/communication/collectives.py", options=BUCKETS),
     Planted("a unit is used before it is whole", "zero3", Unit, "wait_for_unshard", used_before_it_arrived,
             "what all_gather issued at"),
-    Planted("a shard is copied while it is gathered", "zero3", ShardedParameters, "unshard",
-            copied_twice, "writes what all_gather issued at"),
-    Planted("gradients are written while they are reduced", "zero3", ShardedGradientBucket, "start_reduction",
-            written_while_it_is_reduced, "writes what reduce_scatter issued at"),
     Planted("buffers are not waited for", "simple_ddp", replicated, "broadcast_from_rank0",
             buffers_without_wait, "what broadcast issued at", model="normed"),
 ]  # fmt: skip

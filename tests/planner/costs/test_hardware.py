@@ -1,7 +1,9 @@
 """What devices and links are called, and what operators cost by peak rates."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Device
 from ddp_lab.planner.costs.timing import Operators
 from ddp_lab.runtime.errors import UserError
+from tests.tables import each_row
 
 DEVICES = ("H200", "H100", "H100-PCIe", "A100-80GB", "A100-40GB", "L4", "T4", "RTX 4090")
 
@@ -81,21 +84,6 @@ def test_calls_count_what_operators_do() -> None:
     assert by_name["aten.sum.default"].bytes_moved == 4 * (3 + 1)
 
 
-def test_names_and_parts_that_make_no_sense() -> None:
-    for name, near in (("H10", "H100"), ("RTX 4080", "RTX 4090"), ("zzz", "known: H200")):
-        with pytest.raises(UserError, match=f"unknown device .*{near}.* Or add it to ddp_lab/planner/hardware.toml"):
-            hardware.device(name)
-    for name, near in (("nvlink", "nvlink4"), ("8xnrd", "ndr"), ("pci4", "pcie4")):
-        with pytest.raises(UserError, match=f"unknown link .*{near}"):
-            hardware.link(name)
-    for name in ("0gbit", "0xndr", "1.2.3gbit"):
-        with pytest.raises(UserError):
-            hardware.link(name)
-    for part in (0, 1.1, float("nan")):
-        with pytest.raises(UserError, match="--efficiency"):
-            hardware.device("L4", efficiency=part)
-
-
 def test_clusters() -> None:
     small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", "nvlink4", "8xndr")
     assert (small.nodes, small.ranks_per_node, small.backend, small.between) == (1, 2, "nccl", None)
@@ -107,17 +95,24 @@ def test_clusters() -> None:
     assert here.backend == "gloo" and here.device.memory_bytes == hardware.device("cpu").memory_bytes // 2
 
 
-def test_clusters_that_make_no_sense() -> None:
-    for gpus, between, says in (
-        ("0xL4", None, "how many"),
-        ("2x0xL4", None, "how many"),
-        ("9999999xL4", None, "at most"),
-        ("2x8xH100", None, "link between"),
-        ("8xH100", "ndr", "'8xH100' is one node"),
-        ("", None, "how many"),
-    ):
-        with pytest.raises(UserError, match=says):
-            hardware.cluster(gpus, "pcie4", between)
+@each_row(
+    ("find", "given", "says"),
+    [
+        (hardware.device, ("H10",), "unknown device .*H100.* Or add it to ddp_lab/planner/hardware.toml"),
+        (hardware.device, ("RTX 4080",), "RTX 4090"),
+        (hardware.device, ("zzz",), "known: H200"),
+        (hardware.link, ("nvlink",), "unknown link .*nvlink4"),
+        *((hardware.link, (name,), "link") for name in ("0gbit", "0xndr", "1.2.3gbit")),
+        *((hardware.device, ("L4", part), "--efficiency") for part in (0, 1.1, float("nan"))),
+        *((hardware.cluster, (gpus, "pcie4"), "how many") for gpus in ("0xL4", "2x0xL4", "")),
+        (hardware.cluster, ("9999999xL4", "pcie4"), "at most"),
+        (hardware.cluster, ("2x8xH100", "pcie4"), "link between"),
+        (hardware.cluster, ("8xH100", "pcie4", "ndr"), "'8xH100' is one node"),
+    ],
+)
+def test_what_makes_no_sense(find: Callable[..., object], given: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        find(*given)
 
 
 def test_roofline_by_hand() -> None:

@@ -25,16 +25,6 @@ def wait_for_all(clock: Clock, flights: list[Flight]) -> None:
         clock.wait(flight)
 
 
-def test_what_compute_hides_is_not_exposed() -> None:
-    clock = Clock()
-    flight = clock.issue(cost(0.5, 2.0), Queue(1))
-    clock.compute(1.0)
-    clock.wait(flight)
-    assert (clock.now_s, clock.exposed_s, clock.compute_s, clock.in_flight_s) == (2.5, 1.5, 1.0, 2.5)
-    clock.wait(flight)
-    assert clock.now_s == 2.5, "what is done is not waited for again"
-
-
 @each_row(
     ("share", "together", "slowdown"), [(1.0, 1, 1.0), (1.0, 3, 3.0), (0.5, 2, 1.0), (0.5, 3, 1.5), (0.75, 2, 1.5)]
 )
@@ -53,15 +43,6 @@ def test_a_queue_lets_so_many_run_at_once() -> None:
         flights = [clock.issue(cost(1.0, 0.0), queue) for _ in range(3)]
         clock.wait(flights[-1])
         assert clock.now_s == end
-
-
-@each_row("latency", [0.0, 1.5, 3.0])
-def test_contention_lengthens_compute_while_a_collective_is_in_flight(latency: float) -> None:
-    """3 s of compute: the first 2 take 3 beside the collective, the last one takes 1."""
-    clock = Clock(1.5)
-    flight = clock.issue(cost(latency, 3.0 - latency), Queue(1))
-    clock.compute(3.0)
-    assert clock.now_s == clock.compute_s == pytest.approx(4.0) and flight.ended_s == pytest.approx(3.0)
 
 
 @each_row("latency", [0.0, 1.0, 3.0])

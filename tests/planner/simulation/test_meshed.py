@@ -10,9 +10,7 @@ import pytest
 from ddp_lab.planner.contracts import MODEL_STATES
 from ddp_lab.planner.costs.cluster import Link
 from ddp_lab.planner.costs.links import LinkCosts
-from ddp_lab.planner.simulation.network import CannotSimulate
-from ddp_lab.planner.simulation.simulate import Simulation, adamw, simulate
-from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.planner.simulation.simulate import Simulation, adamw
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
 from ddp_lab.strategy.accounting import storage_bytes
@@ -22,7 +20,6 @@ from tests.models import build, make_batch
 from tests.parity import load, options_of
 from tests.planner.simulation.test_simulate import COSTS, cluster, setting
 from tests.ranks import RankPool
-from tests.tables import each_row
 from tests.tensor_parallel.meshes import strategy_on_mesh
 from tests.traffic import Totals, add, announced, counted
 
@@ -109,22 +106,6 @@ def test_a_pretended_rank_does_what_a_real_one_does(
     assert memory.at_rest["activations"] == memory.at_rest["communication"] == 0
     if "activation_checkpointing" not in options:  # which keeps states of the CPU's random generator
         assert memory.peak_bytes == pytest.approx(peak, rel=0.005)
-
-
-@each_row(
-    ("mesh", "choice", "model", "error", "message"),
-    [
-        ("dp=2,tp=2", "pytorch_tp", "llama", CannotSimulate, "pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated"),
-        ("dp=2,tp=2", "plain_ddp", "llama", UserError, "plain_ddp: no such choice on a mesh with tp"),
-        ("dp=4", "tp", "llama", UserError, "tp: it cuts layers; give a --mesh with tp above 1"),
-        ("dp=2,tp=4", "tp", "llama", UserError, "has 2 x 4 = 8 ranks, and the job has 4"),
-        ("tp=4", "tp", "llama", UnsupportedError, "2 heads, which cannot be cut over 4 ranks"),
-        ("replicate=2,shard=2", "flat_ddp", "plain", UnsupportedError, "cannot shard over a part of the ranks"),
-    ],
-)
-def test_what_is_refused(mesh: str, choice: str, model: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        simulate(setting(choice, model, mesh=mesh), cluster(4), COSTS)
 
 
 def test_groups_of_strided_ranks_use_the_link_between_nodes() -> None:
