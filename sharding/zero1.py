@@ -17,6 +17,7 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N op
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ddp.buckets import fill_buckets, usual_cap_bytes
@@ -104,6 +105,7 @@ class Zero1(ShardedStrategy):
 
     def publish(self, flat: FlatParameters) -> None:
         flat.fill_own_part()
+        torch.autograd.graph.increment_version(flat.parameters)  # a graph that has saved them can run no more
         self.arrivals.start(flat, all_gather(flat.full, flat.group))
 
     def finish_parameter_synchronization(self) -> None:

@@ -14,7 +14,8 @@ What happens in a step, with units 1 to n:
   is waited for, and the full gradients of unit i are freed. To wait at unit i-1 already would save the full gradients
   of one unit, but backward would stop whenever the link is not done yet. The root is freed when its own gradients are
   made: at the start of backward, if it holds only a norm and a head.
-- Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters.
+- Optimizer. Each rank updates its shard. Nothing is sent: the next forward gathers the new parameters. What a forward
+  pass before the update has left whole is freed.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
 two; at its start also the root. Under autocast, copies of the linear layers' weights come and go with their unit
@@ -25,7 +26,7 @@ elements. The embeddings and unit n are gathered once a micro-batch, and the roo
 elements once a step. Rajbhandari et al., 2020, "ZeRO", section 7.2.2.
 
 `sharding.parts.unit` is how a unit is unsharded and resharded. `sharding.parts.schedule` is in which order, the same on
-every rank. This file is when: what modules and autograd tell by hooks.
+every rank, and `out_of_turn` what does not follow it. This file is when: what modules and autograd tell by hooks.
 """
 
 from dataclasses import replace
@@ -43,11 +44,14 @@ from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.embeddings import Embeddings, find_embeddings
+from sharding.parts.calls import refuse_module_by_itself, require_latest, require_plain_call
 from sharding.parts.gradient_buckets import ShardedGradientBucket
-from sharding.parts.plan import ExecutionOrder, around_units, plan_units
+from sharding.parts.order import ExecutionOrder
+from sharding.parts.out_of_turn import OutOfTurn
+from sharding.parts.plan import around_units, plan_units
 from sharding.parts.schedule import Schedule
 from sharding.parts.sharded import ShardedStrategy
-from sharding.parts.unit import ShardedParameters, Unit, storage_of
+from sharding.parts.unit import ShardedParameters, Unit, storage_of, tensors_with_gradient
 
 
 class Zero3(ShardedStrategy):
@@ -83,8 +87,9 @@ class Zero3(ShardedStrategy):
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
         self.order = ExecutionOrder(self.module, self.root, units)
         self.schedule = Schedule(self.root, self.embeddings, units)
+        self.out_of_turn = OutOfTurn(self.order, self.schedule, self.process_group)
         self._in_backward = False
-        self._forwards = 0  # forward passes of this micro-batch
+        self._forwards = 0  # of this micro-batch, with a graph
         self._add_hooks(units)
 
     def _add_hooks(self, units: list[Unit]) -> None:
@@ -104,7 +109,8 @@ class Zero3(ShardedStrategy):
 
     def _unshard_now(self, unit: Unit) -> None:
         self.schedule.unshard(unit)
-        unit.unshard()  # out of turn, if a module runs a second time; it must do so on all ranks
+        if unit.is_sharded:
+            self.out_of_turn.unshard(unit)
         unit.wait_for_unshard()
 
     # Forward -----------------------------------------------------------------------------------------------------
@@ -115,23 +121,26 @@ class Zero3(ShardedStrategy):
         self._forwards = 0
 
     def _before_forward(self) -> None:
-        if self._in_backward:  # of an earlier forward pass in this micro-batch, perhaps for inputs alone
-            self.schedule.finish_backward()
+        require_plain_call(self._in_backward)
+        # Of an earlier forward pass in this micro-batch, backward may have begun, perhaps for inputs alone.
+        self._is_awaited = self._in_backward and not self.schedule.finish_backward()
         self._in_backward = False
         self.order.begin_forward()
+        is_usual = torch.is_grad_enabled() and self.steps.in_micro_batch and not self._forwards
+        self.out_of_turn.begin_forward(meets=not (is_usual and self.order.is_agreed))
         for bucket in self.buckets:
             bucket.missing = len(bucket.flat.parameters)
         for unit in self.schedule.units:
             if not self._forwards:  # else backward may still follow on what an earlier one has saved
                 unit.begin_forward()
             unit.reshard()
-        self._forwards += 1
         self.schedule.begin_forward()
         self._unshard_now(self.root)  # issues the embeddings' all-gather before its own
         self._unshard_now(self.embeddings)
-        self._prefetch_in_forward(0)
+        self.schedule.prefetch_in_forward(0)
 
     def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
+        unit.await_inputs(inputs, self._in_backward, self.schedule.go_on)
         if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
@@ -141,50 +150,48 @@ class Zero3(ShardedStrategy):
             if not (earlier.is_sharded or earlier.running) and self.order.is_over(earlier):
                 earlier.reshard()
         self._unshard_now(unit)
-        self._prefetch_in_forward(index + 1)
-        if unit.has_frozen:
-            for leaf in tensors_with_gradient(inputs):
-                unit.awaited_inputs += 1
-                leaf.register_hook(lambda _: self._after_input_gradient(unit))
-
-    def _prefetch_in_forward(self, index: int) -> None:
-        if index < len(self.schedule.units):
-            self.schedule.unshard(self.schedule.units[index])
+        self.order.begin(unit)
+        self.schedule.prefetch_in_forward(index + 1)
 
     def _after_unit(self, unit: Unit, _: nn.Module, inputs: Any, output: Any) -> None:
         if not self._in_backward:
             unit.running -= 1
+        is_called = self.out_of_turn.in_forward or torch._C._current_graph_task_id() != -1
         for leaf in tensors_with_gradient(output):
-            leaf.register_hook(lambda _: self._before_backward(unit))
+            leaf.register_hook(lambda _: self._before_backward(unit) if is_called else refuse_module_by_itself())
 
     def _after_forward(self, output: Any) -> None:
         if not self._storages.isdisjoint(map(storage_of, tensors_in(output))):
             raise OneRankError("forward answers with a parameter or a view of one, which zero3 frees; add 0 to it")
         self.schedule.issue_rest()
-        if not torch.is_grad_enabled():
+        self.out_of_turn.end_forward()
+        self._forwards += torch.is_grad_enabled()
+        if not (torch.is_grad_enabled() or self._is_awaited):
             self._reshard(self.all_units)
             return
         if not self.order.is_agreed:
             agreed = self.order.agree(self.embeddings.is_saved_for_backward(), self.process_group)
             self.embeddings.read_in_backward = agreed.embeddings_saved
             self.schedule.follow(agreed)
+            self.notes += agreed.notes
         self.embeddings.reshard_after_forward()
-        self._in_backward = True
-        self.schedule.begin_backward(self._forwards > 1 or not self.steps.in_micro_batch, not self.steps.in_micro_batch)
-        last = self.schedule.last_unit
-        self._reshard([unit for unit in self.schedule.units if unit is not last])
+        self._in_backward, drops = True, not self.steps.in_micro_batch
+        self.schedule.begin_backward(drops or self._forwards > 1 or self.order.differs, drops)
+        self._reshard([unit for unit in self.schedule.units if unit is not self.schedule.last_unit])
         for leaf in tensors_with_gradient(output):
             leaf.register_hook(lambda _: self._before_root_backward())
-        if last:
-            last.unshard()  # it is not whole if the order that was agreed on has another last unit
 
     # Backward ----------------------------------------------------------------------------------------------------
 
     def _before_root_backward(self) -> None:
         refuse_graph_of_backward()
-        self._unshard_now(self.root)  # no-op, unless backward has run before
+        require_latest(self._in_backward)
+        if self.schedule.is_new_backward():  # another output of the same pass may come when the root is reduced
+            self.root.unshard()  # no-op, unless backward has run before
+            self.root.wait_for_unshard()
 
     def _before_backward(self, unit: Unit) -> None:
+        require_latest(self._in_backward)
         self._unshard_now(unit)
         self.schedule.reduce_what_is_ready()
         if unit is not self.schedule.last_unit:
@@ -205,11 +212,6 @@ class Zero3(ShardedStrategy):
             self.schedule.prefetch()  # not earlier: at the start of backward, activations take the most memory
         self.schedule.reduce_what_is_ready()
 
-    def _after_input_gradient(self, unit: Unit) -> None:
-        unit.awaited_inputs -= 1
-        self.schedule.reduce_what_is_ready()
-        self.schedule.prefetch()
-
     def after_backward(self) -> None:
         self.schedule.issue_rest()  # what waits for gradients that backward did not make on this rank
         if self.steps.another_follows:
@@ -227,10 +229,10 @@ class Zero3(ShardedStrategy):
     def abandon_step(self) -> None:
         super().abandon_step()
         self._in_backward = self.schedule.keeps_root = False
+        self.out_of_turn.stop()
         self.schedule.begin_forward()
         for unit in self.all_units:
-            unit.begin_forward()
-        self._reshard(self.all_units)
+            unit.forget()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         last = self.schedule.last_unit
@@ -240,8 +242,3 @@ class Zero3(ShardedStrategy):
             gathers += micro_batches * times * [flat.full_bytes for flat in unit.flats]
         reductions = micro_batches * [bucket.full_bytes for bucket in self.buckets]
         return self.traffic_of(gathers, reductions)
-
-
-def tensors_with_gradient(tree: Any) -> list[Tensor]:
-    """The tensors among a module's inputs or outputs that backward makes gradients for."""
-    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]

@@ -31,10 +31,13 @@ class LowPrecisionWeights:
             if is_plain and layer.weight in parameters and layer.weight.dtype == torch.float32:
                 layer.register_forward_pre_hook(self._use)
                 layer.register_forward_hook(self._stop_using, always_call=True)
+        self._copies: dict[Tensor, Tensor] = {}  # by weight
         self.begin_forward()
 
     def begin_forward(self) -> None:
-        self._copies: dict[Tensor, Tensor] = {}  # by weight
+        if self._copies:
+            torch.autograd.graph.increment_version(list(self._copies.values()))  # no backward pass may read them now
+        self._copies = {}  # by weight
         self._references: dict[Tensor, int] = {}  # to a copy's storage, when nobody has saved it
 
     def _use(self, layer: nn.Module, _: Any) -> None:

@@ -10,46 +10,24 @@ The head is what the root runs after unit n (last norm, head): backward makes it
 not in the root because they are freed between forward and backward (`sharding.options.embeddings`).
 
 A rank that skips a unit issues the unit's actions all the same, when it comes to a later action.
+
+Where an activation checkpoint goes around units k to m, backward runs them forwards first: unshard k, ..., m; reduce m,
+..., k.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from ddp_lab.runtime.errors import OneRankError
+import torch
+
+from sharding.parts.calls import late_gradient
 from sharding.parts.gradient_buckets import ShardedGradientBucket
-from sharding.parts.plan import AgreedOrder
+from sharding.parts.order import AgreedOrder
+from sharding.parts.passes import Pass, Reduce, Unshard, in_backward
 from sharding.parts.unit import Unit
 
 IN_FLIGHT = 2
 """Units whose gradients may be on their way at once. With a single one, backward would wait for the link whenever a
 reduction takes longer than the time until the next unit's first gradient."""
-
-
-class Unshard(NamedTuple):
-    """All-gather a unit's parameters."""
-
-    unit: Unit
-
-
-class Reduce(NamedTuple):
-    """Reshard a unit, whose backward is over, and reduce-scatter these gradients of its parameters."""
-
-    unit: Unit
-    buckets: tuple[ShardedGradientBucket, ...]
-
-
-class Pass:
-    """The actions of a forward or backward pass.
-
-    Attributes:
-        place: The index of a unit's all-gather, and of a bucket's reduction.
-    """
-
-    def __init__(self, actions: Sequence[Unshard | Reduce]) -> None:
-        self.actions = actions
-        self.place: dict[Unit | ShardedGradientBucket, int] = {}
-        for index, action in enumerate(actions):
-            self.place |= dict.fromkeys([action.unit] if isinstance(action, Unshard) else action.buckets, index)
 
 
 class Schedule:
@@ -64,21 +42,25 @@ class Schedule:
     def __init__(self, root: Unit, embeddings: Unit, units: Sequence[Unit]) -> None:
         self.root, self.embeddings, self.units = root, embeddings, list(units)
         self.keeps_root = False
-        self._runs = list(units)  # a unit that runs twice is there twice
+        self._runs = [[unit] for unit in units]
         self._head: tuple[ShardedGradientBucket, ...] = ()
         self._plan()
         self.begin_forward()
 
     def follow(self, order: AgreedOrder) -> None:
         """Use the order in which units run, instead of the order in which they are registered."""
+        before = self.last_unit
         self._runs, self._head = order.runs, order.head_buckets
-        self.units = list(dict.fromkeys(order.runs))
+        self.units = list(dict.fromkeys(unit for part in order.runs for unit in part))
         self._plan()
+        if (last := self.last_unit) and last is not before:  # ranks may have freed it
+            last.reshard()
+            last.unshard()
 
     @property
     def last_unit(self) -> Unit | None:
         """The unit that runs last in forward and first in backward. It stays whole between the two."""
-        return self._runs[-1] if self._runs else None
+        return self._runs[-1][-1] if self._runs else None
 
     def begin_forward(self) -> None:
         self.in_flight: list[tuple[ShardedGradientBucket, ...]] = []  # all finished, or the step was abandoned
@@ -88,38 +70,29 @@ class Schedule:
         """A backward pass may follow.
 
         Args:
-            of_several: It may be that of several forward passes. A parameter then has its gradient when all of them are
-                through with it, so everything is unsharded before the first reduction.
+            of_several: It may be that of several forward passes, or in another order. A parameter then has its gradient
+                when all of them are through with it, so everything is unsharded before the first reduction.
             drops_gradients: Nobody wants them, so nothing is reduced.
         """
         self._pass, self._issued = self._backward_of_several if of_several else self._backward, 0
         self.drops_gradients = drops_gradients
+        self._autograd_passes: set[int] = set()
+
+    def is_new_backward(self) -> bool:
+        """Whether autograd's pass under way has not come here before."""
+        number, known = torch._C._current_graph_task_id(), len(self._autograd_passes)
+        self._autograd_passes.add(number)
+        return len(self._autograd_passes) > known
 
     def _plan(self) -> None:
         """The actions of both passes. They stay the same until the order in which units run is known."""
         self._forward = Pass([Unshard(self.embeddings), Unshard(self.root), *map(Unshard, self.units)])
-        actions = self._backward_actions()
+        rest = [bucket for bucket in self.root.buckets if bucket not in self._head]
+        head = [Reduce(self.root, self._head)] if self._head else []
+        embeddings = [Reduce(self.embeddings, tuple(self.embeddings.buckets))] if self.embeddings.buckets else []
+        actions = [*head, *in_backward(self._runs), *embeddings, *([Reduce(self.root, tuple(rest))] if rest else [])]
         self._backward = Pass(actions)
         self._backward_of_several = Pass(sorted(actions, key=lambda action: isinstance(action, Reduce)))
-
-    def _backward_actions(self) -> list[Unshard | Reduce]:
-        """Unit i-1 is unsharded before unit i is reduced.
-
-        A unit that runs several times is unsharded once and reduced after its earliest run: forward runs 1, 2, 1 give
-        unshard 2, reduce 2, reduce 1.
-        """
-        runs = list(reversed(self._runs))
-        actions: list[Unshard | Reduce] = [Reduce(self.root, self._head)] if self._head else []
-        for index, unit in enumerate(runs):
-            if index + 1 < len(runs) and runs[index + 1] not in runs[: index + 1]:
-                actions.append(Unshard(runs[index + 1]))
-            if unit not in runs[index + 1 :]:
-                actions.append(Reduce(unit, tuple(unit.buckets)))
-        if self.embeddings.buckets:
-            actions.append(Reduce(self.embeddings, tuple(self.embeddings.buckets)))
-        if rest := tuple(bucket for bucket in self.root.buckets if bucket not in self._head):
-            actions.append(Reduce(self.root, rest))
-        return actions
 
     @property
     def _next(self) -> Unshard | Reduce | None:
@@ -137,11 +110,13 @@ class Schedule:
             action = self._pass.actions[place]
             assert isinstance(action, Reduce)
             return action
-        raise OneRankError(
-            f"a gradient of a parameter of shape {tuple(bucket.flat.parameters[0].shape)} came after its unit was "
-            "reduced: modules run in another order than in the first step, or backward for inputs alone came first; "
-            "use zero2 for such a model"
-        )
+        raise late_gradient(bucket.flat.parameters, bucket.missing == 0, len(self._autograd_passes) > 1)
+
+    def require_not_reduced(self, unit: Unit) -> None:
+        """Raises as `reduction_of`, when backward comes to a unit that still makes gradients."""
+        if torch._C._current_graph_task_id() != -1 and not self.drops_gradients:
+            for bucket in unit.buckets:
+                self.reduction_of(bucket)
 
     # Issuing actions ---------------------------------------------------------------------------------------------
 
@@ -168,6 +143,15 @@ class Schedule:
         while self._pass.place.get(unit, -1) >= self._issued:
             self.issue_next()
 
+    def prefetch_in_forward(self, index: int) -> None:
+        if index < len(self.units):
+            self.unshard(self.units[index])
+
+    def go_on(self) -> None:
+        """Issue what is ready in backward, and the all-gather behind it."""
+        self.reduce_what_is_ready()
+        self.prefetch()
+
     def prefetch(self) -> None:
         """Issue the next action, if it is an all-gather."""
         if isinstance(self._next, Unshard):
@@ -180,11 +164,19 @@ class Schedule:
                 return
             self.issue_next()
 
-    def finish_backward(self) -> None:
-        """Do the rest of a backward pass, if one has begun."""
-        if self._issued:
-            self.issue_rest()
-            self.finish_reductions()
+    def finish_backward(self) -> bool:
+        """Do the rest of a backward pass, if one has begun. Returns whether it had."""
+        if not self._issued:
+            return False
+        self.issue_rest()
+        self.finish_reductions()
+        return True
+
+    def pass_over_rest(self) -> None:
+        """Issue the rest of a forward pass, and keep nothing: from here on ranks ask each other for units."""
+        while isinstance(action := self._next, Unshard):
+            self.issue_next()
+            action.unit.reshard()
 
     def issue_rest(self) -> None:
         """Issue what this rank has skipped."""

@@ -4,12 +4,14 @@ At rest a unit holds this rank's shard of its parameters. `unshard` starts the a
 `wait_for_unshard` waits for it, and `reshard` frees the whole parameters again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.communication.collectives import Pending, all_gather
 from sharding.options.low_precision import LowPrecisionWeights
 from sharding.options.placement import Placement
@@ -24,7 +26,12 @@ class ShardedParameters(FlatParameters):
     The storage of the full tensor is freed and allocated again rather than replaced. So what autograd saved in forward
     is valid again in backward. In between, each parameter is a NaN in its own shape: a read by mistake gives NaN, and a
     write is refused.
+
+    Attributes:
+        forget: Frees the unit before its shard changes.
     """
+
+    forget: Callable[[], None]
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardRanks, placement: Placement) -> None:
         super().__init__(parameters, ranks, placement)
@@ -65,6 +72,9 @@ class ShardedParameters(FlatParameters):
         self.layout.shard_of(self.full, self.rank).copy_(values, non_blocking=True)
 
     def shard_has_changed(self) -> None:
+        self.forget()  # what was gathered before is not used any more
+        torch.autograd.graph.increment_version(self.parameters)  # nor by backward of a graph that has saved it
+        self._versions = [parameter._version for parameter in self.parameters]
         if self._resting is not None:
             self._resting.copy_(self.shard, non_blocking=True)
 
@@ -96,6 +106,11 @@ class ShardedParameters(FlatParameters):
                 )
 
 
+def tensors_with_gradient(tree: Any) -> list[Tensor]:
+    """The tensors among a module's inputs or outputs that backward makes gradients for."""
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
+
+
 def storage_of(tensor: Tensor) -> int:
     """What tells the storage of a tensor from others."""
     return tensor.untyped_storage()._cdata
@@ -117,6 +132,7 @@ class Unit:
         running: How many of the modules are in their forward pass now.
         awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
             read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
+            -1: not known before a checkpoint computes the modules again.
     """
 
     def __init__(
@@ -137,10 +153,33 @@ class Unit:
         self.is_sharded = True
         self.begin_forward()
         self._gathers: list[Pending] | None = None
+        for flat in self.flats:
+            flat.forget = self.forget
 
     def begin_forward(self) -> None:
         self.running = self.awaited_inputs = 0
         self.low_precision.begin_forward()
+
+    def forget(self) -> None:
+        """No backward pass follows on a forward pass so far."""
+        self.reshard()
+        self.begin_forward()
+
+    def await_inputs(self, inputs: Any, computes_again: bool, then: Callable[[], None]) -> None:
+        """Where frozen parameters are read for gradients of a module's inputs, await these. `then` runs behind each."""
+        if not self.has_frozen or (computes_again and self.awaited_inputs >= 0):  # awaited since forward
+            return
+
+        def on_gradient(_: Tensor) -> None:
+            self.awaited_inputs -= 1
+            then()
+
+        leaves = tensors_with_gradient(inputs)
+        self.awaited_inputs = max(self.awaited_inputs, 0) + len(leaves)
+        for leaf in leaves:
+            leaf.register_hook(on_gradient)
+        if not (self.awaited_inputs or torch.is_grad_enabled()):
+            self.awaited_inputs = -1
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless they are here or on their way."""
@@ -156,6 +195,16 @@ class Unit:
                 flat.use_full()
             self._gathers = None
             self.low_precision.restore()
+
+    def take_part(self) -> None:
+        """Send this rank's shard to ranks that need the unit now. Here it stays as it is."""
+        if self.is_sharded:
+            self.unshard()
+            self.reshard()
+        else:
+            self.wait_for_unshard()
+            for flat in self.flats:
+                all_gather(flat.full, flat.group).wait()  # what arrives is here already
 
     def reshard(self) -> None:
         """Free the whole parameters; this rank keeps its shard."""

@@ -11,7 +11,8 @@ from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.communication.consistency import require_own_memory
 from sharding.options.embeddings import find_embeddings
 from sharding.parts.flat import ALIGNMENT, group_by_kind, lay_out
-from sharding.parts.plan import around_units, merge_orders, plan_units
+from sharding.parts.order import merge_orders
+from sharding.parts.plan import around_units, plan_units
 from tests.models import build
 from tests.tables import each_row
 

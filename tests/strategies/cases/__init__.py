@@ -17,6 +17,9 @@ ONE_GRADIENT = ZERO | {"simple_ddp_hook", "simple_ddp_async", "bucket_ddp_async"
 DDP, FSDP2 = {"pytorch_ddp", "pytorch_zero1"}, {"pytorch_zero2", "pytorch_zero3"}
 
 
+STALE = ("forward before the optimizer", "BatchNorm, evaluated with a graph before the optimizer")
+
+
 class Refusal(NamedTuple):
     """What these choices say to these cases, on every rank. docs/own-loop-limits.md has a row for each."""
 
@@ -32,7 +35,7 @@ REFUSALS = [
         ONE_GRADIENT | DDP | FSDP2,
         "received a second gradient in one micro-batch",
     ),
-    Refusal({"blocks in another order in each step"}, {"zero3"}, "came after its unit was reduced"),
+    Refusal({"blocks in another order in each step"}, {"zero3"}, "which zero3 has freed, after"),
     Refusal(
         {
             "blocks in another order in each step",
@@ -72,7 +75,7 @@ REFUSALS = [
 ]
 
 
-WRONG = {("data is replaced", name) for name in FSDP2}
+WRONG = {(case, name) for case in ("data is replaced", *STALE) for name in FSDP2}
 """Where PyTorch's own computes something else and says nothing."""
 
 

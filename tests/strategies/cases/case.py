@@ -58,6 +58,7 @@ class Case:
         module: Makes it.
         loss: Of a micro-batch, with what to call in place of the module; or several, of which each has a backward pass.
         before: What the loop does before step k: `before(run, module, k)`.
+        between: What it does between backward and the optimizer's step k.
         schedule: Makes a learning-rate scheduler.
         in_evaluation: The loss needs no gradient, so that it can be evaluated, too.
         unused: Parameters may be left without a gradient, which PyTorch DDP must be told.
@@ -67,6 +68,7 @@ class Case:
     module: Callable[[], nn.Module]
     loss: Callable[[Run, Samples], Tensor | Sequence[Tensor]] = squared_error
     before: Callable[[Run, nn.Module, int], None] = nothing
+    between: Callable[[Run, nn.Module, int], None] = nothing
     micro_batches: int = 1
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
@@ -129,6 +131,7 @@ def in_one_process(case: Case, world_size: int) -> Outcome:
                 for loss in case.losses(module, samples(step, rank, index)):
                     (loss / (world_size * case.micro_batches)).backward()
         norms.append(nn.utils.clip_grad_norm_(trained, case.clip).item())
+        case.between(module, module, step)
         optimizer.step()
         if scheduler:
             scheduler.step()
@@ -157,6 +160,7 @@ def on_a_rank(case: Case, choice: Choice, bucket_cap_mb: float) -> Outcome | str
                     for loss in case.losses(strategy, samples(step, dist.get_rank(), index)):
                         (loss / case.micro_batches).backward()
             norms.append(strategy.clip_grad_norm_(case.clip).item())
+            case.between(strategy, module, step)
             strategy.step()
             if scheduler:
                 scheduler.step()

@@ -215,6 +215,7 @@ CASES = {
     "evaluation between steps": Case(Blocks, before=evaluates(torch.no_grad)),
     "evaluation in inference mode": Case(Blocks, before=evaluates(torch.inference_mode)),
     "forward without backward": Case(Blocks, before=runs_without_backward),
+    "forward before the optimizer": Case(Blocks, between=runs_without_backward),
     "parameters are clamped": Case(Blocks, before=clamps),
     "a backward of its own": Case(Cubes),
     "in place": Case(InPlace),

@@ -181,6 +181,13 @@ def switch(run: Run, module: nn.Module, step: int) -> None:
         module.train()
 
 
+def evaluates_with_graph(run: Run, module: nn.Module, step: int) -> None:
+    """With the statistics that step `step` has left, and without changing them."""
+    module.eval()
+    run(torch.ones(3, FEATURES))
+    module.train()
+
+
 def penalty_in_forward(run: Run, batch: Samples) -> Tensor:
     prediction, penalty = run(batch.x)
     return functional.mse_loss(prediction, batch.y) + 0.01 * penalty
@@ -220,6 +227,7 @@ CASES = {
     "buffers replaced in forward": Case(Counts, before=switch),
     "BatchNorm": Case(normed, micro_batches=2),
     "BatchNorm, between training and evaluation": Case(normed, before=switch),
+    "BatchNorm, evaluated with a graph before the optimizer": Case(normed, before=switch, between=evaluates_with_graph),
     "BatchNorm with a running average": Case(lambda: normed(momentum=None), before=switch),
     "a parameter as an output": Case(Penalized, penalty_in_forward),
     "a penalty outside of forward": Case(layers, penalty_outside, in_evaluation=False),
