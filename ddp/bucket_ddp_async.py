@@ -43,7 +43,7 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets:
             self._place |= {parameter: (bucket, slot) for slot, parameter in enumerate(bucket.parameters)}
         for parameter in self.trainable.values():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
+            self.watch.then(parameter, self._on_gradient_ready)
 
     def before_step(self) -> None:
         super().before_step()

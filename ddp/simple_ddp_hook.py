@@ -26,7 +26,7 @@ class HookDDP(ReplicatedStrategy):
         super().prepare()
         self._order: FixedOrder[Tensor] = FixedOrder(reversed(self.trainable.values()))
         for parameter in self.trainable.values():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
+            self.watch.then(parameter, self._on_gradient_ready)
 
     def before_step(self) -> None:
         super().before_step()

@@ -60,7 +60,7 @@ class Zero1(ShardedStrategy):
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.flat.parameters):
-                parameter.register_post_accumulate_grad_hook(self._on_gradient_ready(bucket, slot))
+                self.watch.then(parameter, self._on_gradient_ready(bucket, slot))
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 

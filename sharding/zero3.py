@@ -105,7 +105,7 @@ class Zero3(ShardedStrategy):
         for unit in self.all_units:
             for bucket in unit.buckets:
                 for slot, parameter in enumerate(bucket.flat.parameters):
-                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, unit, bucket, slot))
+                    self.watch.then(parameter, partial(self._on_gradient, unit, bucket, slot))
 
     def _unshard_now(self, unit: Unit) -> None:
         self.schedule.unshard(unit)

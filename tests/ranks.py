@@ -103,21 +103,6 @@ class RankPool:
             process.join()
 
 
-def forget_strategies() -> None:
-    """Let go of the strategies of a job, and of the groups that it made.
-
-    A group that lives on after the other ranks have closed it keeps a thread of Gloo busy: it polls closed connections.
-    Strategies are in reference cycles through hooks of parameters. C++ holds these too, so Python cannot find them.
-    """
-    from torch import nn
-
-    from ddp_lab.planner.simulation.simulate import forget_hooks
-
-    gc.collect()
-    forget_hooks([found for found in gc.get_objects() if type(found) is nn.Parameter])
-    gc.collect()
-
-
 def serve(connection: Connection, group: str, rank: int, world_size: int, port: int) -> None:
     """Body of a worker: run jobs until the other end closes."""
     import torch
@@ -140,7 +125,7 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
         try:
             answer = ("done", function(*args))
             if c10d._world.group_count != groups_made:
-                forget_strategies()
+                gc.collect()  # strategies, and with them groups that others have closed: Gloo would poll these
             dist.barrier()
         except Exception as error:  # reported to the test, whatever it is
             answer = ("failed", (str(error), traceback.format_exc()))

@@ -11,6 +11,7 @@ consecutive numbers, so they are on one node, where links are fast.
 `Mesh` is arithmetic. `MeshGroups` are its process groups.
 """
 
+import gc
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -238,3 +239,4 @@ def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             if group.size() < everyone.size():  # the others may have been made of the group of all ranks
                 dist.destroy_process_group(group)
+        gc.collect()  # Gloo's threads end with the last object that holds their group, perhaps a circle of them

@@ -1,5 +1,6 @@
 """Watches the gradients that backward makes on this rank, before they are reduced with those of other ranks."""
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,10 +25,26 @@ class GradientWatch:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self.inspects = self.takes_one = False
+        self._calls: list[Callable[[Tensor], object]] = []
         self._lengths = {parameter.numel() for parameter in self._parameters}
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            self.then(parameter, self._hook(index))
+
+    def then(self, parameter: Tensor, call: Callable[[Tensor], object]) -> None:
+        """Run `call(parameter)` when backward has added up a gradient, for as long as this watch exists.
+
+        C++ holds the hooks of a parameter, where no garbage collector looks. One that held a strategy would keep it and
+        its process groups until the process ends.
+        """
+        self._calls.append(call)
+        held = weakref.ref(call)
+
+        def run(parameter: Tensor) -> None:
+            if (found := held()) is not None:
+                found(parameter)
+
+        parameter.register_post_accumulate_grad_hook(run)
 
     def begin_step(self) -> None:
         """Forget the step before."""

@@ -1,5 +1,7 @@
 """Strategies in loops that are not the runner's: the user's own forward, loss, backward, clipping and schedule."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from tests.parity import check_messages, load, options_of, over_own_loops
+from tests.parity import build_and_step, check_messages, load, options_of, over_own_loops
 from tests.ranks import RankPool
 
 Choice = tuple[str, str]
@@ -127,3 +129,17 @@ def wrong_optimizers(choice: Choice) -> dict[str, str]:
 def test_misuse_is_said(ranks: RankPool, choice: Choice) -> None:
     check_messages(ranks, 2, misuse, choice)
     check_messages(ranks, 2, wrong_optimizers, choice)
+
+
+def dropped(choice: Choice) -> None:
+    strategy = build_and_step(choice)
+    held = [weakref.ref(strategy), *map(weakref.ref, strategy.module.parameters())]
+    del strategy
+    gc.collect()
+    assert all(reference() is None for reference in held)
+
+
+@over_own_loops
+def test_a_strategy_that_is_dropped_is_freed(ranks: RankPool, choice: Choice) -> None:
+    """With its parameters, of which C++ holds hooks."""
+    ranks.run(2, dropped, choice)

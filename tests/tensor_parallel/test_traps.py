@@ -1,5 +1,6 @@
 """The silent errors of tensor parallelism: what must be the same on all ranks, what must differ, what counts once."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,25 @@ def tied_after_a_step(choice: str) -> bool:
 def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
     for choice in HAND_WRITTEN:
         assert all(ranks.run(2, tied_after_a_step, choice))
+
+
+def threads_behind_meshes(choice: str) -> list[int]:
+    """Of this process, when each of some meshes has been closed, on which a strategy took a step."""
+    found = []
+    for _ in range(5):
+        with strategy_on_mesh(
+            "replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2", choice, "plain"
+        ) as strategy:
+            one_step(strategy, [make_batch("plain", 2, 0)])
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found
+
+
+@each_row("choice", ["simple_ddp", "tp", "zero1", "zero3"])
+def test_groups_end_with_their_mesh(ranks: RankPool, choice: str) -> None:
+    """Each has threads of its own over Gloo; the latest mesh's end with the caller's variables."""
+    for threads in ranks.run(4, threads_behind_meshes, choice):
+        assert len(set(threads[1:])) == 1, threads
 
 
 def break_a_gradient(choice: str) -> str:

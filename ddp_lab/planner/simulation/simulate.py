@@ -111,12 +111,12 @@ class Simulation:
             self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
             stack.enter_context(mock.patch.object(strategy, "forward", explained(strategy.forward)))
             self._sort_memory()
-            for leaf in strategy.leaves():
-                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            handles = [leaf.register_post_accumulate_grad_hook(self._on_gradient) for leaf in strategy.leaves()]
             try:
                 yield
             finally:
-                forget_hooks([*module.parameters(), *strategy.leaves()])
+                for handle in handles:
+                    handle.remove()
                 self.strategy = None
 
     def measure(self) -> Simulated:
@@ -173,14 +173,6 @@ class Simulation:
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of the runner (`ddp_lab.runtime.build`)."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
-def forget_hooks(leaves: Sequence[Tensor]) -> None:
-    """Break reference cycles through hooks of gradients. C++ holds these too, so that no garbage collector can."""
-    for leaf in leaves:
-        for hooks in (getattr(leaf, "_post_accumulate_grad_hooks", None), leaf._backward_hooks):
-            if hooks:
-                hooks.clear()
 
 
 def host_of(cluster: Cluster) -> Cluster:
