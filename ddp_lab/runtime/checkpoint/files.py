@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -36,6 +36,8 @@ DTYPES = {
 """The names of safetensors. Large elements come first, so that all data is aligned in this order."""
 READ_BYTES = 1 << 22
 """A file is read in parts of this size for its checksum."""
+NAMES = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
+"""Torch's names of dtypes, by those of safetensors."""
 
 
 class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +109,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with path.open("wb") as file:
         file.write(content)
         for key in order:
-            flat = tensors[key].detach().cpu().contiguous().view(-1)
+            dense = tensors[key].detach().cpu().contiguous()
+            flat = dense.as_strided([dense.numel()], [1])  # view(-1) may leave a single element a stride of 0
             if flat.numel():
                 data = memoryview(flat.view(torch.uint8).numpy())
                 file.write(data)
@@ -133,16 +136,28 @@ def problem_of(path: Path, info: FileInfo) -> str | None:
     return None if checksum == info.crc32 else f"{path.name} is damaged: its checksum differs"
 
 
+class Stored(NamedTuple):
+    """Elements `start` to `end` of a tensor, and the file that has them. `dtype`: torch's name of it."""
+
+    file: str
+    start: int
+    end: int
+    dtype: str
+
+
 class TensorFiles:
     """The tensors of several safetensors files. Each file stores ranges of flat tensors as `<key>/<first element>`.
+
+    Attributes:
+        stored: The ranges of each tensor.
 
     Raises:
         UserError: a file is not in this format, although its checksum was right.
     """
 
     def __init__(self, paths: list[Path]) -> None:
+        self.stored: dict[str, list[Stored]] = {}
         self._files: dict[str, Any] = {}
-        self._ranges: dict[str, list[tuple[int, int]]] = {}
         self._slices: dict[str, list[Any]] = {}  # of each range, what reads its elements
         for path in paths:
             try:
@@ -151,18 +166,14 @@ class TensorFiles:
                     key, _, start = stored.rpartition("/")
                     if start.isdecimal():
                         elements = file.get_slice(stored)
-                        shape = elements.get_shape()
+                        shape, dtype = elements.get_shape(), elements.get_dtype()
                         if len(shape) != 1:
                             raise UserError(f"{path}: {stored} has {len(shape)} dimensions instead of one")
-                        self._ranges.setdefault(key, []).append((int(start), int(start) + shape[0]))
+                        found = Stored(path.name, int(start), int(start) + shape[0], NAMES.get(dtype, dtype))
+                        self.stored.setdefault(key, []).append(found)
                         self._slices.setdefault(key, []).append(elements)
             except (SafetensorError, OSError, ValueError) as error:
                 raise UserError(f"{path} is no safetensors file: {error}") from error
-
-    @property
-    def keys(self) -> list[str]:
-        """Of all tensors of which ranges are stored."""
-        return list(self._ranges)
 
     def read(self, key: str, start: int, end: int) -> Tensor:
         """Elements `start` to `end` of a tensor, (end - start,) on CPU. Only these are read from the files.
@@ -170,10 +181,10 @@ class TensorFiles:
         Raises:
             UserError: some of them are not stored.
         """
-        if key not in self._ranges:
+        if key not in self.stored:
             raise UserError(f"{key}: not stored")
         try:
-            parts = cover(self._ranges[key], start, end)
+            parts = cover([(one.start, one.end) for one in self.stored[key]], start, end)
         except ValueError as error:
             raise UserError(f"{key}: {error}") from error
         slices = self._slices[key]

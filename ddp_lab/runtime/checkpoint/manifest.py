@@ -10,7 +10,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,18 +19,19 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import to_json
 from ddp_lab.strategy.model_parallel import Cut
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 """In bytes. A longer one is not read."""
 FOLDER = re.compile(r"step_(\d{8,15})")
-RANK_FILE = re.compile(r"rank_\d{1,6}\.safetensors")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Ranks = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole tensor of the model: its shape, torch's name of its dtype, and whether it is trainable."""
 
-    shape: list[int]
+    shape: list[Count]
     dtype: str
     trains: bool
 
@@ -39,10 +40,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint holds, and which run saved it. `docs/checkpoints.md` explains each field."""
 
     format: int
-    step: int
+    step: Count
     choice: str
-    world_size: int
-    data_parallel_size: int
+    world_size: Ranks
+    data_parallel_size: Ranks
     run_id: str
     job: str | None
     config: dict[str, Any]
@@ -55,6 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_loss: list[float | None]
     step_samples: list[int]
     step_time_s: list[float | None]
+    states: dict[str, str]
     files: dict[str, FileInfo]
 
 
@@ -93,22 +95,28 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > LARGEST_MANIFEST:
             raise ValueError(f"it has more than {LARGEST_MANIFEST} bytes")
         content = json.loads(path.read_bytes())
-        if content["format"] != FORMAT:
-            raise UserError(
-                f"{folder} is a checkpoint of format {content['format']}, but this program reads format {FORMAT}"
-            )
-        if content.pop("crc32") != _checksum(content):
-            raise ValueError("its checksum differs")
+        if not isinstance(content, dict):
+            raise ValueError("it is no object of JSON")
+        found = content.get("format")
+        if type(found) is not int:
+            raise ValueError(f"its format is {found!r}, not the number {FORMAT}")
+        if found != FORMAT:
+            raise UserError(f"{folder} is a checkpoint of format {found}, but this program reads format {FORMAT}")
+        if content.pop("crc32", None) != _checksum(content):
+            raise ValueError("its checksum crc32 differs")
         manifest = msgspec.convert(content, Manifest)
         if {manifest.step} != {len(manifest.train_loss), len(manifest.step_samples), len(manifest.step_time_s)}:
-            raise ValueError("its lists are not as long as there were steps")
+            raise ValueError("step: its lists are not as long as there were steps")
+        size = len(manifest.files)
+        if size != manifest.world_size or manifest.files.keys() != set(map(file_name, range(size))):
+            raise ValueError(
+                f"files: they are not those of {manifest.world_size} ranks, but {several([*manifest.files])}"
+            )
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.ValidationError) as error:
-        raise UserError(f"{folder} is damaged: {MANIFEST} cannot be understood: {error}") from error
-    foreign = [name for name in manifest.files if not RANK_FILE.fullmatch(name)]
-    if foreign:
-        raise UserError(f"{folder} is no checkpoint of this program: it names a file {foreign[0]!r}")
+    except (ValueError, TypeError, OverflowError, RecursionError, msgspec.ValidationError) as error:
+        problem = " ".join(str(error).splitlines())
+        raise UserError(f"{folder} is damaged: {MANIFEST} cannot be understood: {problem}") from error
     return manifest
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.runtime.checkpoint.contents import require_contents
 from ddp_lab.runtime.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -138,7 +139,9 @@ def complete(path: Path, ranks: Ranks) -> Origin:
         verify_files(path, manifest, ranks.rank, ranks.world_size)
         return manifest
 
-    return Origin(path, on_every_rank(check))
+    manifest = on_every_rank(check)
+    from_rank0(lambda: require_contents(path, manifest))
+    return Origin(path, manifest)
 
 
 def newest_complete(folder: Path, ranks: Ranks) -> Origin:

@@ -14,12 +14,20 @@ from torch import Tensor
 
 from ddp_lab.runtime.errors import UserError
 
+TORCH, CUDA = "random/torch", "random/cuda"
+TEXTS = ("python_random", "numpy_random")
+
+
+def stored_for(device: str) -> list[str]:
+    """Keys that a run on this type of device stores on every rank."""
+    return [TORCH, CUDA] if device == "cuda" else [TORCH]
+
 
 def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
     """States of this rank's random generators: torch's as tensors, Python's and NumPy's as JSON."""
-    tensors = {"random/torch": torch.get_rng_state()}
+    tensors = {TORCH: torch.get_rng_state()}
     if device.type == "cuda":
-        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+        tensors[CUDA] = torch.cuda.get_rng_state(device)
     kind, keys, *rest = np.random.get_state(legacy=True)
     texts = {"python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}  # type: ignore[union-attr]
     return tensors, {name: json.dumps(state) for name, state in texts.items()}
@@ -31,12 +39,12 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
     Raises:
         UserError: what is stored is no state of a generator.
     """
-    if "random/torch" not in tensors or (device.type == "cuda" and "random/cuda" not in tensors):
+    if any(key not in tensors for key in stored_for(device.type)):
         return False
     try:
-        torch.set_rng_state(tensors["random/torch"])
+        torch.set_rng_state(tensors[TORCH])
         if device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random/cuda"], device)
+            torch.cuda.set_rng_state(tensors[CUDA], device)
         version, keys, gauss = json.loads(texts["python_random"])
         random.setstate((version, tuple(keys), gauss))
         kind, keys, *rest = json.loads(texts["numpy_random"])

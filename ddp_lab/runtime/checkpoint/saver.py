@@ -19,7 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ddp_lab.runtime.checkpoint.files import FileInfo, sync_folder, write_tensors, write_whole
+from ddp_lab.runtime.checkpoint.contents import states_in
+from ddp_lab.runtime.checkpoint.files import FileInfo, TensorFiles, sync_folder, write_tensors, write_whole
 from ddp_lab.runtime.checkpoint.manifest import (
     Manifest,
     file_name,
@@ -187,7 +188,8 @@ class Saver:
                 time.sleep(POLL_S)
             infos[file_name(rank)] = msgspec.json.decode(done.read_bytes(), type=FileInfo)
             done.unlink()
-        write_manifest(self._unfinished, msgspec.structs.replace(manifest, files=infos))
+        states = states_in(TensorFiles([self._unfinished / name for name in infos]))
+        write_manifest(self._unfinished, msgspec.structs.replace(manifest, files=infos, states=states))
         target = self.folder / folder_name(self._step)
         if target.exists():  # it is damaged, and the run has resumed from an earlier one
             shutil.rmtree(target)

@@ -1,6 +1,7 @@
 """The checkpoints of one run: the one that it resumes from, and those that it saves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,15 @@ class Checkpoints:
             strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
         if not self.origin:
             return TrainingResult()
-        manifest = self.origin.manifest
-        require_same_settings(manifest, self._settings)
-        require_same_model(manifest, *self._model())
-        strategy.relearn(first_step)
-        on_every_rank(lambda: self._load(self.origin.path, manifest))  # type: ignore[union-attr]
+        path, manifest = self.origin.path, self.origin.manifest
+        with naming(path):
+            require_same_settings(manifest, self._settings)
+            require_same_model(manifest, *self._model())
+            strategy.relearn(first_step)
+            on_every_rank(lambda: self._load(path, manifest))
         strategy.parameters_are_loaded()
         if self._ranks.is_main:
-            print(f"{config.label}: resumes after step {self.done} from {self.origin.path}", flush=True)
+            print(f"{config.label}: resumes after step {self.done} from {path}", flush=True)
         strategy.optimizer_steps = self.done
         now, then = self._sizes(), (manifest.world_size, manifest.data_parallel_size)
         if now != then:
@@ -210,8 +212,18 @@ class Checkpoints:
             train_loss=list(result.loss),
             step_samples=list(result.samples),
             step_time_s=list(result.step_time_s),
+            states={},
             files={},
         )
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the checkpoint in a problem with it, which may quote what is in its files."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{' '.join(str(error).splitlines())} ({path})") from error
 
 
 def ranks_in_words(world_size: int, data_parallel_size: int) -> str:

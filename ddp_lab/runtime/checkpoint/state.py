@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,7 +154,7 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
     for name, buffer in persistent_buffers(strategy.module).items():
         put(buffer, files.read(f"buffer/{name}", 0, buffer.numel()))
     for name, value in strategy.scaler.state().items() if strategy.scaler is not None else ():
-        if (key := f"loss_scale/{name}") in files.keys:  # not if it was saved in another precision
+        if (key := f"loss_scale/{name}") in files.stored:  # not if it was saved in another precision
             put(value, files.read(key, 0, 1))
     states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
     optimizer = strategy.updating_optimizer
@@ -181,12 +182,19 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[st
         UserError: the optimizer has other groups or settings, as it may in another version of torch.
     """
     own = optimizer.param_groups
-    if len(groups) != len(own) or any(not one.keys() >= other.keys() for one, other in zip(own, groups, strict=True)):
+    if len(groups) != len(own) or not all(map(takes, own, groups)):
         raise UserError("--resume: the checkpoint's optimizer has other parameter groups, or other settings of them")
     for group, settings in zip(own, groups, strict=True):
         for name, value in settings.items():
             kind = type(group[name])  # JSON has no tuples, and the manifest stores every number as a float
             group[name] = value if kind is int and value % 1 else kind(value)
+
+
+def takes(group: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a parameter group has settings of these names, each one number or as many as here."""
+    return all(
+        is_setting(group.get(name)) and np.shape(group[name]) == np.shape(value) for name, value in settings.items()
+    )
 
 
 def put(target: Tensor, values: Tensor) -> None:
@@ -196,7 +204,7 @@ def put(target: Tensor, values: Tensor) -> None:
 def keys_by_parameter(files: TensorFiles, kind: str) -> dict[str, dict[str, str]]:
     """For each parameter, the keys of its stored states, by the name of the state."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for key in files.keys:
+    for key in files.stored:
         if key.startswith(f"{kind}/"):
             _, state, name = key.split("/", 2)
             found[name][state] = key

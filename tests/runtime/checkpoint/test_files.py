@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from ddp_lab.runtime.checkpoint.contents import require_contents
 from ddp_lab.runtime.checkpoint.files import DTYPES, TensorFiles, write_tensors
 from ddp_lab.runtime.checkpoint.manifest import (
     FORMAT,
@@ -84,6 +85,7 @@ def test_a_gap_is_found(start: int, length: int) -> None:
 
 def test_files_are_safetensors(tmp_path: Path) -> None:
     tensors = {f"x/{n}": torch.arange(n).to(dtype) for n, dtype in enumerate(DTYPES)} | {"matrix": torch.eye(3)[:, :2]}
+    tensors |= {"strides of 0": torch.ones(()).expand(1), "offset": torch.arange(9.0)[4:7]}
     info = write_tensors(tmp_path / "file", tensors, {"said": "so"})
     content = (tmp_path / "file").read_bytes()
     assert (info.bytes, info.crc32) == (len(content), zlib.crc32(content))
@@ -115,9 +117,19 @@ def manifest(step: int, **changes: Any) -> Manifest:
         train_loss=[0.5] * step,
         step_samples=[8] * step,
         step_time_s=[None] * step,
+        states={},
         files={},
     )
     return msgspec.structs.replace(plain, **changes)
+
+
+def alone(step: int) -> Manifest:
+    """Of a run on one rank."""
+    return manifest(step, world_size=1, data_parallel_size=1)
+
+
+RANDOM = {"random/torch": torch.zeros(4, dtype=torch.uint8)}
+TEXTS = {"python_random": "[]", "numpy_random": "[]"}
 
 
 def make_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
@@ -126,7 +138,7 @@ def make_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
     files = {}
     for rank in range(2):
         tensors = {f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}
-        files[file_name(rank)] = write_tensors(path / file_name(rank), tensors, {})
+        files[file_name(rank)] = write_tensors(path / file_name(rank), tensors | RANDOM, TEXTS)
     write_manifest(path, manifest(step, **{"files": files, **changes}))
     return path
 
@@ -136,7 +148,7 @@ def problem_in(path: Path) -> str:
     try:
         found = read_manifest(path)
         verify_files(path, found, 0, 1)
-        TensorFiles([path / name for name in found.files]).read("parameter/weight", 0, 6)
+        require_contents(path, found)
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -231,10 +243,18 @@ def save_until_killed(folder: Path) -> list[Any]:
     found = []
     for operation in range(1, 100):
         saver = Saver(folder, here(), in_background=False, keep=1)
-        saver.save({"parameter/weight/0": torch.full((6,), 2.0)}, {}, manifest(2, world_size=1))
+        saver.save(
+            {"parameter/weight/0": torch.full((6,), 2.0)} | RANDOM,
+            TEXTS,
+            alone(2),
+        )
         with killed_at(operation) as count:
             try:
-                saver.save({"parameter/weight/0": torch.full((6,), 4.0)}, {}, manifest(4, world_size=1))
+                saver.save(
+                    {"parameter/weight/0": torch.full((6,), 4.0)} | RANDOM,
+                    TEXTS,
+                    alone(4),
+                )
                 is_done = True
             except Killed:
                 is_done = False
@@ -270,7 +290,8 @@ def save_with_a_late_rank(folder: Path) -> int:
 
     def save(step: int, late: int) -> int:
         with before_each_operation(lambda number, *_: time.sleep(LATE_S) if number == late else None) as count:
-            saver.save({f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}, {}, manifest(step))
+            tensors = {f"parameter/weight/{3 * rank}": torch.full((3,), float(step))}
+            saver.save(tensors | RANDOM, TEXTS, manifest(step))
             return count()
 
     operations: list[Any] = [None, None]
@@ -300,7 +321,7 @@ def save_what_changes(folder: Path) -> list[float]:
 
     saver = Saver(folder, here(), in_background=True, keep=None)
     with mock.patch("ddp_lab.runtime.checkpoint.saver.write_tensors", late):
-        saver.save({"parameter/weight/0": weight}, {}, manifest(2, world_size=1))
+        saver.save({"parameter/weight/0": weight}, {}, alone(2))
         weight.zero_()
         may_write.set()
         saver.settle()
@@ -334,7 +355,8 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
     assert problem_in(path) == ""
     (path / file_name(1)).write_bytes(trap)
     assert "rank_1.safetensors has" in problem_in(path)
-    rewrite(path, files={file_name(1): {"bytes": len(trap), "crc32": zlib.crc32(trap)}})
+    files = json.loads((path / MANIFEST).read_bytes())["files"]
+    rewrite(path, files=files | {file_name(1): {"bytes": len(trap), "crc32": zlib.crc32(trap)}})
     assert "rank_1.safetensors is no safetensors file" in problem_in(path)
     (path / MANIFEST).write_bytes(trap)
     assert "manifest.json cannot be understood" in problem_in(path)
@@ -354,15 +376,25 @@ def rewrite(path: Path, **changes: Any) -> None:
 @each_row(
     "changes, expected",
     [
-        ({"files": {"../secret": INFO}}, "names a file '../secret'"),
-        ({"files": {"/etc/passwd": INFO}}, "names a file '/etc"),
-        ({"files": {"rank_9.safetensors": INFO}}, "rank_9.safetensors is missing"),
-        ({"files": {}}, "parameter/weight: not stored"),
-        ({"step": "2"}, "cannot be understood"),
-        ({"step": 7}, "lists are not as long"),
-        ({"format": 1}, "of format 1, but this program reads format 4"),
+        ({"files": {"../secret": INFO, file_name(0): INFO}}, "files: they are not those of 2 ranks, but ../secret;"),
+        ({"files": {file_name(9): INFO, file_name(0): INFO}}, "files: they are not those of 2 ranks, but rank_9"),
+        ({"files": {}}, "files: they are not those of 2 ranks"),
+        ({"step": "2"}, "Expected `int`, got `str` - at `$.step`"),
+        ({"step": 7}, "step: its lists are not as long"),
+        ({"format": 1}, f"of format 1, but this program reads format {FORMAT}"),
+        ({"format": str(FORMAT)}, f"manifest.json cannot be understood: its format is '{FORMAT}', not the number"),
+        ({"format": True}, "its format is True, not the number"),
         ({"more": 1}, "cannot be understood"),
-        ({"parameters": None}, "cannot be understood"),
+        ({"parameters": None}, "missing required field `parameters`"),
+        ({"data_parallel_size": 1}, "manifest.json: data_parallel_size: 1 ranks, but 2 by world_size"),
+        ({"states": {"optimizer/exp_avg/wait": "float32"}}, "manifest.json: states: 'wait' belongs to none"),
+        (
+            {"states": {"optimizer/exp_avg/weight": "float32"}},
+            "exp_avg/weight', of which manifest.json says 6",
+        ),
+        ({"parameters": {"weight": [[6], "int32", True]}}, "Expected `object`, got `array` - at `$.parameters[...]`"),
+        ({"config": {"mesh": "dp=2,tp"}}, "manifest.json: config.mesh: --mesh dp=2,tp"),
+        ({"config": {"device": "cuda"}}, "rank_0.safetensors lacks random/cuda"),
     ],
 )
 def test_altered_manifests(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
