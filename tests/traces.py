@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.analysis.record import checked
 from ddp_lab.analysis.traces.reading import RankTrace, parse_trace
 from ddp_lab.analysis.traces.timeline import RankTimeline, build_timeline
 from ddp_lab.record_format import RECORD_VERSION
@@ -127,8 +128,8 @@ def write_run(folder: Path, make: Any = cpu_trace, run_id: str = "20261121-09300
 
 
 def record(choice: str, step: float) -> dict[str, Any]:
-    """A run record with what reports read; `step` is the time of a step in seconds. Its traffic is `cpu_trace`'s."""
-    return {
+    """A run record as it is read; `step` is the time of a step in seconds. Its traffic is `cpu_trace`'s."""
+    content = {
         "schema_version": RECORD_VERSION,
         "choice": choice,
         "run_id": "r<script>",
@@ -169,6 +170,7 @@ def record(choice: str, step: float) -> dict[str, Any]:
             "seed": 0,
         },
     }
+    return checked(content, "record")
 
 
 def record_of_eight_steps(choice: str, step: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from ddp_lab.analysis.errors import TraceError, listed
 from ddp_lab.analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
+from ddp_lab.untrusted import add_limit
 
 if TYPE_CHECKING:
     from ddp_lab.analysis.summary import WindowAnalysis
@@ -47,6 +48,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> argparse.
         type=Path,
         help="folder of the report (default: the trace folder with profile* replaced by reports*)",
     )
+    add_limit(parser)
     return parser
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from ddp_lab.runtime.errors import UserError
+
 MOST_LISTED = 12
 
 
-class TraceError(Exception):
+class TraceError(UserError):
     """A trace or run record that cannot be used. The message names the file, what is wrong and what to do."""
 
 

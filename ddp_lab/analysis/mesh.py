@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ddp_lab.analysis.errors import TraceError
-
 DATA_DIMENSIONS = ("dp", "replicate", "shard")
 """Along these, ranks see different samples."""
 EVERYONE = "mesh"
@@ -15,18 +13,10 @@ Mesh = dict[str, int]
 
 
 def mesh_of(record: dict[str, Any] | None) -> Mesh | None:
-    """The mesh of a run; None if it has none, or there is no record.
-
-    Raises:
-        TraceError: the record has something else in its place.
-    """
+    """The mesh of a run; None if it has none, or there is no record."""
     text = record["config"].get("mesh") if record else None
-    if text is None:
-        return None
-    parts = [part.partition("=") for part in str(text).split(",")]
-    if not all(name and number.isdecimal() and int(number) for name, _, number in parts):
-        raise TraceError(f"a damaged run record (config.mesh: {text}); train again")
-    return {name: int(number) for name, _, number in parts}
+    parts = [part.partition("=") for part in text.split(",")] if text else []
+    return {name: int(number) for name, _, number in parts} or None
 
 
 def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:

@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 
 from ddp_lab.analysis.errors import TraceError, listed
-from ddp_lab.analysis.files import failure_of, profiled_ranks, read_record
 from ddp_lab.analysis.mesh import mesh_of
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.exposure import Exposure, exposure
 from ddp_lab.analysis.metrics.holistic import holistic_figures
 from ddp_lab.analysis.metrics.memory import memory_row
+from ddp_lab.analysis.record import failure_of, profiled_ranks, read_record
 from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace

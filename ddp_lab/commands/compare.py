@@ -22,6 +22,7 @@ from ddp_lab.runtime.cli import OneLineParser
 from ddp_lab.runtime.config import split_label
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
 from ddp_lab.sweep.meshes import place
+from ddp_lab.untrusted import add_limit
 
 WORSE_THAN_ALLOWED = 3
 LABEL = re.compile(rf"[^@]+(@[a-z]+\d+(-[a-z]+\d*)*)?(@{LEGACY_NCCL})?")
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PERCENT",
         help="exit with code 3 if a figure got worse by more than this, and by more than chance explains",
     )
+    add_limit(parser)
     return parser
 
 

@@ -29,6 +29,7 @@ from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
 from ddp_lab.runtime.cli import OneLineParser
+from ddp_lab.untrusted import add_limit
 
 FOUND, UNEXPLAINED = 3, 4
 
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="print everything: why, all evidence, sources, tables")
     parser.add_argument("--rules", action="store_true", help="print every rule in full as Markdown, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_limit(parser)
     return parser
 
 

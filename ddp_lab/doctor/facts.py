@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
+from ddp_lab.analysis.layout import RunEnd
 from ddp_lab.doctor.comparison import Divergence, compare
 from ddp_lab.doctor.live.machine import Machine
 from ddp_lab.doctor.reading.complaints import Said, read_complaints
@@ -49,7 +49,7 @@ class Facts:
     topologies: list[Topology] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
     machine: Machine | None = None
-    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    runs: list[tuple[str, RunEnd]] = field(default_factory=list)
     slow_pairs: list[str] = field(default_factory=list)
 
     @cached_property

@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import json_bytes
+
+
+class Kept(msgspec.Struct):
+    settings: dict[str, Any]
+    finished: list[str]
 
 
 class SweepState:
@@ -25,20 +33,19 @@ class SweepState:
         Raises:
             UserError: there is no such sweep, or it had other settings.
         """
+        if not self._path.exists():
+            raise UserError(f"--resume: no interrupted sweep ({self._path} is not there); leave out --resume")
         try:
-            kept = json.loads(self._path.read_text())
-            settings, finished = dict(kept["settings"]), [str(choice) for choice in kept["finished"]]
-        except FileNotFoundError:
-            raise UserError(f"--resume: no interrupted sweep ({self._path} is not there); leave out --resume") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            kept = msgspec.json.decode(json_bytes(self._path, 1 / 1000), type=Kept)
+        except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"--resume: {self._path} cannot be read ({error}); leave out --resume") from None
         for name, value in self._settings.items():
-            if settings.get(name) != value:
+            if kept.settings.get(name) != value:
                 raise UserError(
-                    f"--resume: the interrupted sweep had {name} {shown(settings.get(name))}, this one has "
+                    f"--resume: the interrupted sweep had {name} {shown(kept.settings.get(name))}, this one has "
                     f"{shown(value)}; give the same, or leave out --resume"
                 )
-        self.finished = finished
+        self.finished = kept.finished
 
     def write(self) -> None:
         """Write the file.

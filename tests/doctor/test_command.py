@@ -79,7 +79,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
         ("dump", b"\x80\x04\x95rest", ": a pickle, which is not loaded"),
         ("dump.pt", b"PK\x03\x04rest", ": a zip archive, or what torch.save has written"),
         ("log.gz", b"\x1f\x8b\x08rubbish", ": it cannot be unpacked: "),
-        ("log.zst", b"\x28\xb5\x2f\xfdrest", ": packed by zstd; unpack it first"),
+        ("log.zst", b"\x28\xb5\x2f\xfdrest", ": it cannot be unpacked: "),
         ("cut.flight.json", b'{"version": 1, "rank": 0, "entr', ": not whole JSON; was the file cut off?"),
         ("deep.json", b'{"version": 1, "entries": ' + b"[" * 100_000, ": not whole JSON"),
         ("other.json", b'{"a": 1}', ": JSON, but neither a flight-recorder dump nor a run record"),

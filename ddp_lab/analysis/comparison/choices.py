@@ -13,7 +13,7 @@ from ddp_lab.analysis.command import report_folder, report_on_window
 from ddp_lab.analysis.comparison.compare import REFERENCE, Traced, keep, latest_record
 from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, field_of, require_comparable
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.files import leaves_traces
+from ddp_lab.analysis.record import leaves_traces
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.traces.finding import Window, find_windows
 

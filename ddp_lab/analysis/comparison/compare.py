@@ -10,10 +10,10 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, MEMORY_COLUMNS, PART_COLUMNS, SHARE_COLUMNS, TRAFFIC_COLUMNS
 from ddp_lab.analysis.comparison.fairness import by_class
-from ddp_lab.analysis.files import failure_of, read_record
 from ddp_lab.analysis.metrics.memory import memory_row
 from ddp_lab.analysis.metrics.significance import Estimate, directions, paired_ratio
 from ddp_lab.analysis.metrics.utilization import mfu
+from ddp_lab.analysis.record import failure_of, read_record
 from ddp_lab.analysis.summary import WindowAnalysis
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
@@ -133,7 +133,7 @@ def comparison(
     table = pd.DataFrame(rows).reindex(columns=["group", *COMPARISON_COLUMNS])
     references = table[table["verdict"] == IS_REFERENCE].set_index("group")
     for column, ratio in RATIOS.items():
-        table[ratio] = table[column] / table["group"].map(references[column])
+        table[ratio] = table[column] / table["group"].map(references[column].replace(0, float("nan")))
     digits = {column: 4 for column in COMPARISON_COLUMNS if column not in FINE}
     for column in COUNTS:
         table[column] = table[column].astype("Int64").astype(object).where(table[column].notna(), None)

@@ -13,7 +13,8 @@ from ddp_lab.analysis.comparison.choices import last_window, print_whole
 from ddp_lab.analysis.comparison.compare import keep
 from ddp_lab.analysis.comparison.fairness import require_comparable
 from ddp_lab.analysis.errors import TraceError
-from ddp_lab.analysis.files import failure_of, leaves_traces, read_record, write_csv
+from ddp_lab.analysis.files import write_csv
+from ddp_lab.analysis.record import failure_of, leaves_traces, read_record
 from ddp_lab.analysis.report.pages.heads import audit_lines, banner, labels
 from ddp_lab.analysis.summary import analyse_window
 

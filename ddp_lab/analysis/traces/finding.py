@@ -11,7 +11,7 @@ from ddp_lab.analysis.traces.reading import peek
 
 OWN_NAME = re.compile(r"^(?P<run_id>.+)\.step(?P<step>\d+)\.pt\.trace\.json\.gz$")
 RANK_IN_PATH = re.compile(r"(?<![a-z])rank[_\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
-SUFFIXES = (".json", ".json.gz")
+SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz", ".json.zst")
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ No figure needs most of the arguments in a trace, nor, on a GPU, the operators o
 stay undecoded bytes, except those of collectives and of device events.
 """
 
-import gzip
 import json
 import math
 import re
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +18,8 @@ import pandas as pd
 
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.gloo_operators import with_paced_names
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import json_bytes, most_bytes
 
 DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCH_CATEGORIES = ("_runtime", "_driver")
@@ -42,6 +42,8 @@ LONGEST_NAME = 300
 LARGEST_TIME_US = 1e17
 """Three thousand years. A larger time is an error in the trace."""
 Decoded = TypeVar("Decoded")
+REPAIRED = 1 / 8
+"""Of the largest file: how much is repaired, which takes ten times the memory of reading it."""
 STEP_NAME = re.compile(rb'"ProfilerStep#(\d{1,15})"')
 
 
@@ -98,9 +100,9 @@ def read_trace(path: Path) -> RankTrace:
     return parse_trace(read_bytes(path), path)
 
 
-def parse_trace(data: bytes, path: Path) -> RankTrace:
+def parse_trace(data: bytes | bytearray, path: Path) -> RankTrace:
     """As `read_trace`, from the file's content; `path` is for messages."""
-    if not data.strip():
+    if not data:
         raise TraceError(f"{path}: the file is empty; the run was probably stopped while it wrote; profile again")
     file = _decode(data, path)
     file.traceEvents = with_paced_names(file.traceEvents)
@@ -119,19 +121,16 @@ def parse_trace(data: bytes, path: Path) -> RankTrace:
     return RankTrace(path, info, events, left_out)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file, decompressed.
+def read_bytes(path: Path) -> bytearray:
+    """The content of a file, unpacked.
 
     Raises:
-        TraceError: the file cannot be read, or its end is missing.
+        TraceError: the file cannot be read, its end is missing, or it is too large.
     """
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except OSError as error:  # gzip.BadGzipFile is one too
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error):
-        raise TraceError(f"{path}: the gzip file is cut short or damaged; profile again") from None
+        return json_bytes(path)
+    except UserError as error:
+        raise TraceError(str(error)) from None
 
 
 def peek(path: Path) -> tuple[int | None, int | None]:
@@ -147,12 +146,14 @@ def peek(path: Path) -> tuple[int | None, int | None]:
     return (rank if type(rank) is int and rank >= 0 else None), min(steps, default=None)
 
 
-def _decode(data: bytes, path: Path) -> _File:
+def _decode(data: bytes | bytearray, path: Path) -> _File:
     decoder = msgspec.json.Decoder(_File)
     try:
         try:
             return decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
+            if len(data) > most_bytes() * REPAIRED:
+                raise
             return decoder.decode(_repaired(data))
     except RecursionError:
         raise TraceError(f"{path}: JSON nested too deeply to be a trace") from None
@@ -162,7 +163,7 @@ def _decode(data: bytes, path: Path) -> _File:
         raise TraceError(f"{path}: not valid JSON ({error}); the file is cut short or not a trace") from None
 
 
-def _repaired(data: bytes) -> bytes:
+def _repaired(data: bytes | bytearray) -> bytes:
     """Valid JSON from what a profiler may write but the decoder refuses.
 
     That is NaN, infinity, control characters and broken UTF-8. Events that are not objects are removed.
@@ -245,7 +246,7 @@ def _arguments(event: _Event) -> dict[str, Any] | None:
     return found and {name: _clean(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _decoded(data: bytes | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:
+def _decoded(data: bytes | bytearray | msgspec.Raw, kind: type[Decoded]) -> Decoded | None:
     """JSON decoded as `kind`; None if it is broken or something else."""
     try:
         return msgspec.json.decode(data, type=kind)

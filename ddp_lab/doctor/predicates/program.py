@@ -99,13 +99,13 @@ def run_ended(facts: Facts) -> Match | None:
     """The latest run's record names the first cause of its end (docs/run-record.md, `ended`)."""
     if not facts.runs:
         return None
-    path, record = max(facts.runs, key=lambda run: str(run[1]["run_id"]))
-    ended = record.get("ended")
-    if not isinstance(ended, dict) or ended.get("how") in (None, "completed"):
+    path, record = max(facts.runs, key=lambda run: run[1].run_id)
+    ended = record.ended
+    if not ended.problem:
         return None
-    where = [f"{name} {printable(str(ended[name]))}" for name in _PLACE if ended.get(name) is not None]
-    said = printable(str(ended.get("message") or "no message"))
-    line = Line(path, 0, f"ended: {printable(str(ended['how']))}{': ' if where else ''}{', '.join(where)}")
+    where = [f"{name} {printable(str(value))}" for name in _PLACE if (value := getattr(ended, name)) is not None]
+    said = printable(ended.message or "no message")
+    line = Line(path, 0, f"ended: {printable(ended.how)}{': ' if where else ''}{', '.join(where)}")
     return Match([line], [said])
 
 

@@ -1,32 +1,19 @@
 """The bytes of a file of any size: unpacked, and of a long one the beginning and the end."""
 
-import bz2
-import gzip
-import io
-import lzma
-import zlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from ddp_lab.doctor.reading.texts import InputError, count_of
+from ddp_lab.untrusted import NOT_WHOLE, most_bytes, unpacked
 
-HEAD_BYTES = 16 * 2**20
+HEAD_BYTES = 8 * 2**20
 """Kept of the beginning of a file, where versions and settings are."""
-TAIL_BYTES = 240 * 2**20
-"""Kept of its end, where errors are."""
-HEAD_LINES, TAIL_LINES = 500_000, 3_000_000
+TAIL_BYTES = 56 * 2**20
+"""Kept of its end, where errors are. A log of this size takes seconds."""
+HEAD_LINES, TAIL_LINES = 100_000, 600_000
 """The most lines of both, to a chunk."""
-MOST_UNPACKED_BYTES = 4 * 2**30
-"""Read of a compressed file, so that a small file cannot keep the doctor busy for hours."""
-_CHUNK = 2**20
-
-_UNPACKERS: dict[bytes, Callable[[BinaryIO], object]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\x00": lzma.open,
-}
+_CHUNK = 2**16
 
 
 @dataclass(frozen=True)
@@ -47,23 +34,20 @@ class Content:
 
 
 def read_content(file: BinaryIO) -> Content:
-    """Read a file, a pipe, or what gzip, bzip2 or xz have packed."""
-    buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file))
-    magic = buffered.peek(6)[:6]
-    unpack = next((unpack for start, unpack in _UNPACKERS.items() if magic.startswith(start)), None)
-    return (
-        _bounded(cast(io.BufferedReader, unpack(buffered)), MOST_UNPACKED_BYTES) if unpack else _bounded(buffered, None)
-    )
+    """Read a file, a pipe, or what gzip, bzip2, xz or zstd have packed, up to the limit of what is unpacked."""
+    stream, is_packed = unpacked(file)
+    return _bounded(stream, most_bytes() if is_packed else None)
 
 
-def _bounded(file: io.BufferedReader, most: int | None) -> Content:
+def _bounded(file: BinaryIO, most: int | None) -> Content:
     chunks: deque[tuple[bytes, int]] = deque()
     head, kept, total, problem = bytearray(), 0, 0, ""
     head_lines = kept_lines = left_bytes = left_lines = 0
+    read = getattr(file, "read1", file.read)  # as much as there is, so that a cut packed file loses nothing
     while True:
         try:
-            chunk = file.read1(_CHUNK)  # as much as there is, so that a cut packed file loses nothing
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            chunk = read(_CHUNK)
+        except NOT_WHOLE as error:
             if not total:
                 raise InputError(f"it cannot be unpacked: {error}") from None
             problem = f"not whole: {error}"
@@ -71,7 +55,7 @@ def _bounded(file: io.BufferedReader, most: int | None) -> Content:
         if not chunk:
             break
         total += len(chunk)
-        lines = chunk.count(b"\n")
+        lines = chunk.count(b"\n") + chunk.count(b"\r")  # a progress bar's too, which become lines
         if not chunks and len(head) < HEAD_BYTES and head_lines < HEAD_LINES:
             head += chunk
             head_lines += lines
@@ -81,8 +65,8 @@ def _bounded(file: io.BufferedReader, most: int | None) -> Content:
         while len(chunks) > 1 and (kept - len(chunks[0][0]) >= TAIL_BYTES or kept_lines > TAIL_LINES):
             gone, lines = chunks.popleft()
             kept, kept_lines = kept - len(gone), kept_lines - lines
-            left_bytes, left_lines = left_bytes + len(gone), left_lines + lines
+            left_bytes, left_lines = left_bytes + len(gone), left_lines + gone.count(b"\n")
         if most is not None and total >= most:
-            problem = f"only its first {most / 2**30:g} GiB unpacked; unpack it, and give the end"
+            problem = f"only its first {most / 2**20:,.0f} MiB unpacked; give more by --most-gib, or the end of it"
             break
     return Content(bytes(head), b"".join(chunk for chunk, _ in chunks), (left_bytes, left_lines), problem)

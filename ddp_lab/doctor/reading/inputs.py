@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ddp_lab.analysis.layout import RunEnd
 from ddp_lab.doctor.facts import Facts
 from ddp_lab.doctor.reading.content import Content, read_content
 from ddp_lab.doctor.reading.flight_recorder import is_dump, read_dump
 from ddp_lab.doctor.reading.texts import InputError, Text, count_of, encoding_of, printable, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.untrusted import fitted
 
 MOST_FILES = 5000
 """Files of a folder that are read."""
@@ -158,8 +161,6 @@ def _refuse_binary(name: str, content: bytes) -> None:
             f"{name}: a pickle, which is not loaded because it can run code; use torchfrtrace for it, or have the "
             "flight recorder dump JSON (torch._C._distributed_c10d._dump_nccl_trace_json)"
         )
-    if content.startswith(b"\x28\xb5\x2f\xfd"):
-        raise ForeignFile(f"{name}: packed by zstd; unpack it first: zstdcat FILE | ddp-lab doctor -")
     text = content[:4096].replace(b"\0", b"").decode(encoding="utf-8", errors="replace")
     strange = sum(char == "\ufffd" or (char < " " and char not in "\t\n\r\b\f\x1b") for char in text)
     if encoding_of(content) == "utf-8" and strange > len(text) / 10:
@@ -182,8 +183,12 @@ def _read_json(inputs: Inputs, name: str, content: bytes) -> str | None:
         more = f" and {dump.point_to_point:,} sends and receives" if dump.point_to_point else ""
         return f"flight recorder of rank {dump.rank}, {count_of(len(dump.calls), 'collective')}{more}"
     if isinstance(decoded, dict) and "run_id" in decoded and "choice" in decoded:
-        inputs.facts.runs.append((name, decoded))
-        return f"record of run {printable(str(decoded['run_id']))}, {printable(str(decoded['choice']))}"
+        try:
+            run = fitted(decoded, RunEnd, name, "run record")
+        except UserError as error:
+            raise InputError(str(error)) from None
+        inputs.facts.runs.append((name, run))
+        return f"record of run {printable(run.run_id)}, {printable(run.choice)}"
     raise ForeignFile(f"{name}: JSON, but neither a flight-recorder dump nor a run record")
 
 

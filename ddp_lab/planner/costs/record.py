@@ -4,12 +4,11 @@
 format is described in docs/planner-costs.md.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs.cluster import Device
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.records.record import cpu_name
+from ddp_lab.untrusted import fitted, json_bytes
 
 SCHEMA_VERSION = 3
 Key = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]
@@ -71,17 +71,35 @@ def kinds_of(call: OperatorCall) -> tuple[object, object]:
 # The file -------------------------------------------------------------------------------------------------------------
 
 
+class Entry(msgspec.Struct):
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    flops: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+    bytes_moved: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class Content(msgspec.Struct):
+    """What is read of a record."""
+
+    precision: str
+    device: str
+    hardware: str
+    threads: int
+    operators: Annotated[list[Entry], msgspec.Meta(min_length=1)]
+
+
 def load(path: str | Path) -> dict[str, Any]:
     """A record as it was written.
 
     Raises:
-        UserError: it cannot be read, or is none.
+        UserError: it cannot be read, or is none. Names the field.
     """
     try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not JSON"
-        raise UserError(f"cannot read a record of operators from {path}: {reason}") from None
+        content = msgspec.json.decode(json_bytes(Path(path)))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise UserError(f"cannot read a record of operators from {path}: it is not JSON") from None
     if not isinstance(content, dict) or content.get("what") != "operators":
         raise UserError(f"{path}: not a record of operators; make one with ddp-lab plan record")
     if content.get("schema_version") != SCHEMA_VERSION:
@@ -89,6 +107,7 @@ def load(path: str | Path) -> dict[str, Any]:
             f"{path}: a record of version {content.get('schema_version')}, this reads version {SCHEMA_VERSION}; "
             "make it again with ddp-lab plan record"
         )
+    fitted(content, Content, path, "record of operators")
     return content
 
 

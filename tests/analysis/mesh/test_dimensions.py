@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.record import checked
 from ddp_lab.analysis.traces.collectives import gloo_collectives
 from ddp_lab.analysis.traces.groups import ranks_of, shown
+from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA_DIMENSIONS, Mesh
 from ddp_lab.runtime.watch.group_marks import ranks_text
 from ddp_lab.strategy.accounting import EVERYONE, Collective
@@ -81,8 +82,10 @@ def test_dimensions_of_groups() -> None:
     assert {ranks: dimension_of(mesh, ranks) for ranks in expected} == expected
     assert in_order(mesh, ["", "mesh", "tp", "dp", "tp", "shard"]) == ["shard", "tp", "dp", "mesh", ""]
     assert mesh_of(None) is None and mesh_of({"config": {}}) is None
-    with pytest.raises(TraceError, match=r"config\.mesh: dp"):
-        mesh_of({"config": {"mesh": "dp"}})
+    of_two = record_of_eight_steps("x", 1.0)
+    for text in ("dp", "dp=3"):
+        with pytest.raises(UserError, match=r"config\.mesh: "):
+            checked(of_two | {"config": of_two["config"] | {"mesh": text}}, "r")
     assert set(DATA_DIMENSIONS) == {"dp", "replicate", "shard"}
 
 

@@ -14,7 +14,6 @@ from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window, read_rank
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.reading import LONGEST_NAME
-from ddp_lab.record_format import RECORD_VERSION
 from tests.tables import each_row
 from tests.traces import cpu_trace, cuda_trace, event, write, write_run
 
@@ -142,20 +141,6 @@ def test_a_file_in_the_folder_of_another_rank(tmp_path: Path) -> None:
     write(next(trace_dir.glob("rank_0/*")), cpu_trace(1))
     (problem,) = analyse_window(find_windows(trace_dir)[0]).problems
     assert "says that it is of rank 1; its name says rank 0" in problem
-
-
-@each_row(
-    "content",
-    [{}, {"config": 5}, {"memory": 5}, {"memory": [3]}, {"train_loss": None}, "[" * 100_000],
-)
-def test_damaged_run_records_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any) -> None:
-    trace_dir = write_run(tmp_path / "profile" / "x")
-    path = trace_dir / f"{find_windows(trace_dir)[0].run_id}.run.json"
-    whole = {"schema_version": RECORD_VERSION, "ended": {"how": "completed"}, "run_id": "r", "choice": "x"}
-    path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
-    assert main("reports", ["--trace-dir", str(trace_dir)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {path}: ") and error.count("\n") == 1
 
 
 # Hostile -------------------------------------------------------------------------------------------------------------

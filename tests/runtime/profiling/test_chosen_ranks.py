@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ddp_lab.analysis.files import profiled_ranks
+from ddp_lab.analysis.record import profiled_ranks
 from ddp_lab.analysis.report.pages.summary import write_summary
 from ddp_lab.analysis.summary import analyse_window
 from ddp_lab.analysis.traces.finding import find_windows

@@ -7,9 +7,10 @@ import pandas as pd
 
 from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from ddp_lab.analysis.errors import listed
-from ddp_lab.analysis.files import failure_of, write_csv
+from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of
 from ddp_lab.analysis.metrics.stragglers import stragglers
+from ddp_lab.analysis.record import failure_of
 from ddp_lab.analysis.report.figures.lanes import kernels_sentence
 from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
 from ddp_lab.analysis.report.figures.memory import MOST_PANELS, memory_figure, memory_timeline_figure
