@@ -101,9 +101,10 @@ def _own_state(name: str, value: Any, parameter: nn.Parameter, part: Part) -> An
     if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
         return value
     flat, numel = getattr(value, "to_local", lambda: value)().reshape(-1), part.tensor.numel()
-    own = (
-        flat[part.start : part.start + numel] if part.start is not None else flat[:1].expand(min(len(flat), 1) * numel)
-    )
+    if part.start is not None:
+        own = flat[part.start : part.start + numel]
+    else:  # a rank may hold none of a small parameter, and must not be the one that refuses
+        own = (flat if len(flat) else flat.new_zeros(1))[:1].expand(numel)
     if own.isnan().any():
         raise UnsupportedError(
             f"the optimizer copies values of parameters into its state {name} when it is built, where they are in "

@@ -27,7 +27,7 @@ def trained(torchrun: Any) -> RunConfig:
 
 
 def test_commands_in_the_docs() -> None:
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
     for command in COMMANDS:
         torchrun = parse_args(shlex.split(command))
         assert (ROOT / torchrun.training_script).exists()  # a file, or the package behind `-m`

@@ -19,6 +19,7 @@ from tests.runtime.test_run import record_of, run_here
 from tests.tables import each_row
 
 
+@pytest.mark.slow
 def test_it_learns_within_four_epochs(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"choice": "simple_ddp", "workload": "digits", "global_batch_size": 64, "epochs": 4}
     settings |= {"output_dir": str(tmp_path), "no_profile": True}

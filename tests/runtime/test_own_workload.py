@@ -21,7 +21,6 @@ from tests.ranks import RankPool
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = f"{ROOT / 'examples' / 'workload.py'}:build"
 START = """
 import torch
 from torch import nn

@@ -160,7 +160,7 @@ def test_thin_benchmark(tmp_path: Path) -> None:
     )
     documented = re.findall(r"^\| (`[a-z_0-9`, ]+`) \| ", section, re.MULTILINE)
     assert table.columns.tolist() == [name for row in documented for name in re.findall(r"\w+", row)]
-    assert table.choice.tolist() == ["zero3", "bare_loop", "local", "runtime"]
+    assert table.choice.tolist() == ["pytorch_ddp", "zero3", "bare_loop", "local", "runtime"]
     assert table.world_size.eq(2).all() and table.rounds.eq(2).all() and table.workload.eq("mlp").all()
     elements = table.elements[0]
     expected = table.set_index("choice").expected_resting_bytes

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,9 +15,11 @@ from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.communication.verdict import ReadLater
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
-from tests.parity import for_each_choice, load, message_of, options_of
+from tests.parity import all_choices, for_each_choice, load, message_of, options_of
 from tests.ranks import RankPool
+from tests.strategies.cases.settings import FAMILIES
 from tests.strategies.test_traps import Choice
+from tests.tables import by_default
 
 STEPS = 5
 OPTIMIZERS = {
@@ -120,7 +123,7 @@ def diverge_late(choice: Choice, what: str, optimizer: str) -> tuple[str, bool]:
     return message, all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
-@for_each_choice
+@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
 def test_an_error_found_late_names_its_step_and_has_changed_nothing(ranks: RankPool, choice: Choice) -> None:
     for what, optimizer in zip(("the loss", "a gradient"), OPTIMIZERS, strict=True):
         for message, unchanged in ranks.run(2, diverge_late, choice, what, optimizer):

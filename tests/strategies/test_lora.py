@@ -13,7 +13,7 @@ from tests.tables import by_default, each_row
 STEPS = [[[2, 1], [1, 2]], [[2, 2], [1]], [[1], [3, 1]]]
 
 
-@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
+@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES[1:3], *FAMILIES[5:]), ids="-".join)
 def test_adapters_train_as_in_one_process(ranks: RankPool, choice: tuple[str, str]) -> None:
     results = check_parity(ranks, choice, LORA, STEPS, "adam")
     start = build(LORA).state_dict()

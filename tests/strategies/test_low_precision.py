@@ -73,7 +73,10 @@ def copies_in_use(model: str, by_autocast: bool, precision: str) -> tuple[dict[s
         return strategy.full_state_dict(), [held[-1], count()]
 
 
-@each_row("model, precision", [*((model, "bf16") for model in BUILD), ("llama", "fp16"), ("used twice", "fp16")])
+@each_row(
+    "model, precision",
+    [*((model, "bf16") for model in BUILD if model != "llama"), ("llama", "fp16"), ("used twice", "fp16")],
+)
 def test_zero3_frees_low_precision_copies_with_their_unit(ranks: RankPool, model: str, precision: str) -> None:
     """After forward those of the last block are there. The results are bitwise those of autocast's own copies."""
     linear = sum(layer.weight.numel() for layer in BUILD[model]().modules() if isinstance(layer, nn.Linear))

@@ -87,7 +87,7 @@ def test_small_updates_are_not_rounded_away(ranks: RankPool, choice: tuple[str, 
 
 @over_casting
 def test_traffic_is_what_is_announced(ranks: RankPool, choice: tuple[str, str]) -> None:
-    for model, micro_batches, options in (("llama", 2, BF16), ("frozen", 1, ALL_IN_BF16), ("plain", 1, BF16)):
+    for model, micro_batches, options in (("frozen", 2, BF16), ("plain", 1, ALL_IN_BF16)):
         for announced, seen, _ in ranks.run(2, profiled_step, choice, model, micro_batches, options):
             assert announced == seen, f"{model}, {options}"
 
@@ -104,7 +104,7 @@ def resting_memory(choice: tuple[str, str], options: dict[str, Any]) -> tuple[di
 @over_casting
 def test_memory_is_what_the_formula_says(ranks: RankPool, choice: tuple[str, str]) -> None:
     """Padding and Adam's counters aside."""
-    for options in (BF16, ALL_IN_BF16, {"reduce_dtype": "bf16"}):
+    for options in (BF16, {"reduce_dtype": "bf16"}):
         for held, expected in ranks.run(2, resting_memory, choice, options):
             for component, size in expected.items():
                 assert size <= held[component] <= 1.05 * size, f"{component}, {options}"

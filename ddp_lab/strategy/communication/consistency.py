@@ -69,7 +69,7 @@ def _overlap(one: Tensor, another: Tensor) -> bool:
     """Whether two views of a storage have an element in common; if they differ in dtype, taken for granted."""
     if one.dtype != another.dtype:
         return True
-    numbers = torch.arange(max(_span(one)[1], _span(another)[1]) // one.element_size())
+    numbers = torch.arange(max(_span(one)[1], _span(another)[1]) // one.element_size(), dtype=torch.int64, device="cpu")
     first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, another))
     return bool(torch.isin(first, second).any())
 

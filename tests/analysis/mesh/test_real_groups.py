@@ -1,6 +1,7 @@
 """Real ranks on a mesh: traces say in which group each collective ran, and a run's audit passes by dimension."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ddp_lab.runtime.watch.flight_recorder import FlightRecorder
 from ddp_lab.runtime.watch.sequence import recorded_collectives
 from tensor_parallel import REGISTRY
 from tests.ranks import RankPool
+from tests.runtime.checkpoint.test_mesh_runs import small_language
 
 SIZES, ALIKE = (10, 20, 30), 10
 """Elements of a rank's share in each group, and of the all-reduces, which are alike in all."""
@@ -89,7 +91,7 @@ def test_without_a_watcher_groups_are_unknown(ranks: RankPool) -> None:
 
 
 def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
-    settings = {"workload": "sample-lm", "train_samples": 20, "eval_samples": 4, "global_batch_size": 4}
+    settings = {"train_samples": 20, "eval_samples": 4, "global_batch_size": 4}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
     here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
@@ -109,7 +111,7 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
 def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
     ranks: RankPool, tmp_path: Path, choice: str, mesh: str, expected: set[str]
 ) -> None:
-    ranks.run(4, train_on_mesh, str(tmp_path), mesh, choice)
+    ranks.run(4, partial(train_on_mesh, **small_language(tmp_path)), str(tmp_path), mesh, choice)
     (window,) = find_windows(tmp_path / "profile" / f"{choice}@{Mesh.parse(mesh).label}")
     analysis = analyse_window(window)
     page = write_summary(analysis, choice, tmp_path / "reports").read_text()

@@ -116,13 +116,13 @@ def require_agreement(trace: dict[str, Any]) -> None:
     assert theirs["overlap_pct"] == pytest.approx(100 * hidden / communication, abs=0.005 + 1e-9)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(device_steps)
 def test_device_kernels(steps: list[Any]) -> None:
     require_agreement(device_trace(steps))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(cpu_steps)
 def test_lowered_traces(steps: list[Any]) -> None:
     require_agreement(threads_trace(steps))

@@ -25,15 +25,19 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1, "n_positio
 """Of a language model with dropout."""
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("language")
+def small_language(folder: Path) -> dict[str, Any]:
+    """Settings of a run on files that are written into `folder`."""
     (folder / "config.json").write_text(json.dumps(GPT2))
     (folder / "text.txt").write_text("\n\n".join(prose.documents()[1][:8]))
+    return {"task": "causal-lm", "model": str(folder), "dataset": str(folder / "text.txt")}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lengths = {"sequence_length": 16, "train_samples": 16, "eval_samples": 4, "global_batch_size": 4}
     lengths["grad_accum_steps"] = 1
-    files = {"model": str(folder), "dataset": str(folder / "text.txt")}
-    return {"choice": "zero1", "task": "causal-lm", "no_profile": True, "checkpoint_every": 2, **lengths, **files}
+    files = small_language(tmp_path_factory.mktemp("language"))
+    return {"choice": "zero1", "no_profile": True, "checkpoint_every": 2, **lengths, **files}
 
 
 def run_on_mesh(settings: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
 from tests.ranks import RankPool
+from tests.strategies.cases.settings import FAMILIES
+from tests.tables import by_default
 
 # The formula ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ def count_hooks(strategy: Any) -> int:
     return modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in strategy.leaves())
 
 
-@pytest.mark.parametrize("choice", all_choices(), ids="-".join)
+@pytest.mark.parametrize("choice", by_default(all_choices(), *FAMILIES), ids="-".join)
 def test_a_recorded_step(ranks: RankPool, choice: tuple[str, str]) -> None:
     for answer in ranks.run(2, step_memory, choice, "llama", 2):
         recorded, rest = answer["recorded"], answer["rest"]

@@ -155,6 +155,7 @@ def sample() -> list[Case]:
     roundings = [
         "fp32",
         "fp16, overflowing",
+        "bf16, reduced",
         "parameters in fp16, reduced",
         "masters, reduced",
         "int8",
