@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddp_lab.runtime.cli import exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
@@ -14,20 +14,11 @@ LOCAL, RUNTIME, BARE_LOOP = "local", "runtime", "bare_loop"
 the small exchanges of that loop, in which no gradient is sent; and a loop around PyTorch DDP without this project's."""
 PLAIN = (LOCAL, BARE_LOOP)
 """Loops written by hand, which have no setting but their precision."""
-SETTINGS = {
-    "bucket_cap_mb": bucket_cap,
-    "overlap_optimizer": lambda text: {"on": True, "off": False}[text],
-    "compress": str,
-    "compile": lambda text: {"on": True, "off": False}[text],
-    "precision": str,
-    "activation_checkpointing": str,
-    "param_dtype": str,
-    "reduce_dtype": str,
-    "master_dtype": str,
-    "offload": str,
+SETTINGS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("precision", "param_dtype", "reduce_dtype", "master_dtype", "compress", "offload"), str),
+    **dict.fromkeys(("overlap_optimizer", "compile", "sequence_parallel"), {"on": True, "off": False}.__getitem__),
+    **{"activation_checkpointing": str, "bucket_cap_mb": bucket_cap, "async_tensor_parallel": int},
     "mesh": lambda text: re.sub(r"-?([a-z]+)(\d+)", r",\1=\2", text).lstrip(","),
-    "sequence_parallel": lambda text: {"on": True, "off": False}[text],
-    "async_tensor_parallel": int,
 }
 """What may differ between the choices of one benchmark, and how its value is read."""
 

@@ -102,22 +102,10 @@ def beside_originals(machine: Machine) -> Verdict:
     for backend in machine.backends:
         for own, original in PAIRS.items():
             path = machine.folder / f"{own} {backend}.csv"
-            workload = SMALL if machine.is_quick else ["--workload", "sample"]
-            command = machine.torchrun(
-                "benchmarks/strategies.py",
-                "--backend",
-                backend,
-                "--choices",
-                f"{own},{original},local",
-                "--against",
-                original,
-                "--rounds",
-                "3" if machine.is_quick else "15",
-                "--csv",
-                str(path),
-                *workload,
-                *machine.global_batch,
-            )
+            flags = ["--backend", backend, "--choices", f"{own},{original},local", "--against", original]
+            flags += ["--rounds", "3" if machine.is_quick else "15", "--csv", str(path), *machine.global_batch]
+            flags += SMALL if machine.is_quick else ["--workload", "sample"]
+            command = machine.torchrun("benchmarks/strategies.py", *flags)
             machine.run_well(f"{own} {backend}", command, limit_s=300)
             row = next(row for row in rows_of(path) if row["choice"] == own)
             rows.append(

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddp_lab.analysis.errors import listed
+
 GIB = 2**30
 AS_FAST = 0.02
 """Choices that take at most this share longer than the fastest count as equally fast: most errors are common to all."""
@@ -63,7 +65,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         sentences.append(f"That is little, since what the allocator keeps unused is not in the peak.{more}")
     if len(equal) > 1:
         why = "it is the simplest of them with ample room" if is_roomy(best) else "its peak is the smallest of them"
-        others = listed(row["name"] for row in equal if row is not best)
+        others = listed([row["name"] for row in equal if row is not best])
         sentences.append(f"Equally fast within {AS_FAST:.0%}: {others}; {best['name']} is taken since {why}.")
     if slower:
         sentences.append(against_slower(best, slower))
@@ -76,7 +78,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     if too_large:
         nearest = min(too_large, key=lambda row: row["peak_bytes"])
         sentences.append(
-            f"Not on these devices: {listed(row['name'] for row in too_large)}; of them {nearest['name']} comes "
+            f"Not on these devices: {listed([row['name'] for row in too_large])}; of them {nearest['name']} comes "
             f"nearest, short of {gib(-nearest['spare_bytes'])}."
         )
     return sentences
@@ -105,8 +107,3 @@ def by_mesh(known: Sequence[Row]) -> list[str]:
 
 def gib(held: float) -> str:
     return f"{held / GIB:,.2f} GiB"
-
-
-def listed(names: Any) -> str:
-    names = list(names)
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
