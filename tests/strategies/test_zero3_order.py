@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ AS_ONE_PROCESS = {
 }
 
 
-@each_row("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_as_one_process(ranks: RankPool, world_size: int) -> None:
     for index, (name, case) in enumerate(AS_ONE_PROCESS.items()):
         if "rank" in name or index % 2 == world_size % 2:
