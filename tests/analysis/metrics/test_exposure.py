@@ -17,7 +17,7 @@ from ddp_lab.analysis.traces.collectives import COLUMN_TYPES, COLUMNS, EVERYBODY
 from ddp_lab.analysis.traces.finding import find_windows
 from ddp_lab.analysis.traces.timeline import RankTimeline
 from tests.tables import each_row
-from tests.traces import ahead_trace, cpu_trace, cuda_trace, launched, timeline_of, write_run
+from tests.traces import ahead_trace, write_run
 
 PARTS = ["compute_ms", "exposed_wait_ms", "exposed_transfer_ms", "exposed_copy_ms", "idle_ms"]
 
@@ -53,23 +53,6 @@ def timeline(
     )
 
 
-@each_row("make", [cpu_trace, cuda_trace])
-def test_a_trace_worked_out_by_hand(make: Any) -> None:
-    """Docstring of `cpu_trace`: 500 us of compute and 300 of communication in a step, 100 of it under compute. Both
-    ranks arrive together, so all that is exposed is transfer. On a CPU a step has 999 us, of which 299 are idle. On the
-    device the first ends with its last kernel, at 900, and the second at 1900: 200 and 300 are idle."""
-    found = exposure([timeline_of(make(rank), rank) for rank in range(2)])
-    idle = (0.299, 0.299) if make is cpu_trace else (0.2, 0.3)
-    for row in found.steps.to_dict("records"):
-        assert [row[part] for part in PARTS] == pytest.approx([0.5, 0.0, 0.2, 0.0, idle[row["step"] - 5]])
-    for row in found.collectives.to_dict("records"):
-        assert (row["wait_ms"], row["transfer_ms"], row["exposed_ms"]) == pytest.approx((0, 0.3, 0.2))
-        assert row["lateness_ms"] == 0
-        if make is cpu_trace:
-            assert row["bytes"] == 4000 and row["algbw_gbps"] == row["busbw_gbps"] == pytest.approx(4000 / 300 / 1000)
-            assert row["after_backward_ms"] == pytest.approx(-0.19)
-
-
 def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
     """Docstring of `ahead_trace`. At the end of the host's second step, at 200, the device has not begun the first."""
     analysis = analyse_window(find_windows(write_run(tmp_path, ahead_trace))[0])
@@ -81,17 +64,6 @@ def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
     assert analysis.summary["profiled_step_ms"].tolist() == [0.95] * 2
     assert analysis.exposure.collectives["step"].tolist() == [5, 6] * 2
     assert bounds(analysis.timelines[0], 6) == (1300, 2300)
-
-
-def test_a_collective_that_outlives_its_step_may_be_hidden_by_the_next() -> None:
-    """An all-gather of parameters that the second step launches runs from 2200 to 2700, so the step ends there. The
-    left-out step computes from 2400 to 2700: with the second step's own 600 us of compute these are 900. Exposed: 200,
-    and 100 more from 2300 to 2400. The copy beside it counts no time of its own."""
-    trace = ahead_trace()
-    trace["traceEvents"] += launched("ncclDevKernel_AllGather", 190, 2200, 500, 20, correlation=50)
-    second = exposure([timeline_of(trace)]).steps.iloc[1]
-    assert second["step_ms"] == pytest.approx(1.4)
-    assert [second[part] for part in PARTS] == pytest.approx([0.9, 0, 0.3, 0.05, 0.15])
 
 
 def test_waiting_is_laid_to_the_late_rank() -> None:
