@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddp_lab.analysis.comparison.changes import Run, changes, exceeding
+from ddp_lab.analysis.comparison.changes import Run, changes
 from ddp_lab.analysis.comparison.compare import Traced
 from tests.analysis.comparison.test_compare import RHYTHM, timed
 from tests.in_process import compare_runs
@@ -91,13 +91,6 @@ def test_parts_of_a_step_are_tested_by_step_and_calls_are_counted() -> None:
         assert rows[name]["change_pct"] == pytest.approx(100 / 3) and rows[name]["result"] == "worse"
     assert "all-gather: calls" not in rows
     assert by_figure(new, old)["collectives"]["result"] == "better"
-
-
-def test_only_what_got_worse_by_more_counts() -> None:
-    slow = changes(Run(timed("a", 0.1), None), Run(timed("a", 0.11), None))
-    assert exceeding(slow, 9.0)["figure"].tolist() == ["step time", "throughput"]
-    assert exceeding(slow, 9.5)["figure"].tolist() == ["step time"] and exceeding(slow, 10.5).empty
-    assert exceeding(changes(Run(timed("a", 0.11), None), Run(timed("a", 0.1), None)), 0).empty
 
 
 # The command line ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The paired test: against figures worked out by hand, brute force over all signs, and simulated runs."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -76,27 +75,3 @@ def test_ratios_are_paired_by_step() -> None:
     steps = pd.Series(np.geomspace(10, 100, 40), index=range(1, 41))
     found = paired_ratio(steps.drop(3), 1.1 * steps.drop(7)[::-1])
     assert found.pairs == 38 and found[:3] == pytest.approx((1.1, 1.1, 1.1)) and found.p_value < 0.01
-
-
-def noise(generator: Any, runs: int, steps: int, neighbours: float) -> Any:
-    """Logarithms of step times with a spread of 5 %, of which neighbours correlate so much; an array (runs, steps)."""
-    shocks = 0.05 * generator.normal(size=(runs, steps))
-    shocks[:, 1:] *= np.sqrt(1 - neighbours**2)
-    for step in range(1, steps):
-        shocks[:, step] += neighbours * shocks[:, step - 1]
-    return shocks
-
-
-@each_row(
-    ("steps", "neighbours", "most", "least"),
-    [(18, 0.3, 0.07, 0.75), (31, 0.5, 0.14, 0.95)],
-)
-def test_simulated_runs(steps: int, neighbours: float, most: float, least: float) -> None:
-    """Equal runs are called different in at most so many cases, and a tenth more is found in at least so many."""
-    generator = np.random.default_rng(1)
-    pairs = noise(generator, 500, steps, neighbours) - noise(generator, 500, steps, neighbours)
-    equal = [paired(pair) for pair in pairs]
-    slower = [paired(pair + np.log(1.1)) for pair in pairs]
-    assert np.mean([found.p_value <= 0.05 for found in equal]) <= most
-    assert np.mean([found.low <= 0 <= found.high for found in equal]) >= 1 - most
-    assert np.mean([found.p_value <= 0.05 and found.value > 0 for found in slower]) >= least

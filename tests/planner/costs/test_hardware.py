@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from ddp_lab.planner.costs.cluster import Device
 from ddp_lab.planner.costs.timing import Operators
 from ddp_lab.runtime.errors import UserError
 from tests.tables import each_row
-
-DEVICES = ("H200", "H100", "H100-PCIe", "A100-80GB", "A100-40GB", "L4", "T4", "RTX 4090")
 
 
 def call(flops: int, bytes_moved: int, dtype: str = "float32") -> OperatorCall:
@@ -102,7 +99,7 @@ def test_clusters() -> None:
         (hardware.device, ("RTX 4080",), "RTX 4090"),
         (hardware.device, ("zzz",), "known: H200"),
         (hardware.link, ("nvlink",), "unknown link .*nvlink4"),
-        *((hardware.link, (name,), "link") for name in ("0gbit", "0xndr", "1.2.3gbit")),
+        *((hardware.link, (name,), "link|rate") for name in ("0gbit", "0xndr", "1.2.3gbit")),
         *((hardware.device, ("L4", part), "--efficiency") for part in (0, 1.1, float("nan"))),
         *((hardware.cluster, (gpus, "pcie4"), "how many") for gpus in ("0xL4", "2x0xL4", "")),
         (hardware.cluster, ("9999999xL4", "pcie4"), "at most"),
@@ -127,17 +124,3 @@ def test_roofline_by_hand() -> None:
     assert roofline.seconds(convolution) == pytest.approx(10**12 / 78e12 + 1e-6)
     without_tf32 = Device("T4", "cuda", 1, {"float32": 1e12}, 1e15)
     assert without_tf32.seconds(convolution) == pytest.approx(1.0)
-
-
-def test_the_table_of_devices_is_plausible_and_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "planner-costs.md").read_text()
-    for name in DEVICES:
-        entry = hardware.table()["devices"][name]
-        assert entry["source"] and 1e11 < entry["bytes_per_s"] < 1e13
-        rates = [entry["flops"][key] for key in ("float32", "tfloat32", "bfloat16") if key in entry["flops"]]
-        assert rates == sorted(rates) and entry["flops"]["float16"] >= rates[0] > 1e12
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-        assert f"| {entry['flops']['float32'] / 1e12:g} /" in row
-        assert f"| {entry['bytes_per_s'] / 1e9:g} | {entry['efficiency']['compute']:.0%}"[:-1] in row
-        assert f"| {round(entry['memory_mib'] / 2**10, 1):g} GiB |" in row
-    assert [name for name in hardware.table()["links"] if name not in text] == []

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from ddp_lab.planner.contracts import OperatorCall
 from ddp_lab.planner.costs import hardware, record
 from ddp_lab.planner.costs.record import RecordedCosts
-from ddp_lab.planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number, with_overhead
+from ddp_lab.planner.costs.timing import MARK, TrainingStep, measure, seconds_by_number
 from ddp_lab.runtime.data.synthetic import MLP
 from ddp_lab.runtime.errors import UserError
 
@@ -58,18 +58,6 @@ def test_a_record_holds_a_whole_step(content: dict[str, Any]) -> None:
     text = (Path(__file__).parents[3] / "docs" / "planner-costs.md").read_text()
     names = {*content, *content["steps"][0], *content["operators"][0]}
     assert {name for name in names if f"`{name}`" not in text} == set()
-
-
-def test_what_is_left_of_a_step_is_shared_out() -> None:
-    """10 s, 7 of them operators with data: 3 s for three of them, two alike. Views are left out."""
-    add, view, mul = (OperatorCall(name, (), (), 0, moved) for name, moved in (("add", 8), ("view", 0), ("mul", 8)))
-    entries = list(with_overhead([add, view, add, mul], [1.0, 0.5, 2.0, 4.0], 10.0))
-    assert [(entry["name"], entry["count"], entry["seconds"]) for entry in entries] == [
-        ("add", 2, 2.5),
-        ("mul", 1, 5.0),
-    ]
-    (entry,) = with_overhead([add, add], [1.0, 3.0], 2.0)
-    assert entry["seconds"] == pytest.approx(0.5 * 2.0), "operators that take longer than the step are shortened"
 
 
 def event(name: str, kind: DeviceType, host_us: float, device_us: float = 0.0, inner: tuple[Any, ...] = ()) -> Any:
