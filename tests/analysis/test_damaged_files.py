@@ -20,16 +20,15 @@ from ddp_lab.analysis.comparison.choices import report_on_choices
 from ddp_lab.analysis.comparison.fairness import FIELDS
 from ddp_lab.analysis.comparison.two_runs import report_on_two_runs
 from ddp_lab.analysis.record import checked, read_record
-from ddp_lab.analysis.traces.finding import rank_in_path
 from ddp_lab.analysis.traces.reading import read_trace
-from ddp_lab.doctor.reading import content
+from ddp_lab.doctor.reading import content as doctors
 from ddp_lab.doctor.reading.inputs import read_inputs
 from ddp_lab.planner.costs.record import load
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.untrusted import LIMIT
 from tests.analysis.comparison.test_compare import timed
 from tests.tables import each_row
-from tests.traces import cpu_trace, write, write_run
+from tests.traces import cpu_trace, cuda_trace, write, write_run
 
 RUN, OTHER = "20261121-093000-0001", "20261121-100000-0002"
 GONE = object()
@@ -147,18 +146,24 @@ def test_every_field_of_a_run_record_is_used_or_named(tmp_path: Path) -> None:
 
 
 def test_every_field_of_a_trace_is_used_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of one event and all events at once; with a record that is whole."""
+    """All events of both ranks at once, and anything in the file of one; with a record that is whole."""
     trace_dir = write_run(tmp_path / "profile" / "x", run_id=RUN)
     write(trace_dir / f"{RUN}.run.json", whole_record())
-    paths, whole = list(trace_dir.glob("rank_*/*")), cpu_trace()
+    paths, whole = sorted(trace_dir.glob("rank_*/*")), cpu_trace()
     of_all = [
-        {**whole, "traceEvents": [{**each, key: value} for each in whole["traceEvents"]]}
-        for key, value in (("dur", 0), ("dur", -1), ("ts", 0), ("ts", -1e16), ("name", ""))
+        {
+            **made,
+            "traceEvents": [{**each, key: value} if steps or "Step#" not in each["name"] else each for each in events],
+        }
+        for made in (whole, cuda_trace())
+        for events in (made["traceEvents"],)
+        for steps in (True, False)
+        for key, value in (("dur", 0), ("dur", -1), ("ts", 0), ("name", ""))
     ]
     of_one = [changed(whole, *case) for case in random.Random(0).sample(cases(whole), 5)]
-    for number, found in enumerate((*of_all, *of_one)):
-        for path in paths[: 1 + number % 2]:
-            write(path, {**found, "distributedInfo": cpu_trace(rank_in_path(path) or 0)["distributedInfo"]})
+    for found, other in [(found, found) for found in of_all] + [(found, whole) for found in of_one]:
+        for rank, (path, content) in enumerate(zip(paths, (found, other), strict=True)):
+            write(path, {**content, "distributedInfo": {**whole["distributedInfo"], "rank": rank}})
         codes: list[int] = []
         assert refusal(lambda codes=codes: codes.append(main("reports", ["--trace-dir", str(trace_dir)]))) == ""
         said = capsys.readouterr().err
@@ -180,10 +185,10 @@ MOST, UNPACKED = 2**22, 2**25
 def test_a_small_file_that_unpacks_to_a_huge_one(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 MiB not much more than the limit, 4 MiB here, is in memory, and a message or the report says so."""
     monkeypatch.setenv(LIMIT, str(MOST / 2**30))
-    monkeypatch.setattr(content, "TAIL_BYTES", 2**20)
-    monkeypatch.setattr(content, "TAIL_LINES", 10_000)
-    monkeypatch.setattr(content, "_CHUNK", 2**14)
-    monkeypatch.setattr(content, "HEAD_LINES", 10_000)
+    monkeypatch.setattr(doctors, "TAIL_BYTES", 2**20)
+    monkeypatch.setattr(doctors, "TAIL_LINES", 10_000)
+    monkeypatch.setattr(doctors, "_CHUNK", 2**14)
+    monkeypatch.setattr(doctors, "HEAD_LINES", 10_000)
     zeros, spaces, lines = (tmp_path / f"{name}.json.{packed}" for name in ("zeros", "spaces", "lines"))
     zeros.write_bytes(PACKED[packed](bytes(UNPACKED)))
     spaces.write_bytes(PACKED[packed](b'{"traceEvents": [' + b" " * UNPACKED))

@@ -86,7 +86,7 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
             off its end. A trace of one step is analysed whole.
 
     Raises:
-        TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps.
+        TraceError: no ProfilerStep, its clock is broken, or nothing ran in the analysed steps, or for no time.
     """
     path, info = trace.path, trace.info
     steps = profiler_steps(trace.events, path)
@@ -100,7 +100,9 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
     kernels = device_kernels(events[on_device]) if kind == "cuda" else lower_cpu_events(events, steps)
     begin, end = steps["start"].iloc[0], steps["end"].iloc[-1]
     issued = kernels["launch"].between(begin, end)
-    if not issued.any():
+    if (steps["end"] <= steps["start"]).any():
+        raise TraceError(f"{path}: a step in it lasts no time; its clock stood still")
+    if not (issued & (kernels["end"] > kernels["start"])).any():
         raise TraceError(f"{path}: nothing ran in steps {steps['number'].tolist()}; profile more steps")
     last = device_windows(kernels, steps)[-1, 1] if kind == "cuda" else end
     running = (kernels["start"] < last) & (kernels["end"] > begin)
