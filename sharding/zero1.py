@@ -29,6 +29,7 @@ from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.arrivals import Arrivals
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
+from sharding.parts.in_shards import GradientInShards
 from sharding.parts.plan import segments
 from sharding.parts.sharded import ShardedStrategy
 
@@ -71,7 +72,9 @@ class Zero1(ShardedStrategy):
             flat.require_in_place()
 
     def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
+        def hook(parameter: Tensor) -> None:
+            if isinstance(parameter.grad, GradientInShards):  # the step's own gradients are reduced
+                return
             bucket.place(slot)
             if not self.steps.reduces_now:
                 return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import Accounts
 from ddp_lab.strategy.norms import clip_parts, norm_of
 
@@ -153,6 +154,21 @@ class Hooks(Accounts):
             The norm before that, a scalar.
         """
         return clip_parts(list(self.gradients()), max_norm, self.everyone, self.device, list(self.gradient_share()))
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp each element of the gradients between `-clip_value` and `clip_value`."""
+        self.require_clippable()
+        for gradient in self.gradients():
+            gradient.clamp_(-clip_value, clip_value)
+
+    def require_clippable(self) -> None:
+        """Check that parameters are still to be updated.
+
+        Raises:
+            UnsupportedError: they are updated as soon as their own gradients are reduced.
+        """
+        if self.options.overlap_optimizer:
+            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
 
     def holding(self) -> set[nn.Parameter]:
         """Trainable parameters that have a gradient on this rank, perhaps of zeros."""

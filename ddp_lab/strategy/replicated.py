@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import Supports
 from ddp_lab.strategy.interface import Strategy
@@ -67,8 +66,7 @@ class ReplicatedStrategy(Strategy):
         broadcast_from_rank0(self.buffers(), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        if self.options.overlap_optimizer:
-            raise UnsupportedError("gradients cannot be clipped when parameters are updated before all are reduced")
+        self.require_clippable()
         if self.model_parallel is None:
             return nn.utils.clip_grad_norm_(self.trainable.values(), max_norm)
         return super().clip_grad_norm_(max_norm)

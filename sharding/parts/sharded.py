@@ -29,6 +29,7 @@ from sharding.options.placement import Placement, cast_inputs
 from sharding.options.replicas import ShardRanks
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
+from sharding.parts.in_shards import GradientInShards
 
 if TYPE_CHECKING:
     from sharding.options.offload import HostUpdate
@@ -86,6 +87,7 @@ class ShardedStrategy(Strategy):
             for (parameter, piece), start in zip(flat.updated.items(), flat.first_elements(), strict=True)
         }
         require_given_up(hand_over(optimizer, parts), self.trainable)
+        self._in_shards = {p: GradientInShards.of(p) for bucket in self.buckets for p in bucket.flat.parameters}
         if self.placement.offload:
             from sharding.options.offload import HostUpdate
 
@@ -94,6 +96,7 @@ class ShardedStrategy(Strategy):
         return optimizer
 
     def update(self) -> None:
+        self._forget_gradients()
         if self.rounded_update is not None:
             self.rounded_update.begin_step(self.optimizer_steps)
         if self.host_update is not None:
@@ -114,6 +117,7 @@ class ShardedStrategy(Strategy):
         self.ranks.is_last = not self.steps.another_follows
 
     def before_step(self) -> None:
+        self._forget_gradients()
         broadcast_from_rank0(self.buffers(), self.group_of_buffers)
         for bucket in self.buckets:
             bucket.averages = self.steps.averages
@@ -150,11 +154,15 @@ class ShardedStrategy(Strategy):
             for piece in (piece for bucket in self.buckets for piece in bucket.flat.pieces.values()):
                 if piece.grad is not None:
                     piece.grad = None if set_to_none else piece.grad.zero_()
-        for parameter in self.trainable.values():
-            parameter.grad = None
+        self._forget_gradients()
         if set_to_none:
             for bucket in self.buckets:
                 bucket.reset()
+
+    def _forget_gradients(self) -> None:
+        """Of the module's parameters; shards stay."""
+        for parameter in self.trainable.values():
+            parameter.grad = None
 
     def holding(self) -> set[nn.Parameter]:
         pieces = (item for bucket in self.buckets for item in bucket.flat.pieces.items())
@@ -166,6 +174,9 @@ class ShardedStrategy(Strategy):
         for bucket in self.buckets:
             for parameter in self._unused & bucket.flat.pieces.keys():
                 bucket.flat.pieces[parameter].grad = None
+        for parameter, gradient in self._in_shards.items():
+            if parameter not in self._unused:
+                parameter.grad = gradient
 
     def gradients(self) -> Iterator[Tensor]:
         return (bucket.shard for bucket in self.buckets if bucket.shard is not None)
@@ -188,11 +199,13 @@ class ShardedStrategy(Strategy):
                     yield piece.grad
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return [*super().gradient_tensors(), *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
+        own = (gradient for gradient in super().gradient_tensors() if not isinstance(gradient, GradientInShards))
+        return [*own, *(tensor for bucket in self.buckets for tensor in bucket.tensors())]
 
     def full_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.trainable.items()}
-        result = {name: p.grad.cpu().clone() for name, p in self.trainable.items() if p.grad is not None}
+        whole = ((name, p.grad) for name, p in self.trainable.items() if p not in self._in_shards)
+        result = {name: gradient.cpu().clone() for name, gradient in whole if gradient is not None}
         for bucket in self.buckets:
             flat, dtype = bucket.flat, bucket.flat.update_dtype
             full = torch.zeros(flat.layout.padded_numel, dtype=dtype, device=flat.shard.device)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from tests.parity import build_and_step, check_messages, load, options_of, over_own_loops
 from tests.ranks import RankPool
+from tests.tables import each_row
 
 Choice = tuple[str, str]
 FEATURES, STEPS = 6, 3
@@ -123,6 +125,43 @@ def wrong_optimizers(choice: Choice) -> dict[str, str]:
             load(choice)(make_net(), make_optimizer, options_of(choice))
         said[expected] = str(refused.value)
     return said
+
+
+TORCH_CALLS: list[Callable[[nn.Module], object]] = [
+    lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True),
+    lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+    lambda module: nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]),
+    lambda module: nn.utils.clip_grads_with_norm_(module.parameters(), 1.0, torch.tensor(2.0)),
+    lambda module: module.last.weight.grad.add_(1),  # type: ignore[operator, union-attr]
+    lambda module: module.last.weight.grad.clone(),  # type: ignore[operator, union-attr]
+]
+
+
+def reads_gradients(choice: Choice, is_wrong: bool) -> dict[str, Tensor]:
+    """Between the last micro-batch and the step; and runs backward once more there, as of another model's loss."""
+    module = make_net()
+    strategy = load(choice)(module, lambda p: torch.optim.SGD(p, lr=0.1), options_of(choice, bucket_cap_mb=0.0003))
+    for step in range(STEPS):
+        with strategy.micro_batch():
+            strategy(gan_data(step, dist.get_rank())[0], scale=0.5).first.square().mean().backward()
+        if is_wrong:
+            for call in TORCH_CALLS:
+                with pytest.raises(UnsupportedError, match="are in shards from the last"):
+                    call(module)
+            strategy(gan_data(7, 0)[0], scale=0.5).first.mean().backward()
+            assert strategy.memory_breakdown()["gradients"] and "last.weight" in strategy.full_gradients()
+        strategy.step()
+        assert module.last.weight.grad is None
+        strategy.zero_grad()
+    return strategy.full_state_dict()
+
+
+@each_row("name", ["zero1", "zero2", "zero3"])
+def test_gradients_in_shards_are_not_read_in_silence(ranks: RankPool, name: str) -> None:
+    found, expected = (ranks.run(2, reads_gradients, ("sharding", name), is_wrong)[0] for is_wrong in (True, False))
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
 
 
 @over_own_loops

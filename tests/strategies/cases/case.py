@@ -5,6 +5,7 @@ sees the global batch, and in each forward pass the samples that a rank sees: a 
 rank, and BatchNorm has the same statistics. Buffers are rank 0's after each step, as with PyTorch DDP.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ class Case:
     in_evaluation: bool = True
     unused: bool = False
     clip: float = 1.0
+    clip_value: float = math.inf
     tolerance: float = 1e-5
 
     def losses(self, run: Run, batch: Samples) -> Sequence[Tensor]:
@@ -130,6 +132,7 @@ def in_one_process(case: Case, world_size: int) -> Outcome:
             for index in range(case.micro_batches):
                 for loss in case.losses(module, samples(step, rank, index)):
                     (loss / (world_size * case.micro_batches)).backward()
+        nn.utils.clip_grad_value_(trained, case.clip_value)
         norms.append(nn.utils.clip_grad_norm_(trained, case.clip).item())
         case.between(module, module, step)
         optimizer.step()
@@ -159,6 +162,7 @@ def on_a_rank(case: Case, choice: Choice, bucket_cap_mb: float) -> Outcome | str
                 with strategy.micro_batch(last=index + 1 == case.micro_batches):
                     for loss in case.losses(strategy, samples(step, dist.get_rank(), index)):
                         (loss / case.micro_batches).backward()
+            strategy.clip_grad_value_(case.clip_value)
             norms.append(strategy.clip_grad_norm_(case.clip).item())
             case.between(strategy, module, step)
             strategy.step()

@@ -211,6 +211,7 @@ CASES = {
     "parameter groups": Case(Blocks, groups=groups),
     "parameter groups and one cycle": Case(Blocks, groups=groups, schedule=one_cycle),
     "groups by dimension and attribute": Case(WithRates, optimizer=by_dimension, tolerance=1e-4),
+    "gradients clipped by value": Case(Blocks, clip_value=0.1),
     "warm-up and cosine": Case(Blocks, schedule=warmup_and_cosine),
     "evaluation between steps": Case(Blocks, before=evaluates(torch.no_grad)),
     "evaluation in inference mode": Case(Blocks, before=evaluates(torch.inference_mode)),
