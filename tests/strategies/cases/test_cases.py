@@ -19,6 +19,7 @@ TINY, SMALL, USUAL = 0.00002, 0.0003, 25.0
 
 
 KEY = {
+    "Adagrad",
     "a block runs twice",
     "accumulation, control flow by rank",
     "groups by dimension and attribute",
