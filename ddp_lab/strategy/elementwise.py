@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.optimizers import Part, hand_over
 
-STEPS, LR, LARGEST = 6, 0.01, 2**14
+STEPS, LR, LARGEST = 6, 0.01, 2**12
 TOLERANCE = 1e-6
 """Relative, of an update. What is computed by elements differs by rounding in fp64, or in lower precision inside."""
 
