@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import Cut
 
 GROUPS, STEPS, CUTS = "parameter_groups", "optimizer_steps", "cuts"
+KINDS: dict[str, Any] = {GROUPS: list[dict[str, float | list[float]]], CUTS: dict[str, Cut], STEPS: int}
+"""The metadata of rank 0's file, and their types."""
 
 
 def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
@@ -70,20 +73,21 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         _, texts = files.of_file(file_name(0))
         if GROUPS not in texts:
             raise UserError(f"{folder}: no checkpoint of a strategy")
-        fill(strategy, files, json.loads(texts[GROUPS]), cuts_of(texts, folder))
-        strategy.optimizer_steps = int(texts.get(STEPS, "0"))  # which seeds stochastic rounding
+        groups, cuts, steps = (decoded(texts, field, folder) for field in KINDS)
+        fill(strategy, files, groups, cuts)
+        strategy.optimizer_steps = steps  # which seeds stochastic rounding
 
     on_every_rank(load, strategy.everyone)
     strategy.parameters_are_loaded()
 
 
-def cuts_of(texts: Mapping[str, str], folder: str | Path) -> dict[str, Cut]:
-    """How the stored parameters are cut over ranks.
+def decoded(texts: Mapping[str, str], field: str, folder: str | Path) -> Any:
+    """A field of a file's metadata.
 
     Raises:
-        UserError: that is damaged.
+        UserError: it is missing or damaged.
     """
     try:
-        return msgspec.json.decode(texts.get(CUTS, "{}"), type=dict[str, Cut])
+        return msgspec.json.decode(texts.get(field, ""), type=KINDS[field])
     except msgspec.DecodeError as error:  # ValidationError is one too
-        raise UserError(f"{folder} is damaged: {file_name(0)} does not say how parameters are cut: {error}") from error
+        raise UserError(f"{folder} is damaged: {file_name(0)}: {field}: {error}") from error

@@ -159,14 +159,18 @@ def fill(strategy: Strategy, files: TensorFiles, groups: Sequence[Mapping[str, A
     states, counts = keys_by_parameter(files, "optimizer"), keys_by_parameter(files, "optimizer_count")
     optimizer = strategy.updating_optimizer
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    alike: dict[frozenset[str], set[str]] = {}
     for piece in strategy.updated_pieces():
         state: dict[str, Tensor] = {}
-        for name in states[stored.first_key(piece.name)]:
+        of_elements, of_all = states[stored.first_key(piece.name)], counts[piece.name]
+        if of_elements and (others := alike.setdefault(frozenset(of_elements), {*of_all})) != of_all.keys():
+            raise UserError(f"{piece.name}: its single optimizer states are {sorted(of_all)}, others' {sorted(others)}")
+        for name in of_elements:
             here = strategy.on_this_rank(piece.tensor)
             values = stored.read(f"optimizer/{name}", piece.name, piece.start, piece.start + here.numel())
             state[name] = torch.empty_like(piece.tensor, dtype=values.dtype)
             put(strategy.on_this_rank(state[name]), values)
-        for name, key in counts[piece.name].items():
+        for name, key in of_all.items():
             group = group_of[piece.tensor]
             on_device = group.get("fused") or group.get("capturable")  # as torch's optimizers do
             state[name] = files.read(key, 0, 1)[0].clone().to(piece.tensor.device if on_device else "cpu")
@@ -198,6 +202,8 @@ def takes(group: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def put(target: Tensor, values: Tensor) -> None:
+    if values.is_floating_point() != target.is_floating_point():
+        raise UserError(f"the checkpoint is damaged: values are of {values.dtype}, and {target.dtype} is expected")
     target.copy_(values.view(target.shape))
 
 

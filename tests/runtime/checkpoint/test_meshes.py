@@ -61,8 +61,8 @@ def alter(file: Path, cuts: str) -> None:
 
 
 WRONG_CUTS = {
-    "[": "saved is damaged: rank_0.safetensors does not say how parameters are cut",
-    '{"transformer.wte.weight": {"dim": 0}}': "saved is damaged: rank_0.safetensors does not say how",
+    "[": "saved is damaged: rank_0.safetensors: cuts:",
+    '{"transformer.wte.weight": {"dim": 0}}': "saved is damaged: rank_0.safetensors: cuts:",
     '{"transformer.wte.weight": {"dim": 0, "length": 40, "ranges": [[[0, 40]]]}}': "is cut wrongly there",
     '{"transformer.wte.weight": {"dim": 0, "length": 41, "ranges": [[[0, 41]]]}}': "element 480 of 984 is in no",
     "{}": "parameter/transformer.wte.weight: not stored",
