@@ -36,7 +36,7 @@ PLACES = {
     "zero3 on tp=2": Place(2, "tp=2", "zero3"),
     "plain": Place(2, "dp=2", "bucket_ddp_async"),
     "tp=4, whose ranks share keys": Place(4, "tp=4", "bucket_ddp_async"),
-    "zero3 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero3"),
+    "zero3 on shard=2,tp=2": Place(4, "shard=2,tp=2", "zero3"),
     "zero1 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero1"),
 }
 

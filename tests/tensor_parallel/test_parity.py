@@ -6,10 +6,10 @@ import pytest
 
 from tests.covering import pairwise
 from tests.models import LANGUAGE
-from tests.parity import naming
+from tests.parity import assert_close, naming, oracle
 from tests.ranks import RankPool
-from tests.tables import by_default
-from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even
+from tests.tables import by_default, each_row
+from tests.tensor_parallel.meshes import HAND_WRITTEN, PLANS, check_on_mesh, even, train_on_mesh
 
 MESHES = ("tp=2", "dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=2,tp=3", "tp=6")
 TRAINED = {"mesh": MESHES[1:3], "model": list(LANGUAGE), "sequence_parallel": (False, True)}
@@ -109,6 +109,17 @@ def test_products_in_pieces(ranks: RankPool, mesh: str, choice: str, model: str,
 def test_pieces_computed_again(ranks: RankPool, setting: str) -> None:
     options = {"activation_checkpointing": setting, "async_tensor_parallel": 2}
     check_on_mesh(ranks, "tp=2", "zero3", "lm, llama", [even("tp=2")] * 2, sequence_parallel=True, options=options)
+
+
+@each_row("mesh, choice", [("tp=4", "tp"), ("dp=2,tp=2", "zero2"), ("shard=2,tp=2", "zero3")])
+def test_sequence_parallel_recomputed_in_bf16(ranks: RankPool, mesh: str, choice: str) -> None:
+    """As near as bf16 allows: ranks round partial sums before they add them up, each by up to 2**-8 of its size."""
+    options, steps = {"activation_checkpointing": "block", "precision": "bf16"}, [even(mesh)] * 3
+    found = ranks.run(4, train_on_mesh, mesh, choice, "lm, llama", steps, True, "sgd", None, options)[0]
+    wanted = oracle("lm, llama", steps, precision="bf16")
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=2**-8)
+    assert_close(found["gradients"], wanted["gradients"], 2**-7, "gradient")
+    assert_close(found["state"], wanted["state"], 2**-8, "parameter")
 
 
 @pytest.mark.exhaustive

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import tensor_parallel
+from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
@@ -124,8 +125,8 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(ranks: RankPool, choice:
 
 def draw(sequence_parallel: bool) -> dict[str, Any]:
     """Which elements dropout keeps, and the states of the generator within a region."""
-    with strategy_on_mesh("tp=2", "tp", "lm, gpt2, dropout", sequence_parallel) as strategy:
-        torch.manual_seed(7)  # as the runner: the same for ranks with the same samples
+    with strategy_on_mesh("dp=2,tp=2", "tp", "lm, gpt2, dropout", sequence_parallel) as strategy:
+        seed_everything(7, strategy.data_parallel_rank)  # as the runner: the same for ranks with the same samples
         seen: dict[str, Any] = {}
 
         def keep(name: str) -> Any:
@@ -150,8 +151,9 @@ def draw(sequence_parallel: bool) -> dict[str, Any]:
 @each_row("sequence_parallel", [False, True])
 def test_dropout(ranks: RankPool, sequence_parallel: bool) -> None:
     """The same masks where ranks compute alike, others where they have their own heads or tokens, and afterwards all
-    go on with the same numbers."""
-    first, second = ranks.run(2, draw, sequence_parallel)
+    go on with the same numbers. Ranks with other samples have others everywhere."""
+    first, second, *others = ranks.run(4, draw, sequence_parallel)
+    assert not any(torch.equal(first[name], other[name]) for name in first for other in others)
     assert torch.equal(first["embedding"], second["embedding"])
     assert torch.equal(first["between"], second["between"]) is not sequence_parallel
     assert not torch.equal(first["inside"], second["inside"])

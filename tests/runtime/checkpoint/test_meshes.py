@@ -36,8 +36,8 @@ def elements_in(folder: Path) -> dict[str, int]:
 )
 def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
-    names = ["zero3 on tp=2", "plain", "tp=4, whose ranks share keys", "zero1 on dp=2,tp=2", "one rank"]
-    names += ["zero3 on dp=2,tp=2"] if model == "lm, gqa" else ["zero3 on tp=2"]
+    names = ["zero3 on tp=2", "zero3 on shard=2,tp=2", "one rank", "tp=4, whose ranks share keys", "plain"]
+    names += ["zero1 on dp=2,tp=2"]
     ((wanted, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
     for leg, name in enumerate(names):
