@@ -126,10 +126,6 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     costs = costs_of(hardware.cluster("2xcpu", "loopback"), "fp32", record)
     assert costs.compute_error == RECORD_ERROR and f"as recorded in {record} (" in costs.sources[0]
     content = json.loads(record.read_text())
-    step_ms = 1e3 * content["steps"][0]["step_s"]
-    assert sum(each["count"] * each["seconds"] for each in content["operators"]) * 1e3 == pytest.approx(
-        step_ms, rel=0.01
-    )
     for each in content["operators"]:  # what this machine was slow at by chance is not the test's matter
         each["seconds"] = 1e-3
     step_ms = sum(each["count"] for each in content["operators"])

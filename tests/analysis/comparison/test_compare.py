@@ -11,13 +11,12 @@ import pandas as pd
 import pytest
 
 from ddp_lab.analysis.comparison.compare import Traced, comparison, keep, standings
-from ddp_lab.analysis.comparison.conclusion import PARTS, fastest, leanest, parts_of, verdict
+from ddp_lab.analysis.comparison.conclusion import fastest, leanest, verdict
 from ddp_lab.analysis.comparison.fairness import FIELDS, affected, require_comparable
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.metrics.significance import fewest_pairs
 from ddp_lab.analysis.report.pages.compare import Compared, comparison_page, write_comparison
 from ddp_lab.analysis.report.pages.heads import labels
-from ddp_lab.analysis.report.pages.opening import bar
 from ddp_lab.analysis.report.pages.summary import summary_page
 from ddp_lab.analysis.summary import WindowAnalysis, analyse_window
 from ddp_lab.analysis.traces.finding import find_windows
@@ -76,21 +75,6 @@ def test_losses_are_held_against_the_reference_step_by_step() -> None:
     table = comparison({"a": first, "b": second}, {}, "a")
     assert table["loss_difference"].tolist() == [0.0, 0.25]
     assert comparison({"b": second}, {}, "a")["loss_difference"].isna().all()
-
-
-def test_a_bar_is_the_median_step_in_the_shares_of_the_profiled_ones() -> None:
-    """Profiled: 80 ms, of which 60 compute, 5 wait, 10 transfer and 5 idle. The median step has half of each."""
-    row = comparison({"a": timed("a", 0.04)}, {}, "a").to_dict("records")[0] | {"step_time_ms_median": 40.0}
-    assert bar(row, 80.0)["parts"] == [("not traced", 50.0, "40")]
-    columns = dict.fromkeys((name for names in PARTS.values() for name in names), 0.0)
-    row |= columns | {"profiled_step_ms": 80.0, "compute_ms": 60.0, "idle_ms": 5.0}
-    row |= {"exposed_wait_ms": 5.0, "exposed_transfer_ms": 10.0}
-    assert sum(parts_of(row).values()) == 40.0
-    drawn = bar(row, 80.0)
-    assert drawn["label"] == "compute 30.0 ms, exposed communication 7.5 ms, idle time 2.5 ms"
-    assert drawn["parts"] == [
-        ("compute", 37.5, "30"), ("exposed communication", 9.38, "7.5"), ("idle time", 3.12, "")
-    ]  # fmt: skip
 
 
 # In words ------------------------------------------------------------------------------------------------------------

@@ -33,37 +33,33 @@ SIZES, ALIKE = (10, 20, 30), 10
 """Elements of a rank's share in each group, and of the all-reduces, which are alike in all."""
 
 
-def issued(paced: bool, watched: bool) -> tuple[list[tuple[str, str, float]], str]:
+def issued(paced: bool) -> tuple[list[tuple[str, str, float]], str]:
     """Group, kind and bytes of collectives over dp, tp and all ranks, several under way at once; and `only_group`."""
     with tempfile.TemporaryDirectory() as folder, paced_groups(Link(10**9, 1e-5) if paced else None):
-        recording = recorded_collectives(FlightRecorder.create(dist.get_rank()))
-        if watched:
-            recording.__enter__()
-        try:
-            with mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups:
-                dist.barrier()
-                with profile(
-                    activities=[ProfilerActivity.CPU],
-                    record_shapes=True,
-                    experimental_config=_ExperimentalConfig(profile_all_threads=True),
-                ) as profiler:
-                    works = []
-                    for size, group in zip(SIZES, (groups.data, groups.model, groups.everyone), strict=True):
-                        ranks = dist.get_world_size(group)
-                        whole, own = torch.ones(ranks * size), torch.ones(size)
-                        works += [
-                            dist.all_reduce(torch.ones(ALIKE), group=group, async_op=True),
-                            dist.reduce_scatter_tensor(own, whole, group=group, async_op=True),
-                            dist.all_gather_into_tensor(torch.empty(ranks * size), own, group=group, async_op=True),
-                        ]
-                    for work in works:
-                        work.wait()
-                path = Path(folder) / "trace.json"
-                profiler.export_chrome_trace(str(path))
-                works.clear()
-        finally:
-            if watched:
-                recording.__exit__(None, None, None)
+        with (
+            recorded_collectives(FlightRecorder.create(dist.get_rank())),
+            mesh_groups(Mesh.parse("dp=2,tp=2"), "cpu") as groups,
+        ):
+            dist.barrier()
+            with profile(
+                activities=[ProfilerActivity.CPU],
+                record_shapes=True,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            ) as profiler:
+                works = []
+                for size, group in zip(SIZES, (groups.data, groups.model, groups.everyone), strict=True):
+                    ranks = dist.get_world_size(group)
+                    whole, own = torch.ones(ranks * size), torch.ones(size)
+                    works += [
+                        dist.all_reduce(torch.ones(ALIKE), group=group, async_op=True),
+                        dist.reduce_scatter_tensor(own, whole, group=group, async_op=True),
+                        dist.all_gather_into_tensor(torch.empty(ranks * size), own, group=group, async_op=True),
+                    ]
+                for work in works:
+                    work.wait()
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            works.clear()
         trace = read_trace(path)
         unmarked = only_group(trace.info)
         seen = gloo_collectives(trace.events, 4, unmarked)
@@ -73,7 +69,7 @@ def issued(paced: bool, watched: bool) -> tuple[list[tuple[str, str, float]], st
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
-    for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced, True)):
+    for rank, (seen, unmarked) in enumerate(ranks.run(4, issued, paced)):
         data, model = f"ranks {rank % 2},{rank % 2 + 2}", f"ranks {rank // 2 * 2},{rank // 2 * 2 + 1}"
         assert unmarked == ""
         assert seen == [
@@ -81,13 +77,6 @@ def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
             for share, (group, size) in zip(SIZES, ((data, 2), (model, 2), ("all ranks", 4)), strict=True)
             for kind in ("all_reduce", "reduce_scatter", "all_gather")
         ]
-
-
-def test_without_a_watcher_groups_are_unknown(ranks: RankPool) -> None:
-    for seen, unmarked in ranks.run(4, issued, False, False):
-        assert unmarked == "" and {group for group, _, _ in seen} == {""}
-        assert [kind for _, kind, _ in seen] == ["all_reduce", "reduce_scatter", "all_gather"] * 3
-        assert [payload for _, kind, payload in seen if kind == "all_reduce"] == [40.0] * 3
 
 
 def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:

@@ -62,15 +62,6 @@ def test_gloo_does_not_say_which_group(tmp_path: Path) -> None:
     assert "Unknown: no collective could be matched over ranks." in page
 
 
-def test_messages_are_not_matched_and_do_not_shift_what_is() -> None:
-    """Rank 0 sends to rank 1 between two all-reduces, rank 1 only receives later."""
-    first = [("all_reduce", 8, 10, 20), ("send_recv", 8, 30, 40), ("all_reduce", 8, 50, 60)]
-    second = [("all_reduce", 8, 10, 20), ("all_reduce", 8, 50, 60), ("send_recv", 8, 70, 80)]
-    found = exposure([timeline(rank, [(0, 99)], [(0, 5)], calls) for rank, calls in enumerate((first, second))])
-    is_message = found.collectives["kind"] == "send_recv"
-    assert found.collectives["wait_ms"].isna().tolist() == is_message.tolist()
-
-
 # Bandwidth and buckets -----------------------------------------------------------------------------------------------
 
 

@@ -126,15 +126,3 @@ def test_kernels_of_a_graph_share_one_launch() -> None:
     calls = timeline_of(trace).collectives_by_step()
     assert calls.loc[calls["step"] == 6, "kind"].tolist() == ["all_gather", "send_recv", "all_reduce"]
     assert calls.loc[calls["stream"] == "stream 7", "bytes"].isna().all()
-
-
-def test_rocm() -> None:
-    """RCCL calls its kernels Generic, and those of MSCCL schedules by the sum that they do."""
-    trace = cuda_trace(comm_name="mscclKernel_Sum_half_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)")
-    for part in trace["traceEvents"]:
-        part["name"] = part["name"].replace("cudaLaunchKernel", "hipExtLaunchKernel")
-    timeline = timeline_of(trace)
-    assert timeline.kernels["lane"].value_counts().to_dict() == {"compute": 4, "communication": 2}
-    assert timeline.collectives["kind"].tolist() == ["other", "other"] and timeline.collectives["bytes"].isna().all()
-    seen = collectives(*kernel(5, **TOLD), *kernel(15))
-    assert seen["kind"].tolist() == ["all_reduce", "other"] and seen["bytes"].isna().tolist() == [False, True]

@@ -267,14 +267,6 @@ def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     assert step.compute_s == pytest.approx(SECONDS * len(operators))
 
 
-def test_without_compute_only_communication_is_left() -> None:
-    for choice, calls in (("simple_ddp", 6), ("pytorch_ddp", 1)):
-        step = simulated(setting(choice), seconds=0.0)
-        second_exchange = 2 * (8 + 8 * 6) / RATE  # its latency hides behind that of the verdict, its bytes do not
-        assert step.step_time_s == pytest.approx(gradient_seconds(calls) + second_exchange), choice
-        assert step.compute_s == 0.0 and step.exposed_s == pytest.approx(step.step_time_s)
-
-
 def test_what_overlaps_is_hidden() -> None:
     blocking, hidden = (simulated(setting(choice)) for choice in ("simple_ddp_hook", "simple_ddp_async"))
     assert blocking.compute_s == pytest.approx(hidden.compute_s)
