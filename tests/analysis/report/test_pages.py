@@ -180,18 +180,6 @@ def test_a_page_without_the_script_says_so(folder: Path, browser: Browser, tmp_p
         page.close()
 
 
-def test_pages_of_a_report_root_share_the_script(tmp_path: Path) -> None:
-    for place, address in (
-        ("reports/compare.html", "plotly.min.js"),
-        ("reports/x/run_0/summary.html", "../../plotly.min.js"),
-        ("elsewhere/plan.html", "plotly.min.js"),
-    ):
-        write_page(tmp_path / place, render("a", [], []))
-        assert f'<script src="{address}">' in (tmp_path / place).read_text()
-    scripts = {path.parent.name for path in tmp_path.rglob("plotly.min.js")}
-    assert scripts == {"reports", "elsewhere"}
-
-
 @needs_browser
 def test_tables_sort_by_click_and_by_keyboard(small_page: Path, open_page: Opener) -> None:
     page = open_page(small_page)
