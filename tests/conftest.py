@@ -29,10 +29,10 @@ settings.load_profile("unhurried")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers of `-n auto`: one more than cores, since tests also wait; not more than files are named; none for one."""
+    """Workers of `-n auto`: as many as cores, but not more than files are named; none for one."""
     paths = {argument.partition("::")[0] for argument in config.args}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores + 1, 4)
+    workers = min(cores, 4)
     if all(path.endswith(".py") for path in paths):
         workers = min(workers, len(paths))
     return workers if workers > 1 else 0

@@ -91,7 +91,7 @@ def test_tied_embeddings_stay_tied(ranks: RankPool) -> None:
 def threads_behind_meshes(choice: str) -> list[int]:
     """Of this process, when each of some meshes has been closed, on which a strategy took a step."""
     found = []
-    for _ in range(5):
+    for _ in range(4):
         with strategy_on_mesh(
             "replicate=2,shard=1,tp=2" if choice == "zero3" else "dp=2,tp=2", choice, "plain"
         ) as strategy:

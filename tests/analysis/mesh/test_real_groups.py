@@ -92,9 +92,9 @@ def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("choice", "mesh", "expected"),
     [
-        ("zero2", "dp=2,tp=2", {"dp", "tp", "mesh"}),
+        pytest.param("zero2", "dp=2,tp=2", {"dp", "tp", "mesh"}, marks=pytest.mark.slow),
         pytest.param("simple_ddp", "dp=2,tp=2", {"dp", "tp", "mesh"}, marks=pytest.mark.exhaustive),
-        pytest.param("zero1", "replicate=2,shard=2", {"replicate", "shard", "dp"}, marks=pytest.mark.slow),
+        pytest.param("zero1", "replicate=2,shard=2", {"replicate", "shard", "dp"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_on_a_mesh_does_what_it_says_in_each_dimension(
