@@ -80,7 +80,7 @@ def test_each_call_is_of_its_group(ranks: RankPool, paced: bool) -> None:
 
 
 def train_on_mesh(folder: str, mesh: str, choice: str, **changes: Any) -> None:
-    settings = {"train_samples": 20, "eval_samples": 4, "global_batch_size": 4}
+    settings = {"train_samples": 40, "eval_samples": 8, "global_batch_size": 8}
     settings |= {"sequence_length": 8, "profile_wait": 1, "profile_repeat": 1, "mesh": mesh, "choice": choice}
     rank = dist.get_rank()
     here = Ranks(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
