@@ -26,8 +26,8 @@ def first_element(parameter: Tensor) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a `DTensor`; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a `DTensor`; any other tensor as it is. No operation: activation checkpoints see these."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

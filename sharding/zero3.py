@@ -141,6 +141,7 @@ class Zero3(ShardedStrategy):
 
     def _before_unit(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
         unit.await_inputs(inputs, self._in_backward, self.schedule.go_on)
+        unit.given = [(leaf, leaf._version) for leaf in tensors_with_gradient(inputs)]
         if self._in_backward:  # an activation checkpoint computes its block again
             self._before_backward(unit)
             return
@@ -157,7 +158,7 @@ class Zero3(ShardedStrategy):
         if not self._in_backward:
             unit.running -= 1
         is_called = self.out_of_turn.in_forward or torch._C._current_graph_task_id() != -1
-        for leaf in tensors_with_gradient(output):
+        for leaf in unit.made_of(tensors_with_gradient(output)):
             leaf.register_hook(lambda _: self._before_backward(unit) if is_called else refuse_module_by_itself())
 
     def _after_forward(self, output: Any) -> None:

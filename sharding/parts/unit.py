@@ -133,6 +133,7 @@ class Unit:
         awaited_inputs: Gradients of the modules' inputs that backward has still to make, where frozen parameters are
             read for them. Until then the unit stays whole, although it has all gradients of its trainable parameters.
             -1: not known before a checkpoint computes the modules again.
+        given: The inputs of the module that runs now, and their versions.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Unit:
 
     def begin_forward(self) -> None:
         self.running = self.awaited_inputs = 0
+        self.given: list[tuple[Tensor, int]] = []
         self.low_precision.begin_forward()
 
     def forget(self) -> None:
@@ -180,6 +182,12 @@ class Unit:
             leaf.register_hook(on_gradient)
         if not (self.awaited_inputs or torch.is_grad_enabled()):
             self.awaited_inputs = -1
+
+    def made_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those that the module that has run made or changed. What it hands on, such as T5's position bias, gets its
+        gradient when backward is at the unit that made it, long behind this one."""
+        given, self.given = self.given, []
+        return [one for one in outputs if not any(one is two and one._version == was for two, was in given)]
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless they are here or on their way."""
