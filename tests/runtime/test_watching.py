@@ -83,20 +83,23 @@ def exchange(order: str) -> str | None:
             gradients = [gradient.clone() for gradient in gradients]
         for gradient in gradients:
             dist.all_reduce(gradient)
-        pair = dist.new_group([0, 1])  # a group that is made later is recorded too
-        work = dist.broadcast(torch.zeros(3), src=0, group=pair, async_op=True)
-        assert work is not None
-        work.wait()
+        pairs: list[Any] = [dist.new_group([0, 1]), dist.split_group(split_ranks=[[0, 1]])]  # made later: recorded too
+        for pair in pairs:
+            work = dist.broadcast(torch.zeros(3), src=0, group=pair, async_op=True)
+            assert work is not None
+            work.wait()
         before, after = [0, 0], [0, 0]
         dist.all_gather_object(before, digest(dist.group.WORLD))
         problem = agree_on_sequence(dist.group.WORLD) if before[0] != before[1] else None
         dist.all_gather_object(after, digest(dist.group.WORLD))
         entries = flight.state().entries
     flight.close()
-    dist.destroy_process_group(pair)
+    for pair in pairs:
+        dist.destroy_process_group(pair)
     assert [entry.kind for entry in entries[:2]] == ["all_reduce"] * 2
-    (broadcast,) = [entry for entry in entries if entry.kind == "broadcast" and entry.elements == 3]
-    assert broadcast.state == "completed" and broadcast.group == "ranks 0,1 (2)" and broadcast.seq == 1
+    broadcasts = [entry for entry in entries if entry.kind == "broadcast" and entry.elements == 3]
+    found = [(entry.state, entry.group, entry.seq) for entry in broadcasts]
+    assert found == [("completed", f"ranks 0,1 ({alike})", 1) for alike in (2, 3)]
     assert problem is not None or after[0] == after[1], "digests start again from 0 after a comparison"
     assert problem is None or isinstance(problem, SequenceError)
     return str(problem) if problem else None
@@ -117,12 +120,14 @@ def test_the_order_of_equal_gradients(ranks: RankPool, order: str) -> None:
 def test_groups_of_other_ranks_have_other_names(ranks: list[int], another: int) -> None:
     label = group_label(sorted(ranks))
     assert len(label) <= 19 and label != group_label(sorted({*ranks, another}))
+    assert all(entry(1, group=label).is_of(rank) for rank in ranks)
+    assert label[0] != "r" or not entry(1, group=f"{label} (2)").is_of(another)
     named = {"ranks 0,1": (0, 1), "ranks 0-15": range(16), "ranks 3": (3,), "ranks 0,1,2,5,7": (0, 1, 2, 5, 7)}
     assert [group_label(members) for members in named.values()] == list(named)
 
 
 def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "float32", **changes: Any) -> Entry:
-    values = {"group": "ranks 0,1", "root": -1, "parameter": 0, "state": "completed", "time_s": float(seq)}
+    values = {"group": "ranks 0-3", "root": -1, "parameter": 0, "state": "completed", "time_s": float(seq)}
     return Entry(**{"seq": seq, "kind": kind, "elements": elements, "dtype": dtype, **values, **changes})
 
 
@@ -149,6 +154,14 @@ def test_where_sequences_differ(one: Entry, other: Entry, differs: bool) -> None
 
 def state(rank: int, *entries: Entry, waits: bool = False, phase: str = "backward", progress_s: float = 1) -> RankState:
     return RankState(rank, 7, phase, entries, entries[-1] if waits else None, progress_s)
+
+
+OF_TP = entry(1, group="ranks 2,3", state="started")
+BY_WATCHDOG = (
+    'Fatal Python error: Aborted\n\nThread 0x7f (most recent call first):\n  File "loop.py", line 9 in train\n'
+)
+BY_ITSELF = BY_WATCHDOG.replace("Thread", "Current thread")
+BY_COLLECTIVE = BY_ITSELF.replace("loop.py", "/site-packages/torch/distributed/distributed_c10d.py")
 
 
 def ended(state: RankState | None, kind: str, text: str = "it broke", time_s: float = 1.0) -> RankReport:
@@ -222,6 +235,29 @@ CASES = {
         ("hung", 2),
         "rank 2 hangs in step 7",
     ),
+    "NCCL aborted those who wait for each other, and torchrun ends the others": (
+        [
+            ended(state(0, one, waits=True), "signal", "SIGTERM"),
+            ended(state(1, one), "signal", "SIGTERM"),
+            gone(state(2, one, OF_TP, waits=True), BY_WATCHDOG),
+            gone(state(3, one, OF_TP, waits=True), BY_COLLECTIVE),
+        ],
+        ("hung", 2),
+        "ranks 2, 3 wait for another; rank 2 for",
+    ),
+    "NCCL aborted who waits for a rank that waits itself, in another group": (
+        [ended(state(0), "noticed"), ended(state(1), "noticed")]
+        + [ended(state(2, entry(2, group="ranks 0,2"), waits=True), "noticed")]
+        + [gone(state(3, OF_TP, waits=True), BY_WATCHDOG)],
+        ("hung", 0),
+        "rank 0 hangs in step 7 during backward",
+    ),
+    "a rank that aborts by itself while its device waits has crashed": (
+        [ended(state(rank, OF_TP, waits=True), "noticed") for rank in (0, 1, 2)]
+        + [gone(state(3, OF_TP, waits=True), BY_ITSELF)],
+        ("killed", 3),
+        "rank 3 crashed (Aborted) in step 7 during backward, in all_reduce #1",
+    ),
     "a node cannot be reached": (
         [ended(state(0, one, waits=True), "connection"), RankReport(None, None)],
         ("lost", 1),
@@ -235,8 +271,10 @@ def test_the_first_cause(case: str) -> None:
     reports, expected, message = CASES[case]
     ending = first_cause(dict(enumerate(reports)))
     assert (ending.how, ending.rank) == expected and str(ending.message).startswith(message)
+    aborted = [rank for rank, report in enumerate(reports) if report.is_gone and ending.how == "hung"]
+    assert ("; NCCL aborted rank " in str(ending.message)) == bool(aborted)
     about = {"hung": "missing in all_reduce #2 of 10 float32", "mismatched": "all_reduce #2 of 10 float32"}
-    assert ending.collective == about.get(ending.how, ending.collective)
+    assert ending.collective == about.get(ending.how, ending.collective) or ending.rank in aborted
     assert ending.rank is None or reports[ending.rank].state is None or ending.step == 7
     assert ending.how != "failed" or ending.traceback == "trace"
     if ending.how == "killed":

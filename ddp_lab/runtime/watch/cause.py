@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ddp_lab.runtime.watch.exit_reason import ExitReason
 from ddp_lab.runtime.watch.mismatch import ADVICE, Mismatch, find_deadlock, find_difference
 from ddp_lab.runtime.watch.names import NUMBERS, RankNames
-from ddp_lab.runtime.watch.rank_state import ON_DEVICE, Entry, RankState
+from ddp_lab.runtime.watch.rank_state import ON_DEVICE, QUEUED, STARTED, Entry, RankState
 
 COMPLETED, STOPPED, FAILED, KILLED, HUNG, MISMATCHED, INTERRUPTED, LOST = (
     "completed",
@@ -71,6 +71,9 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
         out_of_memory: Since the run began, the kernel has killed a process because memory ran out.
         names: How the message names ranks.
     """
+    aborted = [rank for rank, report in reports.items() if _aborted_by_nccl(report)]
+    waited = ExitReason.now("timeout", "NCCL aborted it")
+    reports = {r: replace(one, reason=waited, is_gone=False) if r in aborted else one for r, one in reports.items()}
     reasons = {rank: report.reason for rank, report in reports.items() if report.reason is not None}
 
     def ranks_with(*kinds: str) -> list[int]:
@@ -85,17 +88,29 @@ def first_cause(reports: Reports, out_of_memory: bool = False, names: RankNames 
     failed, signalled = ranks_with("failed", "error", "agreed"), ranks_with("signal")
     if failed and not gone:
         return _failed(reports, failed[0], names)
-    if mismatch and (gone or not signalled):
+    if mismatch and (gone or aborted or not signalled):
         return _mismatched(states, mismatch)
     if gone:
         return _killed(reports, gone, out_of_memory, names)
-    if signalled:
+    if signalled and not aborted:  # torchrun tells the others to stop
         return _interrupted(reports, signalled, names)
     if timed_out := ranks_with("timeout"):
-        return _hung(reports, timed_out, names)
+        ending = _hung(reports, timed_out, names)
+        by_nccl = f"; NCCL aborted rank {names(*aborted)}" if aborted else ""
+        return replace(ending, message=f"{ending.message}{by_nccl}")
     if in_collective := ranks_with("collective"):
         return _failed(reports, in_collective[0], names)
     return _lost(reports, names)
+
+
+def _aborted_by_nccl(report: RankReport) -> bool:
+    """Whether a process is gone because NCCL's watchdog aborted it (or a collective did, when the watchdog had failed)
+    while its device waited. The watchdog's thread is none of Python's, so no thread is the current one then."""
+    waits_for, (first, _, rest) = _awaited(report.state), report.crash.partition("\n")
+    _, is_of_python, stack = rest.partition("Current thread ")
+    is_torchs = not is_of_python or "torch/distributed/" in "".join(stack.splitlines()[1:2])
+    is_open = waits_for is not None and waits_for.state in (QUEUED, STARTED)
+    return report.is_gone and report.reason is None and first == "Fatal Python error: Aborted" and is_open and is_torchs
 
 
 def _ending(how: str, rank: int, state: RankState | None, message: str, traceback: str | None = None) -> Ending:
@@ -145,21 +160,31 @@ def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> En
 
 
 def _hung(reports: Reports, timed_out: Sequence[int], names: RankNames) -> Ending:
-    """Ranks waited in a collective until its timeout. The cause is the rank that did not join it."""
+    """Ranks waited in a collective until its timeout. The cause is the rank of its group that did not join it. If that
+    one waits itself, in another group, the cause is who did not join there."""
     waiting = min(timed_out, key=lambda rank: _waits_since(reports[rank].state))
-    awaited = _awaited(reports[waiting].state)
-    others = [rank for rank in reports if rank not in timed_out]
-    stopped = [rank for rank in others if reports[rank].is_stopped]
-    not_issued = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
-    slow_devices: list[int] = []
-    if not stopped and not not_issued and awaited is not None and awaited.state in ON_DEVICE:
-        others = slow_devices = _slow_devices(reports, awaited)
-    missing = stopped or not_issued or others
+    stopped = [rank for rank in reports if rank not in timed_out and reports[rank].is_stopped]
+    for _ in reports:
+        awaited = _awaited(reports[waiting].state)
+        members = [rank for rank in reports if awaited is None or awaited.is_of(rank)]
+        others = [rank for rank in members if rank not in (*timed_out, waiting)]
+        missing = [rank for rank in others if _is_behind(reports[rank].state, awaited)]
+        slow_devices: list[int] = []
+        if not missing and awaited is not None and awaited.state in ON_DEVICE:
+            missing = slow_devices = _slow_devices(reports, awaited)
+        elif not missing:
+            missing = others
+        idle = [rank for rank in missing if not ((state := reports[rank].state) and state.waits_for)]
+        if stopped or slow_devices or idle or not missing:
+            break
+        waiting = missing[0]
+    missing = stopped or slow_devices or idle or missing
     waiting = next((rank for rank in timed_out if rank not in missing), waiting)
     state = reports[waiting].state
     seconds = f"{time.time() - _waits_since(state):.0f} s" if state else "its whole timeout"
     if not missing:
-        message = f"every rank waits for another; rank {names(waiting)} for {seconds} {state or ''}"
+        who = "every rank waits" if len(members) == len(reports) else f"ranks {names(*members)} wait"
+        message = f"{who} for another; rank {names(waiting)} for {seconds} {state or ''}"
         return _ending(HUNG, waiting, state, message)
     first = missing[0]
     report = reports[first]

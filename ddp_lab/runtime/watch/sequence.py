@@ -59,6 +59,9 @@ KINDS = {
 """By the start of the name of a `torch._C._distributed_c10d.HookOpName`; the first that fits counts."""
 WAITED_FOR: tuple[type[dist.Work], ...] = (dist.Work, PacedWork)
 """Classes that have a `wait` of their own."""
+MAKERS = ("_new_group_with_tag", "_register_pg_in_world")
+"""Of `distributed_c10d`: after the one a new group is complete, after the other one that was split from another. So are
+a mesh's groups made on NCCL."""
 SIZED_BY_OUTPUT = frozenset(("all_gather", "scatter"))
 """Kinds whose outputs have the same size on every rank. Their inputs may be missing, or only a part of the whole."""
 
@@ -81,7 +84,9 @@ class CollectiveRecorder:
         self.gradients: GradientWatch | None = None
 
     def follow(self, group: dist.ProcessGroup) -> None:
-        """Record the collectives of `group` too."""
+        """Record the collectives of `group` too, if they are not yet."""
+        if any(group is followed for followed, _, _ in self._groups):
+            return
         name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
         alike = sum(members == others for _, others, _ in self._groups)
         label = group_label(members) + (f" ({alike + 1})" if alike else "")
@@ -234,7 +239,8 @@ def recorded_collectives(
         names: How errors name ranks.
     """
     recorder = CollectiveRecorder(flight, on_device or DeviceCollectives(flight), on_abort, names)
-    plain_waits, plain_new = {kind: kind.wait for kind in WAITED_FOR}, c10d._new_group_with_tag
+    plain_waits = {kind: kind.wait for kind in WAITED_FOR}
+    plain_makers = {name: getattr(c10d, name) for name in MAKERS}
 
     def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,23 +248,30 @@ def recorded_collectives(
 
         return wait
 
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        group = plain_new(*args, **kwargs)
-        if isinstance(group, dist.ProcessGroup):  # ranks that are no members get a placeholder
-            recorder.follow(group)
-        return group
+    def following(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            before = set(c10d._world.pg_group_ranks)
+            answer = plain(*args, **kwargs)
+            for group in set(c10d._world.pg_group_ranks) - before:
+                if isinstance(group, dist.ProcessGroup):  # ranks that are no members get a placeholder
+                    recorder.follow(group)
+            return answer
+
+        return make
 
     assert dist.group.WORLD is not None, "join the process group first"
     observe(recorder)
     recorder.follow(dist.group.WORLD)
     for kind, plain in plain_waits.items():
         kind.wait = recording(plain)  # type: ignore[method-assign]
-    c10d._new_group_with_tag = new_group
+    for name, maker in plain_makers.items():
+        setattr(c10d, name, following(maker))
     try:
         yield
     finally:
         for kind, plain in plain_waits.items():
             kind.wait = plain  # type: ignore[method-assign]
-        c10d._new_group_with_tag = plain_new
+        for name, maker in plain_makers.items():
+            setattr(c10d, name, maker)
         recorder.stop()
         observe(None)
