@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -139,6 +139,10 @@ COLLECTIVE_COLUMNS = {
     "done_after_ms": Column("moving", "ms", "from the last rank's arrival to the last rank's end", 1, 2),
     "algbw_gbps": Column("algbw", "GB/s", "payload over done_after_ms; empty if a rank was done before it", 1, 3),
     "busbw_gbps": Column("busbw", "GB/s", "algbw times nccl-tests' factor for the kind and the number of ranks", 1, 3),
+    "stream": Column("stream", "", "stream of the device, or thread of Gloo, that ran it"),
+    "compute_starts": Column(
+        "begun", "", "kernels of compute (CPU: operators) that began while it ran; 0 if all waited"
+    ),
 }
 
 DIMENSION_COLUMNS = {

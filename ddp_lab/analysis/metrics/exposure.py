@@ -93,6 +93,8 @@ def _split(
     exposed_us, waited_us = (
         np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
     )
+    begun = np.sort(timeline.intervals("compute")[:, 0])
+    starts_within = np.searchsorted(begun, spans[:, 1]) - np.searchsorted(begun, spans[:, 0], "right")
     is_matched = calls["is_matched"]
     in_us = {
         "after_backward_ms": calls["start"] - calls["step"].map(_backward_ends(timeline)),
@@ -104,7 +106,8 @@ def _split(
         "lateness_ms": calls["lateness"],
         "done_after_ms": calls["done_after"],
     }
-    collectives = calls.assign(**{name: values / 1000 for name, values in in_us.items()})[list(COLLECTIVE_COLUMNS)]
+    in_ms = {name: values / 1000 for name, values in in_us.items()}
+    collectives = calls.assign(**in_ms, compute_starts=starts_within)[list(COLLECTIVE_COLUMNS)]
     parts = {"compute_ms": compute, "exposed_ms": exposed, "exposed_copy_ms": copies}
     parts |= {"exposed_wait_ms": union(cells[waits]), "exposed_transfer_ms": union(cells[~waits])}
     steps = pd.DataFrame({"rank": timeline.rank, "step": timeline.steps["number"]})
