@@ -9,12 +9,15 @@ messages take half as long (docs/findings.md). With a GPU the policy stays as it
 import logging
 import os
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
-KINETO, QUIET, WARNINGS = "KINETO_LOG_LEVEL", "6", "2"
-"""How much the profiler says (libkineto's `LoggerOutputType`). Without a GPU all of it is noise. With one, a warning
-says that CUPTI lacks the permission to trace; the only other sign is a trace without kernels."""
+KINETO, QUIET, WARNINGS = "KINETO_LOG_LEVEL", "6", "02"
+"""How much the profiler says (libkineto's `LoggerOutputType`: warnings 2, stages 3, errors 4, USDT 5). Without a GPU
+all of it is noise. With one, a warning says that CUPTI lacks the permission to trace; the only other sign is a trace
+without kernels. libkineto reads `02` as 2. So spelled it is ours, not the user's."""
+MARKS = (b"STAGE:", b"USDT:")
 OF_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -38,6 +41,25 @@ def quiet_libraries() -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+@contextmanager
+def without_marks() -> Iterator[None]:
+    """Within this context stderr is held back; afterwards it is passed on without libkineto's lines of two kinds, which
+    no level leaves out alone. Not if the user has set the level. What Python writes is not held back, since the watcher
+    may end the process meanwhile; what C++ writes is lost if the process dies within."""
+    if os.environ.get(KINETO) != WARNINGS or not hasattr(os, "memfd_create"):
+        yield
+        return
+    with os.fdopen(os.dup(2), "w", buffering=1) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b") as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            with redirect_stderr(stderr):
+                yield
+        finally:
+            os.dup2(stderr.fileno(), 2)
+            held.seek(0)
+            stderr.buffer.write(b"".join(line for line in held if not line.startswith(MARKS)))
 
 
 def schedule_as_batch() -> None:

@@ -18,9 +18,22 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link.speed import NONE
+from ddp_lab.runtime.process.environment import without_marks
 from ddp_lab.runtime.watch.phases import phase
 
 TRACE_NAME = "{run_id}.step{step}.pt.trace.json.gz"
+
+
+class QuietProfile(profile):
+    """torch's, without a few lines on stderr at the beginning and end of each window."""
+
+    def start_trace(self) -> None:
+        with without_marks():
+            super().start_trace()
+
+    def stop_trace(self) -> None:
+        with without_marks():
+            super().stop_trace()
 
 
 class WindowProfiler:
@@ -59,7 +72,7 @@ class WindowProfiler:
         self._keeps_windows, self._most, self._written = True, config.keep_windows, deque[Path]()
         self.write_problem: str | None = None
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
-        self._profile = profile(
+        self._profile = QuietProfile(
             activities=activities,
             schedule=self._schedule,
             on_trace_ready=self._on_window_end,
