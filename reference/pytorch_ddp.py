@@ -1,9 +1,9 @@
 """PyTorch's own data parallelism: `torch.nn.parallel.DistributedDataParallel` with its default settings.
 
 It does in C++ what `bucket_ddp_async` does. Buckets have 25 MiB, the first one 1 MiB. After the first step they are
-rebuilt in the order in which gradients became ready. They are all-reduced while backward continues, except over torch's
-`nccl`, where backward waits for every bucket (docs/cuda.md). By default DDP copies gradients into its buckets and back.
-It averages over ranks, so losses are weighted accordingly.
+rebuilt in the order in which gradients became ready. They are all-reduced while backward continues; over torch's
+`nccl` backward waits for every bucket, by its source (docs/cuda.md). By default DDP copies gradients into its buckets
+and back. It averages over ranks, so losses are weighted accordingly.
 """
 
 from collections.abc import Callable, Sequence

@@ -56,8 +56,7 @@ def of_link(record: dict[str, Any]) -> str:
 LINK = "link"
 """Runs over different links are never compared: the link decides which choice is fast."""
 BACKEND_CLASS = "backend class"
-"""With one of torch's NCCL classes DDP overlaps its all-reduces with backward, with the other it does not
-(docs/cuda.md)."""
+"""DDP's step takes another time with each of torch's NCCL classes (docs/cuda.md)."""
 EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""

@@ -103,8 +103,8 @@ class Rounded:
 class RoundedAllReduce:
     """An all-reduce of a gradient's bf16 copy that has been started.
 
-    PyTorch's hook asks the collective for its future, and with torch's `nccl` the compute stream then waits at once
-    (docs/cuda.md). This asks for nothing before `wait`, so that backward goes on meanwhile.
+    PyTorch's hook asks the collective for its future, and with torch's `nccl` the compute stream then waits at once, by
+    its source (docs/cuda.md). This asks for nothing before `wait`, so that backward goes on meanwhile.
     """
 
     def __init__(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
