@@ -6,6 +6,8 @@ from ddp_lab.runtime.errors import UserError
 
 RECORD_VERSION = 10
 """Version of the format."""
+SHARED_GPU = "step times tell about overlap and order, not about as many GPUs as ranks"
+"""Behind a record's `gpu_sharing`."""
 PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?$")
 
 

@@ -281,6 +281,9 @@ OUTCOME_COLUMNS = {
     "mesh": Column("mesh", "", "the ranks by dimension; empty without --mesh"),
     "backend": Column("backend", "", "gloo or nccl"),
     "backend_class": Column("class", "", "torch's class that carried the tensors; ratios are among rows of one class"),
+    "gpu_sharing": Column(
+        "GPUs", "", "how ranks share GPUs, empty if they do not; ratios are among rows that do alike"
+    ),
     "run_id": Column("run", "", "run whose record and traces the row shows"),
 }
 COMPARISON_COLUMNS = {

@@ -142,7 +142,7 @@ RUN_RECORD = layout(
     },
     {
         Line: {"device": "cpu"},
-        Line | None: or_none("host scheduling"),
+        Line | None: or_none("host scheduling gpu_sharing"),
         Several | None: or_none("threads"),
         dict[str, Line]: {"versions": {}},
         list[Line]: {"shards": []},

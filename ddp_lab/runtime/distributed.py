@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_lab.record_format import SHARED_GPU
+from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import OneRankError, UserError
 from ddp_lab.runtime.groups import host_barrier, on_every_rank
@@ -35,6 +37,7 @@ class Ranks:
         rank: Counted over all nodes.
         backend: As on the command line: `gloo`, `nccl` or `nccl-legacy`.
         groups: With `--mesh`.
+        gpu_sharing: As the run record has it; None if each rank has a GPU of its own, or none has any.
     """
 
     rank: int
@@ -42,6 +45,7 @@ class Ranks:
     device: torch.device
     backend: str
     groups: MeshGroups | None = None
+    gpu_sharing: str | None = None
 
     @property
     def data_rank(self) -> int:
@@ -87,11 +91,10 @@ def has_two_nccl_classes(config: RunConfig) -> bool:
     return is_default and torch.cuda.is_available() and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
-def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
-    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
-
+def require_launcher() -> None:
+    """
     Raises:
-        UserError: not started by a launcher; no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
+        UserError: no launcher started this process.
     """
     adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
     missing = [
@@ -108,6 +111,19 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
             f"{', '.join(missing)} not set, so no launcher started this (looked for {LOOKED_FOR}); run: "
             f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
         )
+
+
+def local_ranks() -> int:
+    """Ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
+    """The device of this rank, and its backend: what the flags say, or CUDA and NCCL if there is a GPU.
+
+    Raises:
+        UserError: no CUDA device although a flag needs one; more ranks than GPUs under NCCL.
+    """
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu, or check nvidia-smi")
@@ -119,11 +135,12 @@ def choose_device_and_backend(config: RunConfig) -> tuple[torch.device, str]:
         raise UserError(f"--backend {backend} needs CUDA devices; use --backend gloo")
     if not use_cuda:
         return torch.device("cpu"), backend
-    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if local_ranks > gpus > 1 and library_of(backend) == NCCL:  # who sees a single one: `require_own_gpus`
+    ranks, gpus = local_ranks(), torch.cuda.device_count()
+    is_shared = config.share_gpu or library_of(backend) != NCCL
+    if ranks > gpus > 1 and not is_shared:  # who sees a single one: `require_own_gpus`
         raise UserError(
-            f"{local_ranks} ranks on this node but only {gpus} GPUs, and NCCL takes one rank a GPU; use "
-            f"--nproc_per_node={gpus}, or --backend gloo to share GPUs"
+            f"{ranks} ranks on this node but only {gpus} GPUs, and NCCL takes one rank a GPU; use "
+            f"--nproc_per_node={gpus}, or --share-gpu or --backend gloo to share GPUs"
         )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), backend
 
@@ -154,21 +171,58 @@ def require_own_gpus(gpus: Sequence[str]) -> None:
         if len(ranks) > 1:
             raise UserError(
                 f"ranks {', '.join(ranks)} see only one GPU, the same ({gpu}), and NCCL takes one rank a GPU; start "
-                "one rank on its node, show each rank another GPU, or use --backend gloo to share it"
+                "one rank on its node, show each rank another GPU, or use --share-gpu or --backend gloo to share it"
             )
 
 
-def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device) -> list[str]:
-    """The host and the UUID of each rank's GPU. Collective.
+def gpus_of_ranks(store: dist.Store, rank: int, size: int, device: torch.device, turns: str) -> tuple[list[str], str]:
+    """The host and the UUID of each rank's GPU, and why ranks of any node take turns on one. Collective.
 
     Rank 0, whose process has the store and may end next, returns when all ranks have read it.
     """
-    store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
-    gpus = [gpu.decode() for gpu in store.multi_get([f"gpu/{other}" for other in range(size)])]
+    store.set(f"gpu/{rank}", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}\n{turns}")
+    rows = [row.decode().split("\n") for row in store.multi_get([f"gpu/{other}" for other in range(size)])]
     store.set(f"gpu/{rank}/read", "")
     if rank == 0:
         store.wait([f"gpu/{other}/read" for other in range(size)])
-    return gpus
+    return [gpu for gpu, _ in rows], max(turns for _, turns in rows)
+
+
+def joined(config: RunConfig) -> Ranks:
+    """Make the default process group. Collective.
+
+    Raises:
+        UserError: see `require_launcher`, `choose_device_and_backend` and `share_gpu.begin`.
+        RuntimeError: of the network: an address, an interface, a rank that does not join.
+    """
+    require_launcher()
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    met, turns, sharing = None, "", None
+    if share_gpu.shares(config, local_ranks()):  # before CUDA is touched, as `choose_device_and_backend` does
+        met = meet(timeout)
+        turns = share_gpu.begin(met[0], over_nccl=config.backend != "gloo")
+    device, backend = choose_device_and_backend(config)
+    store, rank, size = met or meet(timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpus, turns = gpus_of_ranks(store, rank, size, device, turns)
+        if library_of(backend) == NCCL and not config.share_gpu:
+            require_own_gpus(gpus)
+        sharing = share_gpu.described(gpus, turns if config.share_gpu else None)
+    dist.init_process_group(group_config(backend), store=store, rank=rank, world_size=size, timeout=timeout)
+    if rank == 0 and sharing:
+        in_turns = f" ({turns}; {share_gpu.COST_OF_TURNS})" if turns else ""
+        print(f"{sharing}{in_turns}: {SHARED_GPU}", flush=True)
+    elif rank == 0 and config.share_gpu:
+        own = "each rank has a GPU of its own" if device.type == "cuda" else "no GPU here; ranks share the CPU anyway"
+        print(f"--share-gpu: {own}", flush=True)
+    return Ranks(rank, size, device, backend, gpu_sharing=sharing)
+
+
+def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The store of this attempt, this rank and the number of ranks."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(current_attempt(), store), rank, size
 
 
 @contextmanager
@@ -176,34 +230,20 @@ def joined_ranks(config: RunConfig) -> Iterator[Ranks]:
     """Within this context the default process group exists.
 
     Raises:
-        UserError: see `choose_device_and_backend`.
+        UserError: see `joined`.
         OneRankError: this rank cannot reach the others, or they do not join in time.
     """
-    device, backend = choose_device_and_backend(config)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = datetime.timedelta(minutes=config.timeout_minutes)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        attempt = dist.PrefixStore(current_attempt(), store)
-        if library_of(backend) == NCCL:
-            require_own_gpus(gpus_of_ranks(attempt, rank, size, device))
-        dist.init_process_group(
-            group_config(backend),
-            store=attempt,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-        )
-    except RuntimeError as error:  # of the network: an address, an interface, a rank that does not join
+        ranks = joined(config)
+    except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise OneRankError(
             f"rank {os.environ['RANK']} cannot join the others: {reason}; ddp-lab doctor --live looks into it"
         ) from error
     try:
-        nodes = Nodes.of(config.nodes, config.outer_link, size)
+        nodes = Nodes.of(config.nodes, config.outer_link, ranks.world_size)
         with paced_groups(Link.parse(config.link), nodes):
-            yield Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
+            yield ranks
             gc.collect()  # a group that Work handles or hooks still hold is not destroyed reliably
             host_barrier()
     finally:
@@ -225,7 +265,8 @@ def meshed(ranks: Ranks, text: str | None) -> Iterator[Ranks]:
     mesh.require_ranks(ranks.world_size, per_node)
     if ranks.is_main:
         print(mesh.picture(per_node), flush=True)
-    with mesh_groups(mesh, ranks.device.type) as groups:
+    is_shared = ranks.gpu_sharing is not None and ranks.library == NCCL
+    with mesh_groups(mesh, ranks.device.type, share_gpu.PARTS_HANG if is_shared else "") as groups:
         yield replace(ranks, groups=groups)
 
 

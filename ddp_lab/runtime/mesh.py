@@ -95,6 +95,11 @@ class Mesh:
         """The number of ranks."""
         return prod(self.degrees.values())
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a dimension has some of the ranks, neither one nor all."""
+        return any(1 < degree < self.size for degree in self.degrees.values())
+
     @cached_property
     def data_size(self) -> int:
         """How many ranks see different samples."""
@@ -177,6 +182,7 @@ class MeshGroups:
         model: Ranks that see the same samples.
         shard, replicate: With these dimensions, the parts of `data` along them; else None.
         everyone: All ranks of the mesh.
+        no_parts: Why there can be no groups of some of the ranks; empty if there can.
     """
 
     mesh: Mesh
@@ -186,6 +192,7 @@ class MeshGroups:
     everyone: "dist.ProcessGroup"
     shard: "dist.ProcessGroup | None" = None
     replicate: "dist.ProcessGroup | None" = None
+    no_parts: str = ""
     _parts: "dict[int, dist.ProcessGroup]" = field(default_factory=dict)
 
     @property
@@ -194,9 +201,15 @@ class MeshGroups:
         return ShardGroups(self.shard, self.replicate) if self.shard and self.replicate else None
 
     def part_of_model(self, size: int) -> "dist.ProcessGroup":
-        """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it."""
+        """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it.
+
+        Raises:
+            UserError: `no_parts`.
+        """
         import torch.distributed as dist
 
+        if self.no_parts and size < self.mesh.size:
+            raise UserError(self.no_parts)
         if size not in self._parts:
             parts = self.device_mesh.mesh.reshape(-1, size).tolist()  # tp is the innermost dimension
             own, _ = dist.new_subgroups_by_enumeration(parts, timeout_of(self.everyone))
@@ -211,14 +224,19 @@ def timeout_of(group: "dist.ProcessGroup") -> timedelta:
 
 
 @contextmanager
-def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
+def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[MeshGroups]:
     """Within this context the groups of a mesh of all ranks exist. Collective.
 
     All meshes have a data and a model dimension here, even of one rank, so that nobody must ask which there are.
+
+    Raises:
+        UserError: `no_parts`, if it is given and the mesh has groups of some of the ranks.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    if no_parts and mesh.has_parts:
+        raise UserError(no_parts)
     everyone = dist.group.WORLD
     assert everyone is not None, "join the process group first"
     degrees = dict(mesh.degrees)
@@ -234,7 +252,8 @@ def mesh_groups(mesh: Mesh, device_type: str) -> Iterator[MeshGroups]:
     for group in {*parts.values(), data} - {everyone}:
         dist.set_timeout(timeout, group)
     try:
-        yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, parts.get(SHARD), parts.get(REPLICATE))
+        sharded = parts.get(SHARD), parts.get(REPLICATE)
+        yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, *sharded, no_parts)
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             if group.size() < everyone.size():  # the others may have been made of the group of all ranks

@@ -79,13 +79,18 @@ class Runs:
 
     def refusal(self, label: str) -> str:
         """Why this run's choice cannot do what the flags ask for; empty if it can."""
+        from ddp_lab.runtime.share_gpu import PARTS_HANG, shares  # imports torch
+
         config = self.config(label)
         strategy = self.family.registry.load(config.choice)
         try:
             strategy.supports.require(config.strategy)
-            strategy.supports.require_mesh(Mesh.parse(config.mesh) if config.mesh else None)
+            mesh = Mesh.parse(config.mesh) if config.mesh else None
+            strategy.supports.require_mesh(mesh)
         except UnsupportedError as error:
             return str(error)
+        if mesh and mesh.has_parts and config.backend != "gloo" and shares(config, self.ranks):
+            return PARTS_HANG
         return ""
 
     def has_begun(self, label: str) -> bool:

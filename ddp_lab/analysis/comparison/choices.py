@@ -16,6 +16,7 @@ from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.record import leaves_traces
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.traces.finding import Window, find_windows
+from ddp_lab.record_format import SHARED_GPU
 
 SHOWN = (
     "choice",
@@ -76,6 +77,8 @@ def report_on_choices(
             print(f"error: {choice}: {error}", file=sys.stderr)
             failed.append(choice)
     compared = Compared(records, traced, REFERENCE[report_root], failed, differences, incomplete)
+    for sharing in compared.table["gpu_sharing"].dropna().unique():
+        print(f"{sharing}: {SHARED_GPU}")
     print_table(compared.table, Console())
     return write_comparison(compared, output_dir / report_root)
 

@@ -183,6 +183,7 @@ def run_row(record: dict[str, Any]) -> dict[str, Any]:
         "mesh": record["config"].get("mesh"),
         "backend": record["backend"],
         "backend_class": record["backend_class"],
+        "gpu_sharing": record.get("gpu_sharing"),
         "timed_steps": len(times),
         "step_time_ms_median": times.median(),
         "step_time_ms_p25": times.quantile(0.25),

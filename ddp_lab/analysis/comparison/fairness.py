@@ -53,10 +53,16 @@ def of_link(record: dict[str, Any]) -> str:
     return f"{paced}{f', {outer} between {nodes} nodes' if outer else ''}, paced"
 
 
+def class_of(record: dict[str, Any]) -> str:
+    """What carried the tensors, and how ranks shared GPUs: `ProcessGroupNCCL2, 2 ranks a GPU, side by side`."""
+    return ", ".join(filter(None, (record["backend_class"], record.get("gpu_sharing"))))
+
+
 LINK = "link"
 """Runs over different links are never compared: the link decides which choice is fast."""
 BACKEND_CLASS = "backend class"
-"""DDP's step takes another time with each of torch's NCCL classes (docs/cuda.md)."""
+"""With how ranks share GPUs (`class_of`). DDP's step takes another time with each of torch's NCCL classes
+(docs/cuda.md)."""
 EVERYTHING = (TIME, MEMORY, TRAFFIC, LOSS)
 PACKAGES = ("python", "torch", "transformers", "datasets", "deepspeed")
 """Packages that take part in training."""
@@ -102,7 +108,7 @@ SETTINGS = {
     "profiled ranks": Setting(of_config("profile_ranks", "all"), (TRACES,)),
     "device": Setting(lambda record: record.get("device_name"), (TIME,)),
     "backend": Setting(lambda record: record["backend"], (TIME, TRAFFIC)),
-    BACKEND_CLASS: Setting(lambda record: record["backend_class"], (TIME,)),
+    BACKEND_CLASS: Setting(class_of, (TIME,)),
     "nccl version": Setting(of_versions("nccl"), (TIME,)),
     "host": Setting(lambda record: record.get("host"), (TIME,)),
     "threads": Setting(lambda record: record.get("threads"), (TIME,)),
@@ -154,14 +160,14 @@ def require_comparable(records: Mapping[str, dict[str, Any]], allowed: Iterable[
 
 
 def by_class(records: Mapping[str, dict[str, Any]], across: bool = False) -> list[dict[str, dict[str, Any]]]:
-    """Runs whose step times may be compared: those over one backend class together, in their order.
+    """Runs whose step times may be compared: those of one class (`class_of`) together, in their order.
 
     Args:
         across: All of them together.
     """
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for name, record in records.items():
-        groups.setdefault("" if across else record["backend_class"], {})[name] = record
+        groups.setdefault("" if across else class_of(record), {})[name] = record
     return list(groups.values())
 
 

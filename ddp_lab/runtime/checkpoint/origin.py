@@ -65,6 +65,7 @@ MAY_DIFFER = (
     "compile",
     "device",
     "backend",
+    "share_gpu",
     "link",
     "outer_link",
     "nodes",

@@ -130,6 +130,7 @@ class RunSoFar:
             "world_size": ranks.world_size,
             "backend": ranks.library,
             "backend_class": self._backend_class,
+            "gpu_sharing": ranks.gpu_sharing,
             "device": ranks.device.type,
             "device_name": device_name(ranks.device),
             "host": socket.gethostname(),

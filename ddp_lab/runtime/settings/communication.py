@@ -21,6 +21,9 @@ class CommunicationSettings:
     backend: str = _communication(
         AUTO, "auto is NCCL with CUDA and Gloo without; nccl-legacy is torch's older NCCL class", choices=BACKENDS
     )
+    share_gpu: bool = _communication(
+        False, "let ranks share GPUs where a node has more ranks than GPUs, over NCCL too (docs/gpu.md)"
+    )
     link: str = _communication(
         NONE,
         "give each rank a link of this rate and latency, without a GPU: 1gbit, or 250mbit,50us; none is the machine as "

@@ -166,24 +166,27 @@ def test_what_does_not_compare_is_not_judged() -> None:
 # Backend classes -----------------------------------------------------------------------------------------------------
 
 NCCL2, LEGACY = {"backend_class": "ProcessGroupNCCL2"}, {"backend_class": "ProcessGroupNCCL"}
+SHARED = {"gpu_sharing": "2 ranks a GPU, in turns"}
 
 
-def over_two_classes() -> dict[str, dict[str, Any]]:
+def over_two_classes(one: dict[str, str] = NCCL2, other: dict[str, str] = LEGACY) -> dict[str, dict[str, Any]]:
     """Over torch's `nccl` the reference takes twice as long as `ours`, over the older class a tenth longer."""
     return {
-        "ours": timed("ours", 0.1) | NCCL2,
-        "pytorch_ddp": timed("pytorch_ddp", 0.2) | NCCL2,
-        "ours@nccl-legacy": timed("ours", 0.1) | LEGACY,
-        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.11) | LEGACY,
+        "ours": timed("ours", 0.1) | one,
+        "pytorch_ddp": timed("pytorch_ddp", 0.2) | one,
+        "ours@nccl-legacy": timed("ours", 0.1) | other,
+        "pytorch_ddp@nccl-legacy": timed("pytorch_ddp", 0.11) | other,
     }
 
 
-def test_ratios_are_among_runs_over_one_class() -> None:
-    table = comparison(over_two_classes(), {}, "pytorch_ddp").set_index("choice")
+@each_row("one, other", [(NCCL2, LEGACY), (NCCL2 | SHARED, NCCL2)])
+def test_ratios_are_among_runs_over_one_class_that_share_gpus_alike(one: dict[str, str], other: dict[str, str]) -> None:
+    table = comparison(over_two_classes(one, other), {}, "pytorch_ddp").set_index("choice")
     assert table["step_time_ratio"].tolist() == [0.5, 1.0, 0.9091, 1.0]
     assert table["paired_ratio"].tolist()[::2] == [0.5, 0.9091]
     assert table["verdict"].tolist() == ["faster", "reference"] * 2
-    assert table["backend_class"].tolist() == ["ProcessGroupNCCL2"] * 2 + ["ProcessGroupNCCL"] * 2
+    assert table["backend_class"].tolist() == [one["backend_class"]] * 2 + [other["backend_class"]] * 2
+    assert table["gpu_sharing"].isna().tolist() == ["gpu_sharing" not in one] * 2 + [True] * 2
 
 
 # Fairness ------------------------------------------------------------------------------------------------------------
@@ -200,6 +203,7 @@ DIFFERENT = {
     "scheduling": ({"scheduling": "batch"}, "scheduling (other: a; batch: b)"),
     "torch": ({"versions": {"torch": "2.16"}}, "torch version (2.15: a; 2.16: b)"),
     "backend class": ({"backend_class": "X"}, "backend class (ProcessGroupGloo: a; X: b)"),
+    "shared GPU": (SHARED, "(ProcessGroupGloo: a; ProcessGroupGloo, 2 ranks a GPU, in turns: b)"),
     "two": (
         {"world_size": 3, "config": {"precision": "bf16"}},
         "precision (fp32: a; bf16: b), ranks (2: a; 3: b); train them alike, or give --allow-different precision "
@@ -271,10 +275,11 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
 def test_pages_label_what_changes_a_run(tmp_path: Path) -> None:
     assert labels(None) == labels(record("a", 1.0)) == []
     settings = {"compress": "powersgd", "overlap_optimizer": True, "master_dtype": "bf16", "link": "1gbit"}
-    changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]}
+    changed = {"config": record("a", 1.0)["config"] | settings, "notes": ["2 buckets fit this <link>"]} | SHARED
     text = summary_page(analysed(tmp_path, "other", changed), "other")
     for said in ("Gradients are compressed (powersgd)", "updated while other buckets", "This is lossy"):
         assert said in text
+    assert "2 ranks a GPU, in turns: step times tell about overlap and order, not about as many GPUs" in text
     assert "Every rank had a link of 1gbit" in text and "other: 2 buckets fit this &lt;link&gt;." in text
 
 

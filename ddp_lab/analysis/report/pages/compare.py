@@ -11,7 +11,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import COMPARISON_COLUMNS, Column, kinds_run
 from ddp_lab.analysis.comparison.compare import Traced, comparison, standings
 from ddp_lab.analysis.comparison.conclusion import Verdict, fastest, leanest, verdict
-from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class
+from ddp_lab.analysis.comparison.fairness import BACKEND_CLASS, MEMORY, TIME, Difference, affected, by_class, class_of
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.metrics.significance import FEWEST_PAIRS
@@ -31,8 +31,8 @@ HOW_TESTED = (
     f"0.05. Below {FEWEST_PAIRS} pairs, or more if many choices are compared, it is unknown."
 )
 NOT_ACROSS = (
-    "These runs are over more than one backend class. On a GPU the class decides whether PyTorch DDP overlaps its "
-    "all-reduces with backward (docs/cuda.md), so step times are compared only among runs over one class."
+    "These runs are over more than one backend class, or share GPUs differently, and both change step times "
+    "(docs/cuda.md, docs/gpu.md). So these are compared only among runs that are alike in both."
 )
 HOW_DRAWN = (
     "One step of one rank of each choice on one time axis: the analysed step of median duration, and in it the rank of "
@@ -120,7 +120,7 @@ def summary_lines(compared: Compared) -> list[str]:
     first = next(iter(compared.records.values()))
     config = first["config"]
     link = "" if (rate := config.get("link", "none")) == "none" else f", simulated links of {rate}"
-    classes = listed([next(iter(group.values()))["backend_class"] for group in by_class(compared.records)])
+    classes = listed([class_of(next(iter(group.values()))) for group in by_class(compared.records)])
     lines = [
         f"Workload {config['workload']} ({first['parameters'] / 1e6:.1f} M parameters), {first['world_size']} ranks "
         f"over {first['backend']} ({classes}) on {first['device_name']}{link}; "

@@ -6,6 +6,7 @@ from typing import Any
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.fairness import SETTINGS, Difference, affected
 from ddp_lab.analysis.report.page import Section, cell, titled
+from ddp_lab.record_format import SHARED_GPU
 
 COLUMNS = (
     Column("setting", "", "in which the runs differ"),
@@ -19,6 +20,8 @@ def labels(record: dict[str, Any] | None) -> list[str]:
     if record is None:
         return []
     config, lines = record["config"], []
+    if record.get("gpu_sharing"):
+        lines.append(f"{record['gpu_sharing']}: {SHARED_GPU}.")
     if config.get("compress"):
         lines.append(
             f"Gradients are compressed ({config['compress']}): what is reduced is rounded, so this is not the same "
