@@ -1,5 +1,6 @@
 """The body of main_ddp.py, main_shard.py and main_parallel.py. What a run does is in `ddp_lab.runtime.run`."""
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def train_from_command_line(
     adopt_launcher(os.environ)
     config = parse_config(description, registry, aliases, arguments, prog)
     prepare_process()
+    gc.disable()  # until training begins: what imports make stays, and looking through it takes a sixth of their time
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from ddp_lab.runtime.run import run  # imports torch, which --help does without

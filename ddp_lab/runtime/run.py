@@ -3,6 +3,7 @@
 `run` joins the ranks and answers for what goes wrong. `train_and_record` is what they do between.
 """
 
+import gc
 import math
 import os
 import sys
@@ -57,6 +58,7 @@ def run(
     load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
 ) -> int:
     """Train as `config` says, and return the exit code. An error that a user can put right is one line on rank 0."""
+    between_steps("joining the ranks")
     silence_libraries()
     so_far, mesh = RunSoFar(config), Mesh.parse(config.mesh) if config.mesh else None
     try:
@@ -113,6 +115,7 @@ def train_and_record(
     # Model and data
     seed_everything(config.seed, rank=0)  # the same initial weights on every rank
     workload = build_workload(config)
+    between_steps("preparing the strategy")
     require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.data_size)
     steps = planned_steps(config, len(workload.train))
@@ -156,6 +159,7 @@ def train_and_record(
                 on_step(result)
                 checkpoints.after_step(result)
 
+            gc.enable()  # `train_from_command_line` has put it off
             all_batches = batches_of_steps(config, workload, ranks, steps, checkpoints.done)
             plan = Plan(earlier, checkpoints.is_due, rates)
             train(strategy, all_batches, profiler, config.clip_grad_norm, so_far.following(after_step), plan)

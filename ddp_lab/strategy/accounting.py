@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 EVERYONE = "mesh"
 """In the place of a dimension: all ranks of the mesh."""
@@ -63,7 +62,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelSize":
-        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+        parameters = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
         return cls(
             elements=sum(p.numel() for p in parameters),
             trainable_elements=sum(p.numel() for p in parameters if p.requires_grad),

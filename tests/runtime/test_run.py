@@ -85,6 +85,7 @@ def test_every_field_of_the_record_is_documented(ranks: RankPool, tmp_path: Path
     ranks.run(2, run_here, {**TINY, "choice": "flat_ddp", "output_dir": str(tmp_path)})
     record = record_of(tmp_path, "flat_ddp")
     fields = set(record)
+    assert record["start_s"]["first step"] > 0
     fields |= {f"compile.{name}" for name in ("blocks", "graphs", "recompilations", "graph_breaks", "seconds")}
     for parent in ("eval", "ended"):
         fields |= {f"{parent}.{name}" for name in record[parent]}

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from torch import nn
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import hub, prose
 from ddp_lab.runtime.data.documents import Source
+from ddp_lab.runtime.data.kept import kept_text
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.data.packing import IGNORED, Documents, TokenSequences, collate_sequences, target_count
 from ddp_lab.runtime.data.text import load_trained_tokenizer, train_tokenizer
 from ddp_lab.runtime.data.workload import Language, Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.groups import from_rank0
+from ddp_lab.runtime.groups import from_rank0, on_every_rank
+from ddp_lab.runtime.watch.phases import BUILDING, during
 
 SAMPLE_VOCABULARY, SAMPLE_LENGTH = 1024, 128
 LONGEST_BY_DEFAULT = 1024
@@ -53,7 +56,8 @@ def _built_in(config: RunConfig) -> Workload:
 
     def read() -> tuple[tuple[list[str], list[str]], str]:
         texts = prose.documents()
-        return texts, train_tokenizer(texts[0], SAMPLE_VOCABULARY, END_OF_TEXT)
+        key = ("tokenizer", str(SAMPLE_VOCABULARY), *texts[0])
+        return texts, kept_text(key, lambda: train_tokenizer(texts[0], SAMPLE_VOCABULARY, END_OF_TEXT))
 
     texts, as_json = from_rank0(read)  # Python may be another one elsewhere
     tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
@@ -70,6 +74,7 @@ def sample_length(config: RunConfig) -> int:
     return config.sequence_length or SAMPLE_LENGTH
 
 
+@during(BUILDING)
 def sample_model(config: RunConfig) -> nn.Module:
     """The model of `sample-lm`: a Llama of 1.9 M parameters, with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,13 +97,17 @@ def sample_model(config: RunConfig) -> nn.Module:
 def _from_hub(config: RunConfig) -> Workload:
     name, dataset = str(config.model), str(config.dataset)
     source = Source(dataset, config.text_column, config.streaming)
-    loaded = node_leader_first(lambda: hub.load_causal_lm(name))
+    is_here = Path(name).expanduser().is_dir()  # there is nothing to download, and none need wait
+    loaded = (on_every_rank if is_here else node_leader_first)(lambda: hub.load_causal_lm(name))
     model, tokenizer = loaded.model, loaded.tokenizer
     if tokenizer is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        tokenizer = load_trained_tokenizer(
-            from_rank0(lambda: train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT)), END_OF_TEXT
-        )
+
+        def train() -> str:
+            return train_tokenizer(source.texts(TEXTS_FOR_TOKENIZER), vocabulary, END_OF_TEXT)
+
+        as_json = from_rank0(lambda: kept_text(source.key("tokenizer", str(vocabulary)), train))
+        tokenizer = load_trained_tokenizer(as_json, END_OF_TEXT)
     _require_fitting_vocabulary(name, model, tokenizer)
     length = sequence_length(config, model)
     packs = keeps_documents_apart(model)
@@ -122,6 +131,7 @@ def sequence_length(config: RunConfig, model: nn.Module) -> int:
     return config.sequence_length or min(LONGEST_BY_DEFAULT, most or LONGEST_BY_DEFAULT)
 
 
+@during(BUILDING)
 @torch.no_grad()
 def keeps_documents_apart(model: nn.Module) -> bool:
     """Whether a document has the same logits behind another one, in one sequence, as alone.
@@ -145,21 +155,18 @@ def _samples(config: RunConfig, source: Source, tokenizer: Any, length: int, pac
     wanted, held_out = config.train_samples, config.eval_samples or EVAL_SAMPLES
     if config.streaming:
         wanted = wanted or STREAMED_SAMPLES
-    train_part, held_out_part = source.parts(config.seed)
-    cuts = not train_part.has_prompts
+    text, path = source.tokenized(tokenizer, config.seed, length, (wanted, held_out))
+    if path and dist.get_rank() == 0:
+        print(f"{config.label}: tokens of {source.name} from {path}", flush=True)
+    cuts = not text.has_prompts
     packs = packs and cuts
-
-    def sequences(part: Any, most: int | None) -> TokenSequences:
-        documents = part.tokenized(tokenizer, length * most if most and cuts else most)
-        return TokenSequences(documents, length, packs, cuts)
-
-    if held_out_part is not None:
-        train, evaluation = sequences(train_part, wanted), sequences(held_out_part, held_out)
+    both = TokenSequences(text.train, length, packs, cuts)
+    if text.held_out is not None:
+        train, evaluation = both, TokenSequences(text.held_out, length, packs, cuts)
         left_out = train.left_out + evaluation.left_out
         if packs:
             train = train.without_short_last()
     else:
-        both = sequences(train_part, wanted + held_out if wanted else None)
         left_out = both.left_out
         spare = len(both) - wanted if wanted else 0
         at = max(0, len(both) - min(held_out, max(1, len(both) // 10, spare)))

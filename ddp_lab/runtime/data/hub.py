@@ -10,6 +10,7 @@ from torch import nn
 
 from ddp_lab.runtime.data.labels import Labels
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.watch.phases import BUILDING, during
 
 MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
 DATASET = "Yelp/yelp_review_full"
@@ -31,6 +32,7 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+@during(BUILDING)
 def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Module:
     """A pretrained model in fp32 with a sequence-classification head. The head is new if it has none for `labels`."""
     from transformers import AutoModelForSequenceClassification
@@ -66,6 +68,7 @@ class LoadedLM(NamedTuple):
     is_new: bool
 
 
+@during(BUILDING)
 def load_causal_lm(name: str) -> LoadedLM:
     """A pretrained causal language model; or one with random weights, if `name` is a folder that has a config.json
     only.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_lab.runtime.watch.phases import IMPORTING, during
+
 
 def without_useless_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """`batch`, on the CPU, without its `attention_mask` if that hides no token."""
@@ -24,7 +26,8 @@ def without_useless_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_no_masks() -> None:
     """Let transformers take a mask as one that hides something, and a row of a batch as one document unless its
     positions are int32, unread."""
-    from transformers import masking_utils
+    with during(IMPORTING):
+        from transformers import PreTrainedModel, PreTrainedTokenizerFast, masking_utils  # noqa: F401  (all that text needs)
 
     def ignore_bidirectional(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> Any:
         return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)

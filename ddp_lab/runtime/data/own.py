@@ -19,6 +19,7 @@ from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.errors import OWN_MODULE, UserError
 from ddp_lab.runtime.groups import on_every_rank
+from ddp_lab.runtime.watch.phases import BUILDING, during
 
 
 def build(config: RunConfig) -> Workload:
@@ -72,6 +73,7 @@ def _functions(module: ModuleType) -> str:
     return ", ".join(names) or "no function"
 
 
+@during(BUILDING)
 def _call(build: Callable[..., Any], config: RunConfig) -> Any:
     """`build()`, or `build(config)` if it has an argument without a default, or one named `config`."""
     arguments = inspect.signature(build).parameters

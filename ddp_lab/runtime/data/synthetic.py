@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.masks import read_no_masks
 from ddp_lab.runtime.data.workload import Workload
+from ddp_lab.runtime.watch.phases import BUILDING, during
 
 VOCABULARY = 10_000
 CONTEXT_LENGTH = 128
@@ -71,6 +72,7 @@ def build(config: RunConfig) -> Workload:
     )
 
 
+@during(BUILDING)
 def _transformer(name: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import hub
+from ddp_lab.runtime.data.kept import kept_text
 from ddp_lab.runtime.data.masks import read_no_masks, without_useless_mask
 from ddp_lab.runtime.data.reviews import STARS, make_reviews
 from ddp_lab.runtime.data.sampling import Collate
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import node_leader_first
 from ddp_lab.runtime.groups import from_rank0
+from ddp_lab.runtime.watch.phases import BUILDING, during
 
 SAMPLE_VOCABULARY = 2048
 MAX_TOKENS = 512
@@ -30,6 +32,7 @@ def build(config: RunConfig) -> Workload:
     Raises:
         UserError: on every rank: model or data set cannot be loaded, or do not fit.
     """
+    read_no_masks()
     counts = (config.train_samples or TRAIN_SAMPLES, config.eval_samples or EVAL_SAMPLES)
     return _from_hub(config, *counts) if config.workload in ("yelp", "hub") else _built_in(config, *counts)
 
@@ -53,10 +56,15 @@ def _from_hub(config: RunConfig, train_samples: int, eval_samples: int) -> Workl
 
 def _built_in(config: RunConfig, train_samples: int, eval_samples: int) -> Workload:
     reviews = make_reviews(train_samples, 2 * config.seed), make_reviews(eval_samples, 2 * config.seed + 1)
-    tokenizer = load_trained_tokenizer(from_rank0(lambda: train_tokenizer([r["text"] for r in reviews[0]])))
+    texts = [[review["text"] for review in part] for part in reviews]
+    key = ("tokenizer", str(SAMPLE_VOCABULARY), *texts[0])
+    tokenizer = load_trained_tokenizer(from_rank0(lambda: kept_text(key, lambda: train_tokenizer(texts[0]))))
     train, evaluation = (
-        [{"label": review["label"], "input_ids": tokenizer(review["text"])["input_ids"]} for review in part]
-        for part in reviews
+        [
+            {"label": review["label"], "input_ids": ids}
+            for review, ids in zip(part, tokenizer(text)["input_ids"], strict=True)
+        ]
+        for part, text in zip(reviews, texts, strict=True)
     )
     model = random_llama_classifier(config.workload, tokenizer.pad_token_id)
     return Workload(model, train, evaluation, padding_collate(tokenizer), learning_rate=3e-4, classifies=True)
@@ -92,6 +100,7 @@ def load_trained_tokenizer(as_json: str, end: str | None = None) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(as_json), pad_token="<pad>", eos_token=end)
 
 
+@during(BUILDING)
 def random_llama_classifier(workload: str, pad_token_id: int) -> nn.Module:
     """SmolLM2's architecture with a head for five stars: the whole of it (362 M parameters), or a small one (13 M)."""
     from transformers import LlamaConfig, LlamaForSequenceClassification

@@ -61,6 +61,9 @@ def build_workload(config: RunConfig) -> "Workload":
     Raises:
         UserError: on every rank: model or data cannot be found, or do not fit.
     """
+    from ddp_lab.runtime.watch.phases import READING, between_steps
+
+    between_steps(READING)
     workload = _named(config)
     if config.lora_rank is None:
         return workload

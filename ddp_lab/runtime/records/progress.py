@@ -1,6 +1,6 @@
 """What rank 0 prints: a progress bar on a terminal and a few plain lines elsewhere, and a last line on the run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,12 @@ def training_progress(choice: str, steps: int, is_main: bool) -> Iterator[Callab
                 print(f"{choice}  step {done}/{steps}  {describe(result)}", flush=True)
 
         yield print_line
+
+
+def start_line(label: str, start_s: Mapping[str, float]) -> str:
+    """Where the time until the end of the first step went, in seconds."""
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start_s.items())
+    return f"{label}: started in {sum(start_s.values()):.1f} s: {parts}"
 
 
 def summary_line(label: str, record: dict[str, Any], path: str) -> str:

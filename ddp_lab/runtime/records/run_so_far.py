@@ -22,6 +22,7 @@ from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
 from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
 from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.watch.phases import start_s
 from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.accounting import Collective, ModelSize
 from ddp_lab.strategy.communication.traffic import on_mesh
@@ -145,6 +146,7 @@ class RunSoFar:
             "settling_steps": strategy.settling_steps,
             "compile": strategy.compiled.as_record() if strategy.compiled else None,
             "expected_traffic": [collective.as_dict() for collective in traffic],
+            "start_s": dict(start_s),
             "train_samples": len(workload.train),
             "step_samples": result.samples,
             "step_time_s": result.step_time_s,

@@ -1,12 +1,18 @@
-"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder."""
+"""The phase that this rank is in. It shows in the rank's profile and in its flight recorder, and in how long the start
+took, until the first optimizer step is done."""
 
-from contextlib import nullcontext
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.profiler import record_function
 
 LOOP = "training loop"
 """The phase between the named parts of a step."""
+IMPORTING, READING, BUILDING, FIRST_STEP = "importing", "reading data", "building the model", "first step"
 
 
 class Recorder(Protocol):
@@ -15,14 +21,29 @@ class Recorder(Protocol):
     def set_phase(self, step: int, phase: str, /) -> None: ...
 
 
+def process_age_s() -> float:
+    """Seconds since this process began; 0 where the system is not Linux."""
+    try:
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
+
+
 _recorder: Recorder | None = None
-_step, _phase = -1, "starting"
+_step, _phase = -1, IMPORTING
+_since, _is_starting = time.monotonic() - process_age_s(), True
+start_s: dict[str, float] = {}
+"""Seconds of each phase of the start, in their order, and of the first step."""
 
 
 def record_phases_in(recorder: Recorder | None) -> None:
-    """From now on, write each phase into `recorder`; None: nowhere."""
-    global _recorder, _step, _phase
-    _recorder, _step, _phase = recorder, -1, "starting"
+    """From now on, write each phase into `recorder`; None: nowhere, since the run has ended."""
+    global _recorder, _step, _phase, _since, _is_starting
+    _recorder = recorder
+    if recorder is None:
+        _step, _phase, _since, _is_starting = -1, IMPORTING, time.monotonic(), True
+        start_s.clear()
 
 
 def begin_step(step: int) -> None:
@@ -40,8 +61,21 @@ def between_steps(name: str) -> None:
     _enter(-1, name)
 
 
+@contextmanager
+def during(name: str) -> Iterator[None]:
+    """Outside of optimizer steps, what is done within this context has a name of its own."""
+    before = _phase
+    between_steps(name)
+    yield
+    between_steps(before)
+
+
 def _enter(step: int, name: str) -> None:
-    global _step, _phase
+    global _step, _phase, _since, _is_starting
+    if _is_starting:
+        now, part = time.monotonic(), _phase if _step < 0 else FIRST_STEP
+        start_s[part] = start_s.get(part, 0.0) + now - _since
+        _since, _is_starting = now, _step in (-1, step)
     _step, _phase = step, name
     if _recorder is not None:
         _recorder.set_phase(step, name)
