@@ -37,7 +37,7 @@ COLLECTIVES = (
     *("reduce_scatter", "sharding.reduce_scatter", "broadcast", "all_to_all"),
 )
 """In display order. They are torch's own; `sharding.` marks those that this project's strategies call."""
-AS_THE_RUNNERS = ("device", "backend", "link", "timeout_minutes")
+AS_THE_RUNNERS = ("device", "backend", "share_gpu", "link", "timeout_minutes")
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 REPORTS = Path("reports") / "collectives"

@@ -44,7 +44,7 @@ from ddp_lab.runtime.link.speed import Link
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
 AS_THE_RUNNERS = (
     *("global_batch_size", "grad_accum_steps", "depth", "width"),
-    *("device", "backend", "link", "nodes", "outer_link"),
+    *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
 )
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices."""

@@ -21,6 +21,7 @@ def check(machine: Machine, parts: list[Part]) -> int:
     """Do all parts, print a line for each, and write the page after each, so that a lost machine loses little."""
     console, began, verdicts = Console(highlight=False), time.monotonic(), dict[str, Verdict]()
     report = machine.folder / "report.md"
+    console.print(machine.named, markup=False, soft_wrap=True)
     for part in parts:
         start = time.monotonic()
         verdict = verdicts[part.name] = look(part, machine)

@@ -3,6 +3,7 @@
     ddp-lab check-gpu                       # every part, on all GPUs of this node (up to 8)
     ddp-lab check-gpu --only parity,waits   # some parts
     ddp-lab check-gpu --quick               # less of each
+    ddp-lab check-gpu --share-gpu 2         # two ranks on one GPU
     ddp-lab check-gpu --cpu                 # over Gloo, always quick; so it is on a machine without a GPU
 
 Each part prints its verdict in a line as it ends. A part that fails stops no other. At the end there is one folder, and
@@ -42,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         "ddp-lab check-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=at_least(1), help="processes (default: one for each GPU, up to 8; 2 without)")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--ranks", type=at_least(1), help="processes (default: one for each GPU, up to 8; 2 without)")
+    ranks.add_argument("--share-gpu", type=at_least(2), metavar="N", help="N processes that share one GPU")
     parser.add_argument("--only", help=f"parts, with commas between, of: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="less of each part; always so without a GPU")
     parser.add_argument("--cpu", action="store_true", help="leave the GPUs alone: every part over Gloo")
@@ -64,17 +67,19 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
+    elif gpus and options.share_gpu:
+        gpus, os.environ["CUDA_VISIBLE_DEVICES"] = 1, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if gpus and (options.ranks or 1) > gpus:
-        parser.error(f"--ranks {options.ranks}: this machine has {gpus} GPUs, and NCCL takes one rank a GPU")
+        parser.error(f"--ranks {options.ranks}: this machine has {gpus} GPUs, and each rank takes one; or --share-gpu")
     folder: Path = options.output_dir.resolve()
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"--output-dir {options.output_dir}: it holds files already; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = options.ranks or (min(gpus, MOST_RANKS) if gpus else 2)
+    ranks = options.ranks or options.share_gpu or (min(gpus, MOST_RANKS) if gpus else 2)
     from ddp_lab.gpu_check.check import check, parts  # of the repository: an installed wheel lacks them
     from ddp_lab.gpu_check.parts import Machine
 
-    machine = Machine(ranks, bool(gpus), folder, options.quick or not gpus)
+    machine = Machine(ranks, gpus, folder, options.quick or not gpus, shares_gpu=options.share_gpu is not None)
     return check(machine, parts({name: PARTS[name] for name in PARTS if name in wanted}))
 
 

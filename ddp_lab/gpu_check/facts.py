@@ -17,7 +17,7 @@ VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "
 
 def environment(machine: Machine) -> Verdict:
     """Versions, devices and the variables that matter, in `environment.json`."""
-    devices = [torch.cuda.get_device_properties(index) for index in range(machine.ranks if machine.has_gpus else 0)]
+    devices = [torch.cuda.get_device_properties(index) for index in range(min(machine.ranks, machine.gpus))]
     found = {
         "revision": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "torch": torch.__version__,
@@ -47,11 +47,12 @@ def environment(machine: Machine) -> Verdict:
 
 def topology(machine: Machine) -> Verdict:
     """Which GPUs reach each other directly, and how they are connected, in `topology.txt`."""
-    if not machine.has_gpus:
-        return Verdict(SKIPPED, "no GPU")
+    if machine.gpus < 2:
+        return Verdict(SKIPPED, f"{machine.gpus or 'no'} GPU")
     text = output_of("nvidia-smi", "topo", "-m")
     (machine.folder / "topology.txt").write_text(text or "nvidia-smi is not there\n")
-    pairs = [(a, b) for a in range(machine.ranks) for b in range(machine.ranks) if a != b]
+    devices = range(min(machine.ranks, machine.gpus))
+    pairs = [(a, b) for a in devices for b in devices if a != b]
     reached = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     words = {word for line in text.splitlines() if line.startswith("GPU") for word in line.split()[1:]}
     links = ", ".join(sorted(word for word in words if word.startswith(KINDS_OF_LINKS))) or "unknown"

@@ -15,7 +15,7 @@ def page(machine: Machine, verdicts: Mapping[str, Verdict], minutes: float) -> s
     found = machine.found.get("environment", {})
     parts = [
         "# GPU check",
-        f"{len(verdicts)} parts on {machine.ranks} ranks in {minutes:.0f} minutes; torch {found.get('torch', '?')}. "
+        f"{machine.named}. {len(verdicts)} parts in {minutes:.0f} minutes; torch {found.get('torch', '?')}. "
         "Logs and tables are in the folder of this page.",
         table([{"part": name, "verdict": one.how, "": one.line} for name, one in verdicts.items()]),
     ]

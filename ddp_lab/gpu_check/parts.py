@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.record_format import SHARED_GPU
 from tests.faults.scenarios import MARK, kill_processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,19 +38,37 @@ class Machine:
     """What the check runs on.
 
     Attributes:
-        ranks: Processes, one for each GPU, or on CPUs two.
+        ranks: Processes, one for each GPU, or on CPUs two. Rank r is on GPU r modulo their number.
+        gpus: How many are used; 0 without.
         folder: All that the check leaves lies here.
         is_quick: Less of everything, so that a machine without GPUs is through in minutes.
+        shares_gpu: Several ranks share one, and all that is run gets `--share-gpu`.
         found: What a part leaves for later ones.
         bad_logs: Of the part under way: the logs that tell what went wrong.
     """
 
     ranks: int
-    has_gpus: bool
+    gpus: int
     folder: Path
     is_quick: bool
+    shares_gpu: bool = False
     found: dict[str, Any] = field(default_factory=dict)
     bad_logs: list[Path] = field(default_factory=list)
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.gpus > 0
+
+    @property
+    def sharing(self) -> list[str]:
+        """A flag of all programs that start ranks; none where each has its own GPU."""
+        return ["--share-gpu"] * self.shares_gpu
+
+    @property
+    def named(self) -> str:
+        """The ranks, as the first line and the page say it."""
+        on_what = f"one GPU: {SHARED_GPU}" if self.gpus else "the CPU, so --share-gpu changes nothing"
+        return f"{self.ranks} ranks" + (f" that share {on_what}" if self.shares_gpu else "")
 
     @property
     def backends(self) -> list[str]:
@@ -100,9 +119,10 @@ class Machine:
             raise Broken(f"exit code {done.returncode}: {said[0].strip()[:200]}; see {log}.txt")
         return done.stdout
 
-    def torchrun(self, *command: str) -> list[str]:
+    def torchrun(self, program: str, *flags: str) -> list[str]:
         """A command of all ranks."""
-        return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}", *command]
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        return [*start, program, *self.sharing, *flags]
 
     def on_ranks(self, what: str, *flags: str, limit_s: float, log: str = "", **more: Any) -> Any:
         """What `ddp_lab/gpu_check/ranks.py WHAT` finds, from the last line that it prints."""

@@ -1,11 +1,15 @@
 """What must hold: parity, no waiting, no race, and runs that end and go on as they should."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ddp_lab.gpu_check.host_waits import COUNTED
 from ddp_lab.gpu_check.parts import FAIL, PASS, SKIPPED, Machine, Verdict
+from ddp_lab.runtime.share_gpu import PIPES
 from tests.faults.scenarios import SCENARIOS, run_scenario
 
 TOLERANCE = 1e-4
@@ -78,14 +82,24 @@ def sanitizer(machine: Machine) -> Verdict:
 
 
 def faults(machine: Machine) -> Verdict:
-    """A rank that is killed, one that is stopped, one that hangs: the run ends in time and names it."""
+    """A rank that is killed, one that is stopped, one that hangs: the run ends in time and names it.
+
+    Ranks that share a GPU take turns here: a client that is killed ends the multi-process service's other clients.
+    """
+    no_service = machine.folder / "faults" / "no multi-process service"
+    no_service.mkdir(parents=True)
+    with mock.patch.dict(os.environ, {PIPES: str(no_service)} if machine.shares_gpu else {}):
+        return planted_faults(machine)
+
+
+def planted_faults(machine: Machine) -> Verdict:
     rows = []
     for scenario in SCENARIOS:
         if scenario.name in FAULTS:
             for choice in ("bucket_ddp_async",) if machine.is_quick else ("bucket_ddp_async", "zero3"):
                 folder = machine.folder / "faults" / f"{scenario.name} {choice}".replace(" ", "_")
                 folder.mkdir(parents=True)
-                outcome = run_scenario(scenario, choice, folder)
+                outcome = run_scenario(replace(scenario, flags=(*scenario.flags, *machine.sharing)), choice, folder)
                 problems = outcome.problems(scenario)
                 log = folder / "stderr.txt"
                 log.write_text(outcome.output)

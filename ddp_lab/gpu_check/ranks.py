@@ -44,13 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=sorted(FINDERS))
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--choices", help="default: all that are installed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")  # images may set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     read_no_masks()
     names = [name for registry in REGISTRIES for name in registry.names if not name.startswith("deepspeed")]
-    with joined_ranks(RunConfig(backend=options.backend, timeout_minutes=2.0)) as ranks:
+    with joined_ranks(RunConfig(backend=options.backend, share_gpu=options.share_gpu, timeout_minutes=2.0)) as ranks:
         found = FINDERS[options.what](options.choices.split(",") if options.choices else names, ranks)
         if ranks.is_main:
             print(json.dumps(found), flush=True)

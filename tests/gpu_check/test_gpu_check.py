@@ -4,20 +4,27 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from ddp_lab.gpu_check import check, command
-from ddp_lab.gpu_check.parts import FAIL, PASS, ROOT, Broken, Machine, Part, Verdict
+from ddp_lab.gpu_check import check, command, proofs
+from ddp_lab.gpu_check.page import page
+from ddp_lab.gpu_check.parts import FAIL, MEASURED, PASS, ROOT, SKIPPED, Broken, Machine, Part, Verdict
+from ddp_lab.runtime.share_gpu import PIPES
+from tests.faults.scenarios import Outcome, Scenario
+from tests.gpu_check.pretended import Pretended
 from tests.in_process import run_in_process
 from tests.tables import each_row
 
 
-def machine(folder: Path, ranks: int = 2, has_gpus: bool = False) -> Machine:
-    return Machine(ranks, has_gpus, folder, is_quick=True)
+def machine(folder: Path, ranks: int = 2, gpus: int = 0) -> Machine:
+    return Machine(ranks, gpus, folder, is_quick=True)
 
 
 def raising(error: Exception) -> Part:
@@ -88,6 +95,48 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
+class OneCard(Pretended):
+    """It has no second device; what starts ranks must say that they share it."""
+
+    def answer(self, log: str, command: Sequence[str]) -> str:
+        assert "--share-gpu" in command, log
+        if "collectives.py" in str(command):
+            (self.folder / log / "reports" / "collectives").mkdir(parents=True)
+            (self.folder / log / "reports" / "collectives" / "x_ranks.csv").write_text(
+                "size_bytes,p50_us,busbw_gb_per_s\n4096,30,1\n"
+            )
+        if "strategies.py" in str(command):
+            choice = command[command.index("--choices") + 1].split(",")[0]
+            header = "choice,step_ms_median,ratio_median,ratio_p25,ratio_p75"
+            Path(command[command.index("--csv") + 1]).write_text(f"{header}\n{choice},3,1.1,1.05,1.2\n")
+        return '{"class": "ProcessGroupNCCL2", "nccl": "2.30.7", "simple_ddp": "pretended"}\n'
+
+
+def test_two_ranks_on_one_card_do_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(index: int) -> Any:
+        if index:
+            raise AssertionError("Invalid device id")
+        return SimpleNamespace(name="H100", total_memory=2**36, major=9, minor=0)
+
+    def run_scenario(scenario: Scenario, choice: str, folder: Path) -> Outcome:
+        assert scenario.flags[-1:] == ("--share-gpu",) and not list(Path(os.environ[PIPES]).iterdir())
+        return Outcome(1, 1.0, [], None, 0, [], [], "")
+
+    monkeypatch.delenv(PIPES, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(proofs, "run_scenario", run_scenario)
+    monkeypatch.setattr(proofs, "newest_record", lambda folder: {"train_loss": [1.0]})
+    card = OneCard(2, 1, tmp_path, is_quick=True, shares_gpu=True)
+    verdicts = {part.name: check.look(part, card) for part in check.parts(command.PARTS)}
+    crashed = {name: one.line for name, one in verdicts.items() if "Error" in one.line}
+    assert not crashed and verdicts["environment"].line.startswith("1 x H100") and PIPES not in os.environ
+    assert {name for name, one in verdicts.items() if one.how == SKIPPED} == {"topology"}
+    assert verdicts["originals"].how == MEASURED and page(card, verdicts, 1).startswith(
+        "# GPU check\n\n2 ranks that share"
+    )
+
+
 def test_every_part_is_documented() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     missing = [part for part in command.PARTS if f"| `{part}` |" not in text]
@@ -105,6 +154,8 @@ def test_every_part_is_documented() -> None:
 def test_parts_on_ranks(tmp_path: Path, parts: str) -> None:
     """As a user would run them. All take ten minutes on two cores that do nothing else; the limit is for a hang."""
     started = [sys.executable, "-m", "ddp_lab", "check-gpu", "--only", parts, "--output-dir", str(tmp_path / "out")]
+    started += ["--cpu", "--share-gpu", "2"]
     done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 ranks that share the CPU")
     assert FAIL not in done.stdout and all(part in done.stdout for part in parts.split(","))

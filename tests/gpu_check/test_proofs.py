@@ -21,7 +21,7 @@ def test_the_sanitizer_must_find_the_planted_race_alone(in_steps: str, in_race: 
         def answer(self, log: str, command: Sequence[str]) -> str:
             return f'{in_race if "race" in command else in_steps}\n{{"zero1": 1.0}}\n'
 
-    assert proofs.sanitizer(Watched(2, True, tmp_path, is_quick=True)).how == how
+    assert proofs.sanitizer(Watched(2, 2, tmp_path, is_quick=True)).how == how
 
 
 NONE: dict[str, Any] = {"zero1": {}, "pytorch_ddp": {"ddp.py:3": 4}}
@@ -43,5 +43,5 @@ def test_waits_are_judged(found: dict[str, Any], planted: Any, how: str, says: s
         def answer(self, log: str, command: Sequence[str]) -> str:
             return json.dumps({proofs.PLANTED: planted} if "planted_wait" in command else found)
 
-    verdict = proofs.waits(Waiting(2, True, tmp_path, is_quick=True))
+    verdict = proofs.waits(Waiting(2, 2, tmp_path, is_quick=True))
     assert verdict.how == how and says in verdict.line

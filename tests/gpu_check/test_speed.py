@@ -18,7 +18,7 @@ from tests.tables import each_row
 @pytest.mark.parametrize("size", range(1, 9))
 def test_batches_fit_any_number_of_ranks(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "newest_record", lambda folder: {"train_loss": [1.0]})
-    machine = Pretended(size, True, tmp_path, is_quick=False)
+    machine = Pretended(size, size, tmp_path, is_quick=False)
     assert proofs.resume(machine).how == PASS
     speed.sweep_sample(machine)
     speed.sweep_llm(machine)
@@ -42,7 +42,7 @@ def test_only_what_is_surely_slower_fails(lower: float, how: str, tmp_path: Path
                 writer.writerow(row)
             return ""
 
-    assert speed.beside_originals(Timed(2, True, tmp_path, is_quick=True)).how == how
+    assert speed.beside_originals(Timed(2, 2, tmp_path, is_quick=True)).how == how
 
 
 def check_row(unit: str, result: str) -> dict[str, str]:
