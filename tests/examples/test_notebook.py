@@ -1,0 +1,49 @@
+"""The notebook for one GPU: it is what its script makes, and runs on a CPU. On a GPU its flags are others."""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import ddp
+from ddp_lab.runtime.flags import parse_config
+from examples.make_notebook import CELLS, NOTEBOOK, made
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_notebook_is_what_its_script_makes() -> None:
+    assert NOTEBOOK.read_text() == made(), "run: python examples/make_notebook.py"
+
+
+def test_flags_go_with_the_gpu() -> None:
+    """The cell that asks torch, with the answers of a CPU, a T4 and an H100."""
+    (cell,) = (text for text in CELLS if "capability" in text)
+    for answer, precision, shares in (("0", "fp32", False), ("7", "fp16", True), ("9", "bf16", True)):
+        names: dict[str, str] = {}
+        with mock.patch.object(subprocess, "run", lambda *_, answer=answer, **__: mock.Mock(stdout=answer)):
+            exec(cell, {"subprocess": subprocess}, names)
+        config = parse_config("", ddp.REGISTRY, arguments=["--ddp-choice", "flat_ddp", *names["flags"].split()])
+        assert (config.strategy.precision, config.share_gpu) == (precision, shares)
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a newcomer's Jupyter runs it, in a folder of its own; uv takes the environment of the tests."""
+    (tmp_path / "examples").mkdir()
+    for name in ("main_ddp.py", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("UV_NO_SYNC", "1")
+    monkeypatch.setenv("UV_PROJECT_ENVIRONMENT", sys.prefix)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path / "examples"}}).execute()
+    outputs = [output for cell in notebook.cells[1::2] for output in cell.outputs]
+    said = "".join(output.get("text", "") for output in outputs)
+    assert "--workload digits" in said and "7 of 7 runs" in said
+    pages = [output.data["text/html"] for output in outputs if "data" in output]
+    assert len(pages) == 2 and all(page.count("<iframe srcdoc=") == 1 and "Plotly" in page for page in pages)
+    assert "pytorch_ddp" in pages[0] and "bucket_ddp_async" in pages[1]
