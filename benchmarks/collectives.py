@@ -4,7 +4,7 @@
 
 Any number of ranks and nodes, over Gloo or NCCL. Every call begins at a barrier and lasts until its slowest rank is
 done; on a GPU, until the device is. After the warm-up each size is checked once, element by element. After every size,
-all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv.
+all results are in <output-dir>/reports/collectives/<backend>_<device>_<ranks>_ranks.csv (<device>-shared if GPUs are).
 """
 
 import argparse
@@ -129,7 +129,8 @@ def measure_all(options: argparse.Namespace, ranks: "Ranks") -> None:
 
     from benchmarks.calls import measured
 
-    name = f"{ranks.backend}_{ranks.device.type}_{ranks.world_size}_ranks.csv"
+    device = ranks.device.type + ("-shared" if ranks.gpu_sharing else "")
+    name = f"{ranks.backend}_{device}_{ranks.world_size}_ranks.csv"
     path, rows = options.output_dir / REPORTS / name, list[dict[str, Any]]()
     control = dist.new_group(backend="gloo")  # over CPU, so that clocks and barriers do not queue on a GPU
     for collective, dtype in itertools.product(options.collectives, options.dtypes):

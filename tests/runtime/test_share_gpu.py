@@ -20,6 +20,7 @@ from ddp_lab.runtime import share_gpu
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import Mesh, MeshGroups
 from tests.tables import each_row
 
 CONTROL = """#!/bin/sh
@@ -58,6 +59,7 @@ class Node:
 
     def begin(self) -> tuple[str, str | None]:
         turns = share_gpu.begin(dist.FileStore(str(self.store), 2), over_nccl=False)
+        assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
         return turns, os.environ.get(share_gpu.PIPES)
 
 
@@ -79,6 +81,7 @@ def two_ranks(body: Callable[[], Any]) -> Iterator[tuple[list[Any], list[Any]]]:
 
 
 def serve(rank: int, pipe: Connection, body: Callable[[], Any]) -> None:
+    os.setpgrp()  # launchers end a rank with its process group
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         pipe.send(body())
@@ -102,11 +105,11 @@ def test_a_service_begins_and_ends_with_the_ranks(
     with two_ranks(node.begin) as (found, ranks):
         (folder,) = node.temporary.iterdir()
         assert found == [("", str(folder))] * 2 and (folder / "control").exists()
-        os.kill(ranks[0].pid, end)
+        os.killpg(ranks[0].pid, end)
         ranks[0].join()
         time.sleep(0.5)
         assert (folder / "control").exists(), "a rank still lives"
-        os.kill(ranks[1].pid, end)
+        os.killpg(ranks[1].pid, end)
         assert await_true(lambda: not folder.exists())
     assert node.said == ["start, GPUs all", "quit"]
 
@@ -238,3 +241,9 @@ def test_groups_of_some_ranks_hang_on_a_shared_gpu(mesh: str, backend: str, shar
     said = "--share-gpu: over NCCL, groups of some of the ranks were seen hanging" if refused else "join the process"
     with pytest.raises(UserError if refused else AssertionError, match=said), meshed(ranks, mesh):
         pass
+
+
+def test_no_part_of_tp_is_made_where_parts_hang() -> None:
+    groups: Any = dict.fromkeys(("device_mesh", "data", "model", "everyone"))
+    with pytest.raises(UserError, match="they hang"):
+        MeshGroups(Mesh.parse("tp=4"), **groups, no_parts="they hang").part_of_model(2)

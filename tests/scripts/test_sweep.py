@@ -212,6 +212,15 @@ def test_a_sweep_over_meshes_has_a_short_list(mesh_sweep: Sweep) -> None:
         assert parse_config("", tensor_parallel.REGISTRY, (), mesh_sweep.asked[ON_FOUR[0]][3:]).workload == workload
 
 
+def test_a_sweep_on_a_shared_gpu_leaves_out_meshes_that_hang(mesh_sweep: Sweep) -> None:
+    for flags, gpus, hang in ([], 1, True), (["--backend", "gloo"], 1, False), ([], 4, False):
+        with mock.patch("torch.cuda.device_count", return_value=gpus):
+            answer = mesh_sweep.run("--share-gpu", *flags)
+        left = [label for label in ON_FOUR if not (hang and Mesh.of_label(mesh_setting(label)).has_parts)]
+        assert answer.returncode == 0 and list(mesh_sweep.asked) == left
+        assert answer.stdout.count("left out: --share-gpu: over NCCL") == len(ON_FOUR) - len(left)
+
+
 @each_row("ranks", [2, 3, 6, 8, 12, 64])
 def test_meshes_of_the_short_list_fit(ranks: int) -> None:
     labels = mesh_labels(ranks)
