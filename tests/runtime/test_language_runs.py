@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import sharding
+from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import prose
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
@@ -92,6 +94,37 @@ def workload_here(settings: dict[str, Any]) -> dict[str, Any]:
         "lengths": [len(sample["input_ids"]) for sample in workload.train],
         "ids": [sample["input_ids"].tolist() for sample in workload.train],
     }
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+FAMILIES = [
+    GPT2,
+    {"model_type": "llama", **SMALL, "vocab_size": 400, "max_position_embeddings": 64},
+    {"model_type": "qwen2", **SMALL, "num_key_value_heads": 1, "vocab_size": 400, "tie_word_embeddings": True},
+]
+
+
+@each_row("family", FAMILIES)
+def test_new_weights_are_those_of_the_seed_on_every_rank(ranks: RankPool, local: Path, family: dict[str, Any]) -> None:
+    """Ranks build at the same time, each on its own; what `transformers` builds alone has the same bits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (local / family["model_type"]).mkdir()
+    (local / family["model_type"] / "config.json").write_text(json.dumps(family))
+    seed_everything(5, rank=0)
+    alone = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(local / family["model_type"]))
+    settings = settings_of(local, Path("unused"), model=family["model_type"], seed=5)
+    for world_size in (1, 2):
+        assert ranks.run(world_size, weights_here, settings) == [bits_of(alone)] * world_size
+
+
+def weights_here(settings: dict[str, Any]) -> dict[str, bytes]:
+    seed_everything(settings["seed"], rank=0)
+    return bits_of(build_workload(resolve_workload(RunConfig.of(**settings), has_gpu=False)).model)
+
+
+def bits_of(model: nn.Module) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
 def test_text_in_files_is_held_out_and_counted_by_tokens(ranks: RankPool, local: Path, tmp_path: Path) -> None:
