@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import pandas as pd
 import torch
@@ -15,8 +16,13 @@ WARMUP_ROUNDS = 2
 STEPS_PER_ROUND = 3
 
 
-def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> pd.DataFrame:
+def time_rounds(
+    runners: dict[str, Runner], rounds: int, ranks: Ranks, clock: Callable[[], float] = time.perf_counter
+) -> pd.DataFrame:
     """Run all choices in turn, in a new random order each round. Collective.
+
+    Args:
+        clock: Tells seconds.
 
     Returns:
         Milliseconds a step, of the slowest rank: one row for each round and one column for each choice.
@@ -25,19 +31,19 @@ def time_rounds(runners: dict[str, Runner], rounds: int, ranks: Ranks) -> pd.Dat
     order = random.Random(0)  # the same on every rank
     for round_number in range(-WARMUP_ROUNDS, rounds):
         for name in order.sample(list(runners), len(runners)):
-            slowest = over_ranks(timed(runners[name], ranks.device), ranks.device, dist.ReduceOp.MAX)
+            slowest = over_ranks(timed(runners[name], ranks.device, clock), ranks.device, dist.ReduceOp.MAX)
             if round_number >= 0:
                 times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
     return times
 
 
-def timed(runner: Runner, device: torch.device) -> float:
+def timed(runner: Runner, device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds from all ranks' start of a round to this rank's end of it."""
     host_barrier()
-    start = time.perf_counter()
+    start = clock()
     runner.steps(STEPS_PER_ROUND)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     host_barrier()
     return seconds

@@ -65,10 +65,11 @@ def make_runner(
     load_strategy: Callable[[str], type[Strategy]],
     group: dist.ProcessGroup | None = None,
     load_parallelize: Callable[[str], Parallelize] = refuse_tensor_parallelism,
+    build: Callable[[RunConfig], Workload] = build_workload,
 ) -> Runner:
-    """`config.choice` over `group` on one global batch of its workload, the same for every choice."""
+    """`config.choice` over `group` on one global batch of what `build` makes, the same for every choice."""
     seed_everything(0, rank=0)
-    workload = build_workload(config)
+    workload = build(config)
     batches = one_global_batch(config, workload, ranks)
     if config.choice in PLAIN:
         return plain_runner(config, workload, batches, ranks, group)

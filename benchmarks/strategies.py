@@ -48,17 +48,17 @@ AS_THE_RUNNERS = (
 )
 ALONE = (LOCAL, RUNTIME)
 """What is measured beside all choices."""
+NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, BARE_LOOP]))
 MIB = 2**20
 RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, BARE_LOOP]))
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--choices",
         required=True,
-        help=f"comma-separated; of {', '.join(names)}; each may carry settings ({', '.join(SETTINGS)}), as in "
+        help=f"comma-separated; of {', '.join(NAMES)}; each may carry settings ({', '.join(SETTINGS)}), as in "
         "bucket_ddp_async:bucket_cap_mb=25:overlap_optimizer=on",
     )
     parser.add_argument("--against", default="pytorch_ddp", help="the choice that ratios refer to")
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.link_rate = link.bits_per_s if link else None
     choices = options.choices.split(",")
     wanted = [options.against, *choices, *ALONE] if options.rounds else choices
-    options.variants = {text: parse_variant(text, names) for text in wanted}
+    options.variants = {text: parse_variant(text, NAMES) for text in wanted}
     if options.rounds:
         for name in ALONE:
             options.variants[name]["precision"] = options.variants[options.against].get("precision", "fp32")

@@ -8,14 +8,15 @@ communication earlier and leaves less of it after backward; a large cap pays few
 Three things make it correct and cheap:
 - Buckets are assigned once, in reversed parameter order (roughly the order of backward), and all-reduced in that order
   on every rank. So ranks that use different parameters still reduce the same buckets.
-- A gradient lives in its bucket: `parameter.grad` is a view into it. The first micro-batch's gradient is copied there
-  while it is still in cache, later ones are added in place, and the optimizer reads it there.
+- A gradient lives in its bucket: `parameter.grad` is a view into it. When the first micro-batch has made all gradients
+  of a bucket, one call copies them there; later ones are added in place, and the optimizer reads them there.
 - Losses are weighted by their share of the global batch before backward. So the all-reduced sum is the mean already.
 
 With `--overlap-optimizer` a bucket's parameters are updated while later buckets are in flight (`ddp.early_updates`).
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor
 
@@ -39,11 +40,9 @@ class BucketDDP(ReplicatedStrategy):
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.buckets = [Bucket(parameters) for parameters in fill_buckets(self.trainable.values(), cap_bytes)]
         self._order = FixedOrder(self.buckets)
-        self._place: dict[Tensor, tuple[Bucket, int]] = {}
         for bucket in self.buckets:
-            self._place |= {parameter: (bucket, slot) for slot, parameter in enumerate(bucket.parameters)}
-        for parameter in self.trainable.values():
-            self.watch.then(parameter, self._on_gradient_ready)
+            for parameter in bucket.parameters:
+                self.watch.then(parameter, partial(self._on_gradient, bucket))
 
     def before_step(self) -> None:
         super().before_step()
@@ -52,15 +51,25 @@ class BucketDDP(ReplicatedStrategy):
         for bucket in self.buckets:
             bucket.reset()
 
-    def _on_gradient_ready(self, parameter: Tensor) -> None:
-        bucket, slot = self._place[parameter]
-        bucket.place_gradient(slot)
-        if not self.steps.reduces_now:
-            return
+    def before_micro_batch(self) -> None:
+        super().before_micro_batch()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def _on_gradient(self, bucket: Bucket, _: Tensor) -> None:
         bucket.missing -= 1
-        if bucket.missing == 0:
-            for next_bucket in self._order.ready(bucket):
-                self._start(next_bucket)
+        if bucket.missing:
+            return
+        if not self.steps.reduces_now:
+            bucket.collect()
+            return
+        for next_bucket in self._order.ready(bucket):
+            self._start(next_bucket)
+
+    def after_backward(self) -> None:
+        if self.steps.another_follows:
+            for bucket in self.buckets:
+                bucket.collect()
 
     def _start(self, bucket: Bucket) -> None:
         bucket.complete()

@@ -48,20 +48,23 @@ class Bucket:
         self.work = None
         self._abandoned.clear()
 
-    def place_gradient(self, slot: int) -> None:
-        """Make `.grad` of the parameter in `slot` the view into this bucket, with the same values."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
-        parameter.grad = view
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Make `.grad` of each parameter that has one the view into this bucket, with the same values: by one copy for
+        all that are not there yet."""
+        triples = ((p, p.grad, view) for p, view in zip(self.parameters, self.views, strict=True))
+        new = [(p, gradient, view) for p, gradient, view in triples if gradient is not None and gradient is not view]
+        if new:
+            torch._foreach_copy_([view for _, _, view in new], [gradient for _, gradient, _ in new])
+        for parameter, _, view in new:
+            parameter.grad = view
 
     def complete(self) -> None:
-        """Put zeros where this rank made no gradient in this step."""
-        for slot in range(len(self.parameters)):
-            if self.parameters[slot].grad is not self.views[slot]:
-                self.place_gradient(slot)
+        """Collect what is there, and put zeros where this rank made no gradient in this step."""
+        self.collect()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
 
 
 def usual_cap_bytes(parameters: Iterable[nn.Parameter]) -> float:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.linalg import vector_norm
 
 from ddp.buckets import Bucket
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.communication.verdict import not_finite, update_unless
-from ddp_lab.strategy.norms import norm_of
 from ddp_lab.strategy.replicated import ReplicatedStrategy
 
 
@@ -33,9 +33,7 @@ class EarlyUpdates:
     def check(self, bucket: Bucket) -> None:
         """Look at this rank's share of `bucket`."""
         rank, size, numel = self._strategy.data_parallel_rank, self._strategy.data_parallel_size, len(bucket.flat)
-        self._norms.append(
-            norm_of([bucket.flat[numel * rank // size : numel * (rank + 1) // size]], bucket.flat.device)
-        )
+        self._norms.append(vector_norm(bucket.flat[numel * rank // size : numel * (rank + 1) // size]))
 
     def check_and_update(self, bucket: Bucket) -> None:
         """Look at the whole of `bucket`, and update its parameters if all is finite so far.
@@ -43,7 +41,7 @@ class EarlyUpdates:
         Only those that received a gradient on this rank: whether another rank used the others is known later.
         """
         strategy = self._strategy
-        self._norms.append(norm_of([bucket.flat], bucket.flat.device) / strategy.data_parallel_size**0.5)
+        self._norms.append(vector_norm(bucket.flat) / strategy.data_parallel_size**0.5)
         found_inf = not_finite(self.norm())
         received = dict(zip(strategy.trainable.values(), strategy.watch.received(), strict=True))
         parameters = [parameter for parameter in bucket.parameters if received[parameter]]
@@ -54,7 +52,7 @@ class EarlyUpdates:
     def norm(self) -> torch.Tensor:
         """Of this rank's share of all that was looked at, as `Strategy.norm_of_share` answers. Where each rank looks at
         everything, each counts for an equal part of the square."""
-        return torch.linalg.vector_norm(torch.stack(self._norms))
+        return vector_norm(torch.stack(self._norms), dtype=torch.float64)
 
     @contextmanager
     def rest(self) -> Iterator[None]:

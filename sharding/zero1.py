@@ -15,7 +15,7 @@ Fp32 bytes a rank, beside activations: 4 P parameters, 4 P gradients, 8 P / N op
 2020, "ZeRO", section 5.1).
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.arrivals import Arrivals
 from sharding.parts.flat import FlatParameters
 from sharding.parts.gradient_buckets import GradientBucket
-from sharding.parts.in_shards import GradientInShards
 from sharding.parts.plan import segments
 from sharding.parts.sharded import ShardedStrategy
 
@@ -60,8 +59,8 @@ class Zero1(ShardedStrategy):
         self.order = FixedOrder(self.buckets)
         self.arrivals = Arrivals(self.module, find_blocks(self.module), self.flats)
         for bucket in self.buckets:
-            for slot, parameter in enumerate(bucket.flat.parameters):
-                self.watch.then(parameter, self._on_gradient_ready(bucket, slot))
+            for parameter in bucket.flat.parameters:
+                self.watch.then(parameter, partial(self._on_gradient, bucket))
 
     # Backward: reduce-scatter gradients --------------------------------------------------------------------------
 
@@ -71,19 +70,20 @@ class Zero1(ShardedStrategy):
         for flat in self.flats:
             flat.require_in_place()
 
-    def _on_gradient_ready(self, bucket: GradientBucket, slot: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if isinstance(parameter.grad, GradientInShards):  # the step's own gradients are reduced
-                return
-            bucket.place(slot)
-            if not self.steps.reduces_now:
-                return
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                for next_bucket in self.order.ready(bucket):
-                    self.start_reduction(next_bucket)
+    def _on_gradient(self, bucket: GradientBucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        if bucket.missing or not self.steps.in_micro_batch:
+            return
+        if not self.steps.reduces_now:
+            bucket.collect()
+            return
+        for next_bucket in self.order.ready(bucket):
+            self.start_reduction(next_bucket)
 
-        return hook
+    def after_backward(self) -> None:
+        if self.steps.another_follows:
+            for bucket in self.buckets:
+                bucket.collect()
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_reduction()
@@ -101,7 +101,6 @@ class Zero1(ShardedStrategy):
             self.start_reduction(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
-            bucket.missing = len(bucket.flat.parameters)
         self.take_gradients()
 
     # Optimizer: update the shard, then all-gather parameters -----------------------------------------------------

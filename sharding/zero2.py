@@ -2,7 +2,7 @@
 
 After the reduce-scatter a rank needs nothing but its shard of the sum, so the full bucket is freed. At rest gradients
 then take P / N elements. Their peak is that shard and three buckets: one that fills while the two before it are being
-reduced.
+reduced; or its gradients, the bucket to which they are copied together, and the one before.
 
 With several micro-batches a step, each one is reduced and added to the shard. To wait for the last one would mean to
 hold full gradients again. So K micro-batches send K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on
@@ -24,8 +24,8 @@ class Zero2(Zero1):
     reduces_every_micro_batch = True
 
     def start_reduction(self, bucket: GradientBucket) -> None:
+        self.finish_earlier(bucket)  # to free its memory first: gradients and their copy are here together
         bucket.start_reduction()
-        self.finish_earlier(bucket)
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""

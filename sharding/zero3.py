@@ -18,8 +18,8 @@ What happens in a step, with units 1 to n:
   pass before the update has left whole is freed.
 
 What is whole at the peak. In forward: root, embeddings and two units. In backward: two units, and the full gradients of
-two; at its start also the root. Under autocast, copies of the linear layers' weights come and go with their unit
-(`sharding.options.low_precision`).
+two, of which 25 MiB may be there twice while they are copied together; at its start also the root. Under autocast,
+copies of the linear layers' weights come and go with their unit (`sharding.options.low_precision`).
 
 What is sent. A micro-batch sends a reduce-scatter of all P parameters and at most two all-gathers: 3(N-1)/N * P
 elements. The embeddings and unit n are gathered once a micro-batch, and the root once a step. DDP sends 2(N-1)/N * P
@@ -202,11 +202,10 @@ class Zero3(ShardedStrategy):
         reduction = self.schedule.reduction_of(bucket)
         if self.schedule.drops_gradients:
             parameter.grad = None
+            bucket.missing -= 1
         else:
-            if bucket.full is None and all(other.full is None for other in reduction.buckets):  # the unit's first
-                self.schedule.make_room()
-            bucket.place(slot)
-        bucket.missing -= 1
+            self.schedule.make_room()
+            bucket.receive(slot)
         if bucket.missing:
             return
         if unit is self.schedule.last_unit and not any(other.missing for other in reduction.buckets):

@@ -25,26 +25,16 @@ class GradientWatch:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self.inspects = self.takes_one = False
-        self._calls: list[Callable[[Tensor], object]] = []
         self._lengths = {parameter.numel() for parameter in self._parameters}
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._then: list[Callable[[Tensor], object] | None] = [None] * len(self._parameters)
         self.begin_step()
         for index, parameter in enumerate(self._parameters):
-            self.then(parameter, self._hook(index))
+            parameter.register_post_accumulate_grad_hook(hook_of(weakref.ref(self), index))
 
     def then(self, parameter: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Run `call(parameter)` when backward has added up a gradient, for as long as this watch exists.
-
-        C++ holds the hooks of a parameter, where no garbage collector looks. One that held a strategy would keep it and
-        its process groups until the process ends.
-        """
-        self._calls.append(call)
-        held = weakref.ref(call)
-
-        def run(parameter: Tensor) -> None:
-            if (found := held()) is not None:
-                found(parameter)
-
-        parameter.register_post_accumulate_grad_hook(run)
+        """Run `call(parameter)` when backward has added up a gradient, for as long as this watch exists."""
+        self._then[self._index[parameter]] = call
 
     def begin_step(self) -> None:
         """Forget the step before."""
@@ -82,18 +72,32 @@ class GradientWatch:
         gradient = self._parameters[index].grad
         return gradient.data_ptr() if gradient is not None else 0
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
-                return
+    def on_gradient(self, index: int, parameter: Tensor) -> None:
+        """Backward has added up a gradient of the parameter with this number."""
+        gradient = parameter.grad
+        if gradient is not None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
             if self.takes_one and self._last_round[index] == self._round:
                 raise second_gradient(self._names[index])
             self._last_round[index] = self._round
-            self._index_at[parameter.grad.data_ptr()] = index
-            if self.inspects and self.first_nonfinite_round < 0 and not parameter.grad.isfinite().all():
+            self._index_at[gradient.data_ptr()] = index
+            if self.inspects and self.first_nonfinite_round < 0 and not gradient.isfinite().all():
                 self.first_nonfinite_round = self._round
+        if (call := self._then[index]) is not None:
+            call(parameter)
 
-        return on_gradient
+
+def hook_of(held: "weakref.ref[GradientWatch]", index: int) -> Callable[[Tensor], None]:
+    """The one hook of a parameter.
+
+    C++ holds it, where no garbage collector looks. One that held a strategy would keep it and its process groups until
+    the process ends.
+    """
+
+    def run(parameter: Tensor) -> None:
+        if (watch := held()) is not None:
+            watch.on_gradient(index, parameter)
+
+    return run
 
 
 def second_gradient(name: str) -> OneRankError:

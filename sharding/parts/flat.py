@@ -166,6 +166,8 @@ class FlatParameters:
             parameter.data = view
         self.shard = self._kept(self.layout.shard_of(own, self.rank), placement.offload)
         self._places = self.layout.pieces(self.rank)
+        lengths = [place.end - place.start for place in self._places]
+        self._lengths = [*lengths, self.layout.shard_numel - sum(lengths)]
         self.parts = {
             self.parameters[place.slot]: self.shard[place.start : place.end].detach() for place in self._places
         }
@@ -256,8 +258,9 @@ class FlatParameters:
 
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Give each piece its part of the shard of the reduced gradient, or none."""
-        for place, piece in zip(self._places, self.pieces.values(), strict=True):
-            piece.grad = None if gradient is None else gradient[place.start : place.end]
+        parts = [None] * len(self._places) if gradient is None else gradient.split(self._lengths)
+        for piece, part in zip(self.pieces.values(), parts, strict=False):  # the last part is padding
+            piece.grad = part
 
     def set_updated_gradients(self, gradient: Tensor | None) -> None:
         """Give the optimizer the shard of the reduced gradient in host memory, or take it away."""

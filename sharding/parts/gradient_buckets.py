@@ -1,8 +1,8 @@
 """Buckets of gradients that are reduce-scattered: kept whole (ZeRO-1), or freed once they are reduced (ZeRO-2, 3).
 
-A bucket's life in one backward pass: `place` each gradient as autograd makes it; `start_reduction` when none is
-`missing`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the sum; with replicas
-(`sharding.options.replicas`), after `finish_replicas`.
+A bucket's life in one backward pass: autograd makes gradients; when none is `missing`, `collect` moves them here by
+one copy for `start_reduction`; `finish_reduction` when the sum is needed. Then `shard` holds this rank's part of the
+sum; with replicas (`sharding.options.replicas`), after `finish_replicas`.
 """
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from ddp_lab.strategy.communication.collectives import Pending, free, reduce_scatter
 from sharding.options.replicas import SumOverReplicas
 from sharding.parts.flat import FlatParameters
+
+MOST_WAITING = 25 * 2**20
+"""Bytes of gradients that wait to be copied together, where memory for a whole bucket is made late."""
 
 
 class GradientBucket:
@@ -54,25 +57,26 @@ class GradientBucket:
         self._placed.clear()
         self.missing = len(self.flat.parameters)
 
-    def place(self, slot: int) -> None:
-        """Move the gradient of the parameter in `slot` here. Autograd adds those of later micro-batches in place, if
-        they have the bucket's dtype."""
-        parameter, view = self.flat.parameters[slot], self.views[slot]
-        if parameter.grad is None:
-            view.zero_()
-        elif slot in self._placed:
-            view.add_(parameter.grad)
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Move the gradients here that autograd has made since, by one copy. It adds those of later micro-batches in
+        place, if they have the bucket's dtype."""
+        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
+        new = {slot: grad for slot, grad in found if grad is not None and grad is not self.views[slot]}
+        if first := new.keys() - self._placed:
+            torch._foreach_copy_([self.views[slot] for slot in first], [new[slot] for slot in first])
+        if again := new.keys() & self._placed:
+            torch._foreach_add_([self.views[slot] for slot in again], [new[slot] for slot in again])
+        for slot in new:
+            self.flat.parameters[slot].grad = None if self.casts else self.views[slot]
         if self.casts:
-            self._placed.add(slot)
-        parameter.grad = None if self.casts else view
+            self._placed |= first
 
     def start_reduction(self) -> None:
+        self.collect()
         for slot, parameter in enumerate(self.flat.parameters):
-            is_placed = slot in self._placed if self.casts else parameter.grad is self.views[slot]
-            if not is_placed:  # not used on this rank in this step
-                self.place(slot)
+            if parameter.grad is None and slot not in self._placed:  # not used on this rank in this step
+                self.views[slot].zero_()
         self.shard = self.flat.layout.shard_of(self.full, self.flat.rank)
         self.in_flight = reduce_scatter(self.shard, self.full, self.flat.group, self.averages)
 
@@ -132,58 +136,81 @@ class GradientBucket:
 class ShardedGradientBucket(GradientBucket):
     """Holds full gradients only from the first one of a backward pass until they are reduced, and then the shard.
 
-    Each micro-batch is reduced, and its sum is added to the shard.
+    Each micro-batch is reduced, and its sum is added to the shard. The full tensor's memory is freed and allocated
+    again, rather than the tensor replaced.
     """
 
     full: Tensor | None  # type: ignore[assignment]
 
     def allocate(self) -> None:
+        super().allocate()
+        assert self.full is not None
+        self._buffer, self._bytes = self.full, self.full.nbytes
+        free(self._buffer)
         self.full = None
         self._sum: Tensor | None = None
         self._placed.clear()
+        self._waiting = 0
 
     def reset(self) -> None:
         super().reset()
-        self.allocate()
+        self._drop()
 
-    def place(self, slot: int) -> None:
-        parameter = self.flat.parameters[slot]
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if gradient.numel() == self.flat.layout.padded_numel and gradient.is_contiguous() and not self.casts:
-            self.full, self._may_free = gradient.view(-1), False  # the whole bucket: no copy is needed
-        else:
-            if self.full is None:
-                self.full, self._may_free = self._empty_full(), True
-                self._places = self.flat.layout.cut(self.full)
-            self._places[slot].copy_(gradient.reshape(-1))
-        self._placed.add(slot)
+    def receive(self, slot: int) -> None:
+        """Autograd has made the gradient of the parameter in `slot`."""
+        self.missing -= 1
+        self._waiting += self.views[slot].nbytes
+        if self._waiting >= MOST_WAITING:
+            self.collect()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
+        new = {slot: gradient for slot, gradient in found if gradient is not None}
+        only, whole = new.get(0), self.flat.layout.padded_numel
+        if only is not None and only.numel() == whole and only.is_contiguous() and not self.casts:
+            self.full = only.view(-1)  # the whole bucket: no copy is needed
+        elif new:
+            self._make_full()
+            torch._foreach_copy_([self.views[slot] for slot in new], list(new.values()))
+        for slot in new:
+            self.flat.parameters[slot].grad = None
+        self._placed |= new.keys()
+        self._waiting = 0
+
+    def _make_full(self) -> Tensor:
+        if self.full is None:
+            self._buffer.untyped_storage().resize_(self._bytes)
+            if self.flat.layout.padded_numel > self.flat.layout.numel:
+                self._buffer[self.flat.layout.numel :] = 0
+            self.full = self._buffer
+        return self.full
 
     def start_reduction(self) -> None:
-        if self.full is None:
-            self.full, self._may_free = self._empty_full().zero_(), True
-        for slot in range(len(self.flat.parameters)):
+        self.collect()
+        full = self._make_full()
+        for slot in range(len(self.views)):
             if slot not in self._placed:  # not used on this rank by this micro-batch
-                self.flat.layout.view(self.full, slot).zero_()
-        self.full[self.flat.layout.numel :] = 0
-        self._sum = torch.empty_like(self.flat.shard, dtype=self.dtype, device=self.full.device)
-        self.in_flight = reduce_scatter(self._sum, self.full, self.flat.group, self.averages)
+                self.views[slot].zero_()
+        self._sum = torch.empty_like(self.flat.shard, dtype=self.dtype, device=full.device)
+        self.in_flight = reduce_scatter(self._sum, full, self.flat.group, self.averages)
 
     def finish_reduction(self) -> None:
         if self.in_flight and self._sum is not None:
             self.wait()
             self.pass_on(self._sum)
-            if self._may_free:  # a gradient that autograd made may share its memory with another
-                free(self.full)
-            self.in_flight = self.full = self._sum = None
-            self._placed.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Free the full gradients, unless autograd made them: they may share their memory with another."""
+        free(self._buffer)
+        self.in_flight = self.full = self._sum = None
+        self._placed.clear()
+        self._waiting = 0
 
     def take(self, total: Tensor) -> None:
         """Add a micro-batch's sum over all ranks to the shard."""
         self.shard = total.to(self.flat.update_dtype) if self.shard is None else self.shard.add_(total)
-
-    def _empty_full(self) -> Tensor:
-        return torch.empty_like(self.flat.full, dtype=self.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.full, self.shard, self._sum, *self._to_replicas()) if tensor is not None]

@@ -115,6 +115,8 @@ class ShardedStrategy(Strategy):
 
     def before_micro_batch(self) -> None:
         self.ranks.is_last = not self.steps.another_follows
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.flat.parameters)
 
     def before_step(self) -> None:
         self._forget_gradients()

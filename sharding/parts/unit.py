@@ -49,8 +49,7 @@ class ShardedParameters(FlatParameters):
     def unshard(self) -> Pending:
         """Start to gather the full tensor. `use_full` must follow when it has arrived."""
         self.allocate()
-        self.fill_own_part()
-        return all_gather(self.full, self.group)
+        return all_gather(self.full, self.group, self.shard if self._resting is None else self._resting)
 
     def use_full(self) -> None:
         """Make each parameter the view of the full tensor that it was laid out for."""
@@ -66,10 +65,6 @@ class ShardedParameters(FlatParameters):
     def storages(self) -> list[int]:
         """Of the parameters, whole or not. They stay the same."""
         return [storage_of(self.full), storage_of(self._placeholders[0])]
-
-    def fill_own_part(self) -> None:
-        values = self.shard if self._resting is None else self._resting
-        self.layout.shard_of(self.full, self.rank).copy_(values, non_blocking=True)
 
     def shard_has_changed(self) -> None:
         self.forget()  # what was gathered before is not used any more

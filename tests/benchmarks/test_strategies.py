@@ -1,12 +1,14 @@
 """Choices in alternation, beside others in one process group's ranks."""
 
-from contextlib import ExitStack
+import io
+from contextlib import ExitStack, redirect_stdout
 
 import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import host_time
 from benchmarks.strategies import measure, parse, show
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
@@ -76,3 +78,21 @@ def test_mistakes_in_a_choice(capsys: pytest.CaptureFixture[str], choice: str, e
         parse(["--choices", choice])
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_host_time_of_choices(ranks: RankPool) -> None:
+    """A bucket's gradients are copied by one call, DDP's one by one."""
+    ((table, text),) = ranks.run(1, host_time_of, "bucket_ddp_async")
+    assert table.index.tolist() == ["pytorch_ddp", "bucket_ddp_async", "local", "runtime"]
+    assert table["ratio_median"].gt(0).all() and table["own_ms_median"]["local"] == 0
+    operators = table["operators"]
+    assert operators["local"] < operators["runtime"] < operators["bucket_ddp_async"] < 0.7 * operators["pytorch_ddp"]
+    assert all(heading in text for heading in ("host, ms", "own, ms", "operators", "ratio"))
+
+
+def host_time_of(choices: str) -> tuple[pd.DataFrame, str]:
+    options, text = host_time.parse(["--choices", choices, "--rounds", "1"]), io.StringIO()
+    table = host_time.measure(options, Ranks(dist.get_rank(), dist.get_world_size(), CPU, "gloo"))
+    with redirect_stdout(text):
+        host_time.show(table, options)
+    return table, text.getvalue()

@@ -59,10 +59,11 @@ _device_types_of_gloo: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyD
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group sends tensors of this device through Gloo."""
-    if group not in _device_types_of_gloo:
+    types = _device_types_of_gloo.get(group)
+    if types is None:
         backends = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
-        _device_types_of_gloo[group] = {device_type for device_type, backend in backends if backend == "gloo"}
-    return device.type in _device_types_of_gloo[group]
+        types = _device_types_of_gloo[group] = {kind for kind, backend in backends if backend == "gloo"}
+    return device.type in types
 
 
 _made_of: Counter[str] = Counter()
@@ -92,10 +93,11 @@ _groups_of_roots: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] 
 
 def groups_of_roots(group: dist.ProcessGroup, device: torch.device) -> list[dist.ProcessGroup]:
     """For each rank, a group of the same ranks that carries only what this rank sends. Collective when first called."""
-    if group not in _groups_of_roots:
+    found = _groups_of_roots.get(group)
+    if found is None:
         ranks, timeout = dist.get_process_group_ranks(group), group._get_backend(device).options._timeout
-        _groups_of_roots[group] = [another_group(group, "gloo", timeout) for _ in ranks]
-    return _groups_of_roots[group]
+        found = _groups_of_roots[group] = [another_group(group, "gloo", timeout) for _ in ranks]
+    return found
 
 
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -128,9 +130,9 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     if not is_gloo(group, full.device):
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         return Pending([dist.reduce_scatter_tensor(shard, full, op, group, async_op=True)], tensors=(shard, full))
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     roots = groups_of_roots(group, full.device)
-    parts = list(full.view(size, -1).unbind())
+    parts = list(full.chunk(size))
     own, others = parts[rank], [root for root in range(size) if root != rank]
     received = {root: torch.empty_like(own) for root in others}
     in_place = shard.data_ptr() == own.data_ptr()
@@ -156,16 +158,23 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, averag
     return Pending(works, add_up)
 
 
-def all_gather(full: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start to fill `full` with all ranks' shards; this rank's own must be in its place already."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    parts = full.view(size, -1)
-    if not is_gloo(group, full.device):
-        return Pending([dist.all_gather_into_tensor(full, parts[rank], group=group, async_op=True)], tensors=[full])
-    roots = groups_of_roots(group, full.device)
-    return Pending(
-        [dist.broadcast(parts[root], group=roots[root], group_src=root, async_op=True) for root in range(size)]
-    )
+def all_gather(full: Tensor, group: dist.ProcessGroup, own: Tensor | None = None) -> Pending:
+    """Start to fill `full` with all ranks' shards.
+
+    Args:
+        own: This rank's, of any dtype and device. Default: it is in its place already.
+    """
+    parts, over_gloo = full.chunk(group.size()), is_gloo(group, full.device)
+    place = parts[group.rank()]
+    if own is not None and (over_gloo or own.dtype != full.dtype or own.device != full.device):
+        place.copy_(own, non_blocking=True)
+        own = None
+    if not over_gloo:
+        sent = place if own is None else own
+        work = dist.all_gather_into_tensor(full, sent, group=group, async_op=True)
+        return Pending([work], tensors=[full, sent])
+    roots = enumerate(groups_of_roots(group, full.device))
+    return Pending([dist.broadcast(parts[root], group=made, group_src=root, async_op=True) for root, made in roots])
 
 
 def expected_reduce_scatters(payloads: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Collective:
