@@ -54,8 +54,9 @@ def main() -> int:
     try:
         for name in [] if options.check or options.render else options.only:
             print(f"{name} ...", flush=True)
-            data[name] = measure(sections[name])
-            path.write_text(json.dumps({each: data[each] for each in sections if each in data}, indent=1) + "\n")
+            found = data | {name: measure(sections[name])}
+            data = {each: found[each] for each in sections if each in found}
+            path.write_text(json.dumps(data, indent=1) + "\n")
         stale = render(ROOT, data, is_dry=options.check)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
