@@ -55,13 +55,16 @@ def begin(store: dist.Store, over_nccl: bool) -> str:
     Raises:
         UserError: NCCL is too old, or a GPU cannot be shared.
     """
-    key = f"multi-process service/{socket.gethostname()}"
-    if os.environ["LOCAL_RANK"] == "0":
+    key, local_rank = f"multi-process service/{socket.gethostname()}", os.environ["LOCAL_RANK"]
+    if local_rank == "0":
         folder, turns = found_or_started()
         refusal = problem(torch.cuda.nccl.version() if over_nccl else None, gpu_modes(), turns)
         store.set(key, "\n".join((folder, turns, refusal)))
     folder, turns, refusal = store.get(key).decode().split("\n")
+    store.set(f"{key}/{local_rank}", "read")
     if refusal:
+        if local_rank == "0":  # whose process may have the store, and ends now
+            store.wait([f"{key}/{other}" for other in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))])
         raise UserError(f"--share-gpu: {refusal}")
     if folder:
         os.environ.update(directories(folder))

@@ -27,13 +27,16 @@ def trained(torchrun: Any) -> RunConfig:
 
 
 def test_commands_in_the_docs() -> None:
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     for command in COMMANDS:
         torchrun = parse_args(shlex.split(command))
         assert (ROOT / torchrun.training_script).exists()  # a file, or the package behind `-m`
         if torchrun.training_script == "main_ddp.py":
             config = trained(torchrun)
-            assert [config.micro_batch_size(ranks) for ranks in (2, 4, 8, 16)] == [16, 8, 4, 2]
+            if torchrun.nproc_per_node == "gpu":
+                assert [config.micro_batch_size(ranks) for ranks in (2, 4, 8, 16)] == [16, 8, 4, 2]
+            else:
+                assert config.share_gpu and config.micro_batch_size(int(torchrun.nproc_per_node)) == 2
 
 
 def containers() -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def kept_text(key: Iterable[str | bytes] | None, make: Callable[[], str]) -> str
 def _read(path: Path) -> np.ndarray | None:
     """None if there is no such file, or if it is damaged."""
     try:
-        stored = np.load(path, mmap_mode="r", allow_pickle=False)
+        stored = np.lib.format.open_memmap(path, mode="r")  # which takes no pickles
     except (OSError, ValueError, EOFError):
         return None
     if stored.ndim != 1 or stored.dtype not in (np.int32, np.uint8) or stored.nbytes < CHECKSUM:
