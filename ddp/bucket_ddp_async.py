@@ -53,11 +53,11 @@ class BucketDDP(ReplicatedStrategy):
 
     def before_micro_batch(self) -> None:
         super().before_micro_batch()
-        for bucket in self.buckets:
+        for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.parameters)
 
     def _on_gradient(self, bucket: Bucket, _: Tensor) -> None:
-        bucket.missing -= 1
+        bucket.missing -= self.counts_gradients
         if bucket.missing:
             return
         if not self.steps.reduces_now:

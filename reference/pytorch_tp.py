@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.mesh import DATA, SHARD, TENSOR, MeshGroups
+from ddp_lab.runtime.mesh import DATA, PIPELINE, SHARD, TENSOR, MeshGroups
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.capabilities import MeshRefusal
 from ddp_lab.strategy.communication.consistency import require_own_memory
@@ -50,6 +50,10 @@ NO_DATA_DIMENSION: MeshRefusal = (
 NO_SHARD_DIMENSION: MeshRefusal = (
     lambda mesh: mesh is not None and SHARD in mesh.degrees,
     "--mesh with shard: pytorch_fsdp_tp shards over dp; write dp, or take zero3",
+)
+NO_STAGES: MeshRefusal = (
+    lambda mesh: mesh is not None and PIPELINE in mesh.degrees,
+    "--mesh with pp: PyTorch's tensor parallelism cuts no stages; take tp, or zero1 to zero3",
 )
 NOTHING_TO_CUT: MeshRefusal = (
     lambda mesh: mesh is None or mesh.model_size == 1,
@@ -93,7 +97,7 @@ def parallelize_by_torch(
                 )
         if (by_torch := style_of(style, name, cuts_tokens)) is not None:
             plan[name] = by_torch
-    ranks = Ranks(groups.model, device, cuts_tokens)
+    ranks = Ranks(groups.tensor, device, cuts_tokens)
     precision = Precision.of(config.strategy.precision, config.strategy.param_dtype)
     traffic = Traffic(
         ranks, device, precision, Recomputed.of(module, config.strategy.activation_checkpointing), by_torch=True
@@ -111,7 +115,9 @@ def parallelize_by_torch(
             setattr(module.get_submodule(holder), own, module.get_parameter(first))
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
-    return ModelParallel(groups.model, groups.everyone, cuts, groups.device_mesh, traffic.of_step)
+    return ModelParallel(
+        groups.model, groups.everyone, cuts, groups.tensor, device_mesh=groups.device_mesh, traffic=traffic.of_step
+    )
 
 
 def require_even_sequences(size: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -228,7 +234,7 @@ class LossParallel(Strategy):
 class PyTorchTP(LossParallel, ReplicatedStrategy):
     """Tensor parallelism alone: no two ranks see different samples."""
 
-    supports = replace(ReplicatedStrategy.supports, mesh_refusals=(NOTHING_TO_CUT, NO_DATA_DIMENSION))
+    supports = replace(ReplicatedStrategy.supports, mesh_refusals=(NO_STAGES, NOTHING_TO_CUT, NO_DATA_DIMENSION))
 
     def prepare(self) -> None:
         if self.data_parallel_size > 1:
@@ -278,7 +284,7 @@ class PyTorchTP(LossParallel, ReplicatedStrategy):
 class PyTorchFSDPTP(LossParallel, FSDP2):
     """FSDP2 over `dp`, around tensor parallelism over `tp`."""
 
-    supports = replace(FSDP2.supports, replicas=False, mesh_refusals=(NOTHING_TO_CUT, NO_SHARD_DIMENSION))
+    supports = replace(FSDP2.supports, replicas=False, mesh_refusals=(NO_STAGES, NOTHING_TO_CUT, NO_SHARD_DIMENSION))
     frees_blocks_after_forward = True
 
     def mesh(self) -> DeviceMesh:
@@ -290,7 +296,7 @@ class PyTorchFSDPTP(LossParallel, FSDP2):
 
     # `DTensor` knows both dimensions, so whole tensors need no help from `model_parallel`.
 
-    def of_whole_model(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
         return parts if dist.get_rank(self.everyone) == 0 else {}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:

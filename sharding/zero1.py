@@ -42,14 +42,15 @@ class Zero1(ShardedStrategy):
 
     shards = frozenset({"optimizer_state"})
     make_bucket: type[GradientBucket] = GradientBucket
+    make_flat = FlatParameters
     reduces_in_backward = True
 
     def prepare(self) -> None:
         super().prepare()
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
         self.flats = [
-            FlatParameters(parameters, self.ranks, self.placement)
-            for segment in segments(self.module, with_frozen=self.saves_shards_of > self.shards)
+            self.make_flat(parameters, self.ranks, self.placement)
+            for segment in segments(self.module, with_frozen="parameters" in self.saves_shards_of)
             for parameters in fill_buckets(segment, cap_bytes)
         ]
         broadcast_from_rank0(self.plain_tensors(), self.process_group)
@@ -71,7 +72,7 @@ class Zero1(ShardedStrategy):
             flat.require_in_place()
 
     def _on_gradient(self, bucket: GradientBucket, _: Tensor) -> None:
-        bucket.missing -= 1
+        bucket.missing -= self.counts_gradients
         if bucket.missing or not self.steps.in_micro_batch:
             return
         if not self.steps.reduces_now:

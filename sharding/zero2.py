@@ -6,7 +6,8 @@ reduced; or its gradients, the bucket to which they are copied together, and the
 
 With several micro-batches a step, each one is reduced and added to the shard. To wait for the last one would mean to
 hold full gradients again. So K micro-batches send K reduce-scatters and one all-gather, (K + 1)(N-1)/N * P elements on
-the wire. For K = 1 that is 2(N-1)/N * P, as in DDP.
+the wire. For K = 1 that is 2(N-1)/N * P, as in DDP. A stage of a pipeline does wait for the last one: its schedule has
+other passes between.
 
 Fp32 bytes a rank, beside activations: 4 P parameters, 4 P / N gradients, 8 P / N optimizer states (Rajbhandari et al.,
 2020, "ZeRO", section 5.2).
@@ -27,8 +28,12 @@ class Zero2(Zero1):
         self.finish_earlier(bucket)  # to free its memory first: gradients and their copy are here together
         bucket.start_reduction()
 
+    def prepare(self) -> None:
+        super().prepare()
+        self.reduces_every_micro_batch = not self.is_in_pipeline
+
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""
-        if self.steps.another_follows:  # else it is the end of the step, which does it
+        if self.steps.another_follows and self.reduces_every_micro_batch:  # else the end of the step does it
             self.finish_gradient_synchronization()
             self.order.restart()

@@ -42,6 +42,7 @@ from ddp_lab.runtime.tensors import tensors_in
 from ddp_lab.strategy.accounting import Collective
 from ddp_lab.strategy.blocks import find_blocks
 from ddp_lab.strategy.gradient_watch import refuse_graph_of_backward
+from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from sharding.options.embeddings import Embeddings, find_embeddings
 from sharding.parts.calls import refuse_module_by_itself, require_latest, require_plain_call
@@ -65,6 +66,12 @@ class Zero3(ShardedStrategy):
     )
     flats: list[ShardedParameters]
     buckets: list[ShardedGradientBucket]
+
+    @classmethod
+    def in_stages(cls) -> type[Strategy]:
+        from sharding.options.whole_steps import Zero3InStages
+
+        return Zero3InStages
 
     def prepare(self) -> None:
         super().prepare()

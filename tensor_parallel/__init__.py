@@ -16,7 +16,7 @@ REGISTRY = Registry(
         "pytorch_fsdp_tp": ("reference.pytorch_tp:PyTorchFSDPTP", "parallelize_module, with fully_shard over dp"),
     },
     parallelize={
-        "": "tensor_parallel.parallelize:parallelize_for",
+        "": "pipeline_parallel.parallelize:parallelize_for",
         "pytorch_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_fsdp_tp": "reference.pytorch_tp:parallelize_by_torch",
     },

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.packing import IGNORED
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.runtime.mesh import MeshGroups
+from ddp_lab.runtime.mesh import TENSOR, MeshGroups
 from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
@@ -45,7 +45,7 @@ from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
     """`parallelize`, as a run's settings say."""
-    plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.model_size)
+    plan = read_plan(Path(config.plan)) if config.plan else plan_of(module, groups.mesh.degree(TENSOR))
     options = config.strategy
     precision = Precision.of(options.precision, options.param_dtype)
     recomputed, pieces = options.activation_checkpointing, config.async_tensor_parallel or 1
@@ -62,7 +62,7 @@ def parallelize(
     activation_checkpointing: str = "none",
     pieces: int = 1,
 ) -> ModelParallel:
-    """Cut `module` in place over the ranks of `groups.model`. Rank 0's parameters win. Collective.
+    """Cut `module` in place over the ranks of `groups.tensor`. Rank 0's parameters win. Collective.
 
     Args:
         precision, activation_checkpointing: Of the run, on which its traffic depends.
@@ -75,13 +75,14 @@ def parallelize(
         UnsupportedError: a layer cannot be cut over so many ranks, or the plan does not fit the module.
     """
     require_own_memory(module)
-    ranks = Ranks(groups.model, device, sequence_parallel, pieces)
+    ranks = Ranks(groups.tensor, device, sequence_parallel, pieces)
     traffic = Traffic(ranks, device, precision, Recomputed.of(module, activation_checkpointing))
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)
     parallelizer.run()
-    return ModelParallel(ranks.group, groups.everyone, parallelizer.parameters.cuts, traffic=traffic.of_step)
+    cuts = parallelizer.parameters.cuts
+    return ModelParallel(groups.model, groups.everyone, cuts, ranks.group, traffic=traffic.of_step)
 
 
 class Parallelizer:
@@ -188,7 +189,7 @@ class Parallelizer:
         setattr(layer, "nf" if is_transposed(layer) else "out_features", weight_of(layer).shape[dim])
         alike = cut.ranges.count(cut.ranges[self._ranks.rank])
         if alike > 1:
-            self._sum_gradients(layer, self._groups.part_of_model(alike))
+            self._sum_gradients(layer, self._groups.part_of_tensor(alike))
         else:
             self._overlap(enclosing(name, self._regions) or name, name, layer)
 

@@ -265,8 +265,8 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return module.train()
 
 
-def llama_lm(key_heads: int, tied: bool = False, features: int = 31) -> nn.Module:
-    """A Llama language model of two layers with 12 thin heads, biases, and a vocabulary and MLP that no number of ranks
+def llama_lm(key_heads: int, tied: bool = False, features: int = 31, layers: int = 2) -> nn.Module:
+    """A Llama language model with 12 thin heads, biases, and a vocabulary and MLP that no number of ranks
     divides."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -274,7 +274,7 @@ def llama_lm(key_heads: int, tied: bool = False, features: int = 31) -> nn.Modul
         LlamaConfig(
             hidden_size=24,
             intermediate_size=features,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=12,
             num_key_value_heads=key_heads,
             vocab_size=41,
@@ -287,14 +287,14 @@ def llama_lm(key_heads: int, tied: bool = False, features: int = 31) -> nn.Modul
     )
 
 
-def gpt2_lm(dropout: float = 0.0) -> nn.Module:
-    """A GPT-2 of two layers, with one weight for queries, keys and values, and tied embeddings."""
+def gpt2_lm(dropout: float = 0.0, layers: int = 2) -> nn.Module:
+    """A GPT-2 with one weight for queries, keys and values, and tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
             n_embd=24,
-            n_layer=2,
+            n_layer=layers,
             n_head=12,
             vocab_size=41,
             n_positions=16,
@@ -359,6 +359,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, even": partial(llama_lm, 12, features=32),
         "lm, even, tied": partial(llama_lm, 2, True, 32),
         "lm, gpt2, dropout": partial(gpt2_lm, 0.3),
+        "lm, long": partial(llama_lm, 12, layers=8),
+        "lm, long, tied": partial(llama_lm, 2, True, layers=8),
+        "lm, long, gpt2": partial(gpt2_lm, layers=8),
         **dict.fromkeys(BRANCHES, Branching),
         "normed": Normed,
         "deep": Deep,

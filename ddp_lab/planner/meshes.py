@@ -8,7 +8,7 @@ from ddp_lab.planner.accounting import require_heads
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
+from ddp_lab.runtime.mesh import DATA, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
 from tensor_parallel.plan import BY_MODEL_TYPE
 
 
@@ -57,6 +57,8 @@ def required(case: Case) -> Case:
     """
     mesh = case.mesh
     if mesh is not None:
+        if PIPELINE in mesh.degrees:
+            raise UserError(f"--mesh {mesh}: a pipeline is not planned yet; leave pp out")
         mesh.require_ranks(case.cluster.world_size, case.cluster.ranks_per_node)
         if mesh.model_size > 1:
             require_cuttable(case, mesh.model_size)

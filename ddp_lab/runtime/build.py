@@ -58,6 +58,8 @@ def build_strategy(
         model_parallel: How the model is cut over other ranks (`cut_over_ranks`).
     """
     learning_rate = config.lr or workload.learning_rate
+    if model_parallel is not None and model_parallel.pipeline is not None:
+        strategy_class = strategy_class.in_stages()
     return strategy_class(
         workload.model.to(ranks.device),
         lambda parameters: OPTIMIZER(parameters, lr=learning_rate, fused=True),

@@ -15,10 +15,11 @@ from ddp_lab.runtime.settings.checkpoints import CheckpointSettings
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, CommunicationSettings
 from ddp_lab.runtime.settings.data import DataSettings
 from ddp_lab.runtime.settings.field import Rules, check, flags_of
-from ddp_lab.runtime.settings.mesh import MeshSettings
+from ddp_lab.runtime.settings.mesh import INTERLEAVED, ONE_F_ONE_B, ZB_H1, MeshSettings
 from ddp_lab.runtime.settings.profiling import ProfilingSettings
 from ddp_lab.runtime.settings.training import TrainingSettings
 from ddp_lab.strategy.options import FP16, StrategyOptions
+from ddp_lab.strategy.recompute.setting import NONE as NO_BLOCKS
 from ddp_lab.strategy.recompute.setting import SELECTIVE
 
 SEQUENCE_PARALLEL, ASYNC = "-sp", "-async"
@@ -54,6 +55,32 @@ RULES: Rules = (
         lambda c: not (c.cuts_layers and c.strategy.overlap_optimizer),
         "--overlap-optimizer with --mesh {0.mesh}: must be without tp, since a rank sees only a part of each "
         "bucket's norm",
+    ),
+    (
+        lambda c: c.has_stages or (c.pipeline_schedule, c.pipeline_split) == (ONE_F_ONE_B, None),
+        "--pipeline-schedule and --pipeline-split: must be with --mesh and pp above 1",
+    ),
+    (
+        lambda c: (c.pipeline_schedule == INTERLEAVED) == (c.stages_per_rank > 1),
+        "--pipeline-schedule {0.pipeline_schedule} with --stages-per-rank {0.stages_per_rank}: must be at least 2 "
+        "stages a rank with interleaved, and 1 with the others",
+    ),
+    (
+        lambda c: c.pipeline_schedule != ZB_H1 or c.strategy.activation_checkpointing == NO_BLOCKS,
+        "--pipeline-schedule zb-h1 with --activation-checkpointing: must be one or the other, since a block that is "
+        "computed again in backward makes all its gradients at once",
+    ),
+    (
+        lambda c: not (c.has_stages and (c.strategy.compile or c.lora_rank or c.strategy.overlap_optimizer)),
+        "--compile, --lora-rank and --overlap-optimizer: must be without pp",
+    ),
+    (
+        lambda c: not (c.has_stages and (c.checkpoint_every or c.resume)),
+        "--checkpoint-every and --resume: must be without pp: a checkpoint would name the first stage alone",
+    ),
+    (
+        lambda c: not c.has_stages or c.link == NONE,
+        "--link {0.link} with pp: must be none, since it paces no messages between two ranks",
     ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
     (

@@ -6,6 +6,7 @@ consecutive numbers, so they are on one node, where links are fast.
 
 - `dp`, or `replicate` and `shard`: ranks that see different samples. A data-parallel strategy runs over them. With
   `replicate` and `shard` it shards over the one and replicates over the other (HSDP).
+- `pp`: ranks that see the same samples, and hold each a stage of the model, some of its layers (`pipeline_parallel`).
 - `tp`: ranks that see the same samples, and hold each a part of the layers (`tensor_parallel`).
 
 `Mesh` is arithmetic. `MeshGroups` are its process groups.
@@ -28,11 +29,12 @@ if TYPE_CHECKING:  # --help does without torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, REPLICATE, SHARD, TENSOR = "dp", "replicate", "shard", "tp"
+DATA, REPLICATE, SHARD, PIPELINE, TENSOR = "dp", "replicate", "shard", "pp", "tp"
 DIMENSIONS = {
     DATA: "ranks that see different samples",
     REPLICATE: "the same, whose ranks hold the same shards",
     SHARD: "the same, over which model states are sharded",
+    PIPELINE: "ranks that hold different layers",
     TENSOR: "ranks that hold parts of the same layers",
 }
 """What each dimension is, in the order in which they may stand."""
@@ -189,7 +191,9 @@ class MeshGroups:
     device_mesh: "DeviceMesh"
     data: "dist.ProcessGroup"
     model: "dist.ProcessGroup"
+    tensor: "dist.ProcessGroup"
     everyone: "dist.ProcessGroup"
+    pipeline: "dist.ProcessGroup | None" = None
     shard: "dist.ProcessGroup | None" = None
     replicate: "dist.ProcessGroup | None" = None
     no_parts: str = ""
@@ -200,8 +204,8 @@ class MeshGroups:
         """For `StrategyOptions`; None if the mesh does not say over which ranks model states are sharded."""
         return ShardGroups(self.shard, self.replicate) if self.shard and self.replicate else None
 
-    def part_of_model(self, size: int) -> "dist.ProcessGroup":
-        """Of each `size` neighbours in `model`, those that this rank is among. All ranks of the mesh call it.
+    def part_of_tensor(self, size: int) -> "dist.ProcessGroup":
+        """Of each `size` neighbours in `tensor`, those that this rank is among. All ranks of the mesh call it.
 
         Raises:
             UserError: `no_parts`.
@@ -227,7 +231,7 @@ def timeout_of(group: "dist.ProcessGroup") -> timedelta:
 def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[MeshGroups]:
     """Within this context the groups of a mesh of all ranks exist. Collective.
 
-    All meshes have a data and a model dimension here, even of one rank, so that nobody must ask which there are.
+    All meshes have a data dimension and tp here, even of one rank, so that nobody must ask which there are.
 
     Raises:
         UserError: `no_parts`, if it is given and the mesh has groups of some of the ranks.
@@ -246,14 +250,20 @@ def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[Me
     before = set(dist.distributed_c10d._world.pg_map)
     device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     parts = {name: device_mesh.get_group(name) for name in degrees}
-    names = tuple(name for name in degrees if name in DATA_DIMENSIONS)
-    data = parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("data").get_group()
+
+    def along(dimensions: tuple[str, ...]) -> dist.ProcessGroup:
+        """Ranks that differ in these dimensions alone."""
+        names = tuple(name for name in degrees if name in dimensions)
+        return parts[names[0]] if len(names) == 1 else device_mesh[names]._flatten("_".join(names)).get_group()
+
+    data, model = along(DATA_DIMENSIONS), along((PIPELINE, TENSOR))
     timeout = timeout_of(everyone)  # new groups have torch's default
-    for group in {*parts.values(), data} - {everyone}:
+    for group in {*parts.values(), data, model} - {everyone}:
         dist.set_timeout(timeout, group)
     try:
         sharded = parts.get(SHARD), parts.get(REPLICATE)
-        yield MeshGroups(mesh, device_mesh, data, parts[TENSOR], everyone, *sharded, no_parts)
+        cut = model, parts[TENSOR], everyone, parts.get(PIPELINE)
+        yield MeshGroups(mesh, device_mesh, data, *cut, *sharded, no_parts)
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             if group.size() < everyone.size():  # the others may have been made of the group of all ranks

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,17 @@ class Hooks(Accounts):
     wants_to_stop: Callable[[], bool]  # whether this rank has been asked to stop; set it to your own function
     frozen: dict[str, nn.Parameter]  # by name
 
+    @property
+    def is_in_pipeline(self) -> bool:
+        """Whether other ranks hold other layers."""
+        return self.model_parallel is not None and self.model_parallel.pipeline is not None
+
+    @property
+    def counts_gradients(self) -> bool:
+        """Whether a gradient counts for its bucket to be complete. In a pipeline, those of a bucket may come in several
+        backward passes, and count when they are their parameters' last ones in the step."""
+        return self.steps.reduces_now or not self.is_in_pipeline
+
     # When the strategy is built ------------------------------------------------------------------------------------
 
     def replace_parameters(self) -> None:
@@ -107,6 +119,10 @@ class Hooks(Accounts):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for what is in flight after the last backward pass of a step. Default: nothing is."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """In a pipeline, within this context a stage has its parameters, outside of steps too. Default: always."""
+        return nullcontext()
 
     def update(self) -> None:
         """Run the optimizer."""

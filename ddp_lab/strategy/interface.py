@@ -74,9 +74,14 @@ class Strategy(State):
         self.prepare()
         self.optimizer = self.build_optimizer(optimizers.checked(make_optimizer))
 
+    @classmethod
+    def in_stages(cls) -> "type[Strategy]":
+        """The class that trains a stage of a pipeline in this way. Default: this one."""
+        return cls
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Call the strategy where a loop on one device would call the module."""
-        return self.steps.forward(*args, **kwargs)
+        return self.steps.answer(*args, **kwargs)
 
     def micro_batch(self, last: bool = True) -> AbstractContextManager[None]:
         """Context of one forward and one backward pass, in a loop of your own (docs/own-loop.md). Collective.

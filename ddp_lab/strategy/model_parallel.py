@@ -5,8 +5,11 @@ that hold the same part, as if that were the model. It asks here for what concer
 gradients, the count of samples, and whole state dicts.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +38,7 @@ class Cut:
     ranges: tuple[Ranges, ...]
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """What `rank` holds, a new tensor."""
+        """What `rank` of tensor parallelism holds, a new tensor."""
         return torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges[rank]], self.dim)
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
@@ -60,12 +63,40 @@ class Cut:
         return self.ranges.index(self.ranges[rank]) == rank
 
 
+class Pipeline(Protocol):
+    """Who decides in which order micro-batches run, where ranks hold different layers (`pipeline_parallel`)."""
+
+    def begin(self, module: nn.Module) -> None:
+        """Runs when a strategy is built over `module`, behind all others that change `forward` of its blocks."""
+
+    def step(
+        self,
+        batches: Sequence[Any],
+        forward: Callable[..., Any],
+        loss_of: Callable[[int, Any], Tensor],
+        backward_of: Callable[[bool], AbstractContextManager[None]],
+    ) -> None:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            forward: The whole model's.
+            loss_of: Of a micro-batch and what the model has answered: where backward begins.
+            backward_of: The context of a backward pass. Its argument: whether this is the last one of its stage.
+        """
+
+    def answer(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the whole model answers, on all ranks, without gradients. Collective."""
+
+
 @dataclass(frozen=True)
 class ModelParallel:
     """Attributes:
     group: The ranks that see the same samples.
     everyone: All ranks of the job.
-    cuts: By name of a parameter. All ranks of `group` hold the others.
+    cuts: By name of a parameter. All ranks of `tensor` hold the others.
+    tensor: Those of `group` that hold parts of the same layers. Default: all.
+    pipeline: Where other ranks of `group` hold other layers.
+    aliases: Other names of tensors that the model knows by several, where not all of its modules are on one rank.
     device_mesh: Of torch, where it is torch's own classes that cut the model.
     traffic: What the parts of the model send to each other in a step of so many micro-batches.
     """
@@ -73,6 +104,9 @@ class ModelParallel:
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
     cuts: Mapping[str, Cut]
+    tensor: dist.ProcessGroup | None = None
+    pipeline: Pipeline | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
 
@@ -81,58 +115,85 @@ class ModelParallel:
         return [replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)]
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.tensor or self.group
 
     @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
+    def tensor_rank(self) -> int:
+        """Whose part of the layers this rank holds."""
+        return dist.get_rank(self.tensor_group)
 
     def owned(self, named: Iterable[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
         """Those that this rank speaks for: of each element of the model, one rank of `group` has it here."""
-        return {
-            parameter
-            for name, parameter in named
-            if (self.cuts[name].is_owner(self.rank) if name in self.cuts else self.rank == 0)
-        }
+        rank = self.tensor_rank
+        return {p for name, p in named if (self.cuts[name].is_owner(rank) if name in self.cuts else rank == 0)}
 
     def whole_shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole model's tensors, by name."""
-        state = module.state_dict()
-        return {n: self.cuts[n].whole_shape(t) if n in self.cuts else tuple(t.shape) for n, t in state.items()}
+        """Shapes of the whole model's tensors, by name. Collective."""
+        own = {n: self._whole_shape(n, tensor) for n, tensor in module.state_dict().items()}
+        shapes = own if self.pipeline is None else dict(ChainMap(*self._told_by_all(own)))
+        return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
+
+    def _whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
+        return self.cuts[name].whole_shape(part) if name in self.cuts else tuple(part.shape)
+
+    def _told_by_all(self, own: Any) -> list[Any]:
+        told: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, own, self.group)
+        return told
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on rank 0 of `group`, nothing elsewhere. `parts`: on CPU, the same names on all. Collective."""
+        """Whole tensors on rank 0 of `group`, nothing elsewhere. Collective.
+
+        Args:
+            parts: What this rank holds, on CPU, by name.
+        """
+        rank = dist.get_rank(self.group)
+        sent = {n: part.contiguous() for n, part in parts.items() if rank and (n in self.cuts or self.tensor_rank == 0)}
+        forms = self._told_by_all({name: (tuple(part.shape), part.dtype) for name, part in sent.items()})
+        for part in sent.values():
+            dist.send(part, group=self.group, group_dst=0)
+        if rank != 0:
+            return {}
         wholes: dict[str, Tensor] = {}
         for name, part in parts.items():
-            cut = self.cuts.get(name)
-            if self.rank != 0:
-                if cut is not None:
-                    dist.send(part.contiguous(), group=self.group, group_dst=0)
-                continue
-            if cut is None:
-                wholes[name] = part
-                continue
-            whole = wholes[name] = part.new_empty(cut.whole_shape(part))
-            cut.put(whole, part, 0)
-            for rank in range(1, self.size):
-                received = part.new_empty(cut.part_shape(part, rank))
-                dist.recv(received, group=self.group, group_src=rank)
-                cut.put(whole, received, rank)
+            self._put(wholes, name, part, 0)
+        for sender, of_sender in enumerate(forms):
+            for name, (shape, dtype) in of_sender.items():
+                part = torch.empty(shape, dtype=dtype, device="cpu")
+                dist.recv(part, group=self.group, group_src=sender)
+                self._put(wholes, name, part, sender)
         return wholes
+
+    def _put(self, wholes: dict[str, Tensor], name: str, part: Tensor, rank: int) -> None:
+        """Add what `rank` of `group` holds."""
+        if name not in self.cuts:
+            wholes.setdefault(name, part)
+            return
+        if name not in wholes:
+            wholes[name] = part.new_empty(self.cuts[name].whole_shape(part))
+        self.cuts[name].put(wholes[name], part, self._tensor_rank_of(rank))
+
+    def _tensor_rank_of(self, rank: int) -> int:
+        """tp is the innermost dimension."""
+        return rank % dist.get_world_size(self.tensor_group)
 
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
         """What each rank holds of rank 0's `wholes`, on CPU; the others' are not read. Collective."""
+        rank = dist.get_rank(self.group)
+        forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+        told = self._told_by_all(forms)
         parts: dict[str, Tensor] = {}
-        for name, own in module.state_dict().items():
-            cut = self.cuts.get(name)
-            for rank in range(1, self.size) if self.rank == 0 else ():
-                whole = wholes[name].to(own.dtype).cpu()
-                dist.send((cut.part(whole, rank) if cut else whole).contiguous(), group=self.group, group_dst=rank)
-            if self.rank == 0:
-                parts[name] = cut.part(wholes[name], 0) if cut else wholes[name]
-            else:
-                shape = cut.part_shape(own, self.rank) if cut else own.shape
-                parts[name] = torch.empty(shape, dtype=own.dtype, device="cpu")
+        for receiver, of_receiver in enumerate(told) if rank == 0 else ():
+            for name, (_, dtype) in of_receiver.items():
+                cut, whole = self.cuts.get(name), wholes[name].to(dtype).cpu()
+                part = (cut.part(whole, self._tensor_rank_of(receiver)) if cut else whole).contiguous()
+                if receiver == 0:
+                    parts[name] = part
+                else:
+                    dist.send(part, group=self.group, group_dst=receiver)
+        if rank != 0:
+            for name, (shape, dtype) in forms.items():
+                parts[name] = torch.empty(shape, dtype=dtype, device="cpu")
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts

@@ -89,7 +89,7 @@ class ReplicatedStrategy(Strategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         state = self.module.state_dict() if self.data_parallel_rank == 0 else {}
-        return self.of_whole_model({name: tensor.detach().cpu().clone() for name, tensor in state.items()})
+        return self.of_whole_model({n: tensor.detach().cpu().clone() for n, tensor in state.items()}, with_aliases=True)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         state = self.of_this_part(state)

@@ -44,18 +44,21 @@ class State(Hooks):
         For inspection: of a model that is cut over ranks, on rank 0. Collective: it gathers what is sharded.
         """
 
-    def of_whole_model(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_whole_model(self, parts: dict[str, Tensor], with_aliases: bool = False) -> dict[str, Tensor]:
         """Put together what `process_group` has gathered of its part of the model. Collective.
 
         Args:
             parts: On CPU, by name; read where `data_parallel_rank` is 0.
+            with_aliases: Name a tensor that the model knows by several names by each of them.
 
         Returns:
             Whole tensors on rank 0 of the ranks that see the same samples, and nothing on the others among them.
         """
         if self.model_parallel is None or self.data_parallel_rank != 0:
             return parts
-        return self.model_parallel.gathered(parts)
+        wholes = self.model_parallel.gathered(parts)
+        aliases = self.model_parallel.aliases.items() if with_aliases else ()
+        return wholes | {alias: wholes[name] for alias, name in aliases if name in wholes}
 
     def of_this_part(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The reverse, where rank 0 has whole tensors. Collective.

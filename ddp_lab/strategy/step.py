@@ -42,7 +42,7 @@ class Step(Progress):
 
     def __init__(self, strategy: Hooks) -> None:
         self._strategy = strategy
-        model = strategy.model_parallel.group if strategy.model_parallel else None
+        model = strategy.model_parallel.tensor_group if strategy.model_parallel else None
         self.agreement = StepAgreement(strategy.process_group, strategy.everyone, model, strategy.device)
         self._is_open = False  # some micro-batches of a step are done, and others follow
         self._is_done = False  # its last micro-batch is done, and the optimizer has not run
@@ -166,8 +166,8 @@ class Step(Progress):
         if scaler is not None:
             norm = norm * scaler.inverse()
         scale = scaler.scale if scaler is not None else None
-        if strategy.model_parallel is not None and strategy.model_parallel.rank != 0:
-            loss = loss * 0  # rank 0 speaks for those that see the same samples; what is not finite stays so
+        if strategy.model_parallel is not None and strategy.model_parallel.tensor_rank != 0:
+            loss = loss * 0  # rank 0 speaks for those that have the same loss; what is not finite stays so
         self.verdict = Verdict(loss, norm, strategy.optimizer_steps, strategy.everyone, scale)
         result = self.agreement.results(results)
         parameters = strategy.trainable.values()

@@ -6,14 +6,18 @@ behind the first forward pass if there are several micro-batches.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.watch.phases import phase
 from ddp_lab.strategy.batches import MicroBatch, Weighted, weighted
 from ddp_lab.strategy.communication.agreement import GlobalBatch, Pending
 from ddp_lab.strategy.hooks import Hooks
+from ddp_lab.strategy.model_parallel import Pipeline
 from ddp_lab.strategy.step import Step
 
 
@@ -24,6 +28,26 @@ class WholeStep(Step):
         super().__init__(strategy)
         self._latest: MicroBatch | None = None
         self._announced: Pending | None = None
+        self._pipeline = strategy.model_parallel.pipeline if strategy.model_parallel else None
+        if self._pipeline is not None:
+            self._pipeline.begin(strategy.module)
+
+    def answer(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model answers."""
+        if self._pipeline is None:
+            return self.forward(*args, **kwargs)
+        self._strategy.finish_parameter_synchronization()
+        with self._strategy.whole():
+            return self._pipeline.answer(self.forward, args, kwargs)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        if self._pipeline is not None:
+            raise UnsupportedError(
+                "a pipeline decides when each micro-batch runs: use forward_backward, not micro_batch"
+            )
+        with super().micro_batch(last):
+            yield
 
     def announce(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None, tokens: int) -> None:
         self._announced = self._begin_counts(weighted(micro_batches, weights), tokens)
@@ -57,7 +81,19 @@ class WholeStep(Step):
         scale: float | Tensor = strategy.data_parallel_size if self.averages else 1
         if strategy.scaler is not None:
             strategy.scaler.times, scale = int(scale), strategy.scaler.scale
-        global_batch: GlobalBatch | None = None
+        if self._pipeline is not None:
+            global_batch = self.agreement.counts(counts, strategy.optimizer_steps)
+            self._walk(self._pipeline, micro_batches, global_batch, scale)
+        else:
+            global_batch = self._one_by_one(micro_batches, counts, scale)
+        if global_batch.is_last:
+            self.stops_after = strategy.optimizer_steps + 1
+        self._finish()
+        self.verdict.tokens = global_batch.tokens
+
+    def _one_by_one(self, micro_batches: Sequence[Weighted], counts: Pending, scale: float | Tensor) -> GlobalBatch:
+        """Forward and backward of each micro-batch before the next."""
+        strategy, global_batch = self._strategy, None
         for index in itertools.count():
             if index + 1 >= len(micro_batches) or strategy.communicates_in_forward:
                 # This may be the last micro-batch of all ranks: from here on the number of rounds must be known.
@@ -76,10 +112,29 @@ class WholeStep(Step):
             if is_last:
                 break
         assert global_batch is not None, "the last round knows it"
-        if global_batch.is_last:
-            self.stops_after = strategy.optimizer_steps + 1
-        self._finish()
-        self.verdict.tokens = global_batch.tokens
+        return global_batch
+
+    def _walk(
+        self, pipeline: Pipeline, micro_batches: Sequence[Weighted], global_batch: GlobalBatch, scale: float | Tensor
+    ) -> None:
+        """Forward and backward in the order of a pipeline's schedule."""
+        filling = [Weighted(self._latest, 0)] * (global_batch.rounds - len(micro_batches)) if self._latest else []
+        padded = [*micro_batches, *filling]
+        self._strategy.finish_parameter_synchronization()
+
+        def loss_of(index: int, output: Any) -> Tensor:
+            weight = padded[index].weight / global_batch.weight
+            if weight:
+                self._losses.append(output.loss.detach().double() * weight)
+            return output.loss * (weight * scale)
+
+        pipeline.step([batch for batch, _ in padded], self.forward, loss_of, self._backward)
+
+    @contextmanager
+    def _backward(self, is_last: bool) -> Iterator[None]:
+        """A backward pass by itself."""
+        with self._round(is_last), phase("backward"):
+            yield
 
     def find_culprits(self, micro_batches: Sequence[Weighted]) -> Sequence[int]:
         """The sum over ranks does not say. So the step is run again, and each gradient inspected. A strategy may reduce

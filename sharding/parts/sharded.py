@@ -115,14 +115,14 @@ class ShardedStrategy(Strategy):
 
     def before_micro_batch(self) -> None:
         self.ranks.is_last = not self.steps.another_follows
-        for bucket in self.buckets:
+        for bucket in self.buckets if not self.is_in_pipeline else ():
             bucket.missing = len(bucket.flat.parameters)
 
     def before_step(self) -> None:
         self._forget_gradients()
         broadcast_from_rank0(self.buffers(), self.group_of_buffers)
         for bucket in self.buckets:
-            bucket.averages = self.steps.averages
+            bucket.averages, bucket.missing = self.steps.averages, len(bucket.flat.parameters)
             if bucket.shard is None or self._has_zeros:
                 continue
             if any(piece.grad is not None for piece in bucket.flat.pieces.values()):
@@ -289,7 +289,8 @@ class ShardedStrategy(Strategy):
                 whole |= {p: flat.layout.view(values, slot).cpu().clone() for slot, p in enumerate(flat.parameters)}
         state = self.module.state_dict(keep_vars=True) if self.data_parallel_rank == 0 else {}
         return self.of_whole_model(
-            {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()}
+            {name: whole[p] if p in whole else p.detach().cpu().clone() for name, p in state.items()},
+            with_aliases=True,
         )
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:

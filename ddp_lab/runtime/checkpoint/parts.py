@@ -22,7 +22,7 @@ class OwnParts:
     """What this rank holds of the parameters of a strategy.
 
     Attributes:
-        rank: The number of this rank among those that hold parts of the same model.
+        rank: The number of this rank among those that hold parts of the same layers.
         cuts: By name of a parameter; tied ones once.
         shapes: Of the whole parameters, by name.
     """
@@ -30,7 +30,7 @@ class OwnParts:
     def __init__(self, strategy: Strategy) -> None:
         parallel = strategy.model_parallel
         named = dict(strategy.module.named_parameters())
-        self.rank = parallel.rank if parallel else 0
+        self.rank = parallel.tensor_rank if parallel else 0
         cuts = parallel.cuts if parallel else {}
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh
 from ddp_lab.runtime.settings.field import flag
 
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1 = PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 _mesh = partial(flag, "mesh")
 
 
@@ -37,11 +38,33 @@ class MeshSettings:
         "another (docs/how-it-works/tensor_parallel.md; default: no overlap)",
         at_least=2,
     )
+    pipeline_schedule: str = _mesh(
+        ONE_F_ONE_B,
+        "with pp, in which order each rank runs forward and backward of micro-batches, which are --grad-accum-steps "
+        "(docs/how-it-works/pipeline_parallel.md)",
+        choices=PIPELINE_SCHEDULES,
+    )
+    stages_per_rank: int = _mesh(
+        1, "with --pipeline-schedule interleaved, into how many stages a rank's part is cut", at_least=1
+    )
+    pipeline_split: str | None = _mesh(
+        None,
+        "with pp, the number of blocks in each stage (default: cut so that stages cost the same)",
+        metavar="N,N,...",
+    )
     plan: str | None = _mesh(
         None, "with tp, TOML file that says which module is cut how, for models that have no plan here"
     )
 
     @property
     def cuts_layers(self) -> bool:
-        """Whether some ranks see the same samples."""
-        return self.mesh is not None and Mesh.parse(self.mesh).model_size > 1
+        """Whether ranks hold parts of the same layers."""
+        return self._degree(TENSOR) > 1
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks hold different layers."""
+        return self._degree(PIPELINE) > 1
+
+    def _degree(self, dimension: str) -> int:
+        return Mesh.parse(self.mesh).degree(dimension) if self.mesh else 1

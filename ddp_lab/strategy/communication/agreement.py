@@ -83,7 +83,8 @@ class StepAgreement:
         group: Ranks that see different samples.
         everyone: These, and ranks that see the same samples and hold other parts of the model. They agree on how many
             micro-batches there are.
-        model: Ranks that see the same samples, with consecutive numbers in `everyone`; None if there is only this one.
+        model: Ranks that hold parts of the same layers, with consecutive numbers in `everyone`; None if there is only
+            this one.
         module_device: Where the exchanges run if the group cannot carry CPU tensors.
     """
 
@@ -137,7 +138,7 @@ class StepAgreement:
         work.wait()
         weights, micro_batches, flags, tokens, *digests = table.cpu().unbind(1)
         if self._model is not None:
-            self._require_same_in_model(digests[0].view(-1, self._copies))
+            self._require_same_in_model(digests[0].view(-1, dist.get_world_size(self._model)))
         if (flags % WANTS_TO_STOP).any() or not weights.any():
             ranks = micro_batches.eq(0).nonzero().flatten().tolist()
             raise UnsupportedError(

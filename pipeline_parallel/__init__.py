@@ -1,0 +1,4 @@
+"""Hand-written pipeline parallelism, under the data-parallel and sharded strategies.
+
+Reading order: actions, schedules, checks, partition, stage, channels, walk, split_backward, tied, runner, parallelize.
+"""

@@ -1,0 +1,94 @@
+"""What a rank of a pipeline does, one thing after the other: a schedule is a list of such actions. Imports no torch.
+
+The same list runs (`runner`), is drawn, and is checked on paper (`checks`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """Of the gradient of a stage's input alone, for which the stage before waits."""
+    BACKWARD_WEIGHT = "W"
+    """The rest of the backward pass: gradients of weights, for which nobody waits."""
+    SEND_ACTIVATION = "SA"
+    RECEIVE_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECEIVE_GRADIENT = "RG"
+
+    @property
+    def computes(self) -> bool:
+        return len(self.value) == 1
+
+
+class Action(NamedTuple):
+    """Attributes:
+    stage: Of the model, counted from 0 at its input.
+    micro_batch: Of the step, counted from 0.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.stage}.{self.micro_batch}"
+
+
+class Shape(NamedTuple):
+    """Attributes:
+    ranks: Of the pipeline.
+    micro_batches: Of a step.
+    stages_per_rank: A rank holds stage `rank`, `rank + ranks`, `rank + 2 ranks` and so on.
+    """
+
+    ranks: int
+    micro_batches: int
+    stages_per_rank: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+
+Compute = Callable[[Shape, int], Iterator[Action]]
+"""A schedule: what a rank computes in a step, in this order."""
+
+
+def with_messages(compute: Iterable[Action], shape: Shape) -> list[Action]:
+    """What a rank computes, with what it sends to its neighbours and receives from them.
+
+    A tensor is sent as soon as it is there. Each receive is posted one action ahead of the one that needs it, so that
+    the message is on its way while the rank computes.
+    """
+    actions: list[Action] = []
+    behind = 0  # where the latest action that computes begins
+    for action in compute:
+        received, sent = messages_of(action, shape)
+        if received:
+            made_before = behind < len(actions) and actions[behind][1:] == action[1:]  # of which this is the gradient
+            actions.insert(len(actions) if made_before else behind, received)
+        behind = len(actions)
+        actions += [action, *([sent] if sent else [])]
+    return actions
+
+
+def messages_of(action: Action, shape: Shape) -> tuple[Action | None, Action | None]:
+    """What an action waits for from another rank, and what it makes for another rank."""
+    kind, stage, micro_batch = action
+    is_first, is_last = stage == 0 or shape.ranks == 1, stage == shape.stages - 1 or shape.ranks == 1
+    received = sent = None
+    if kind is Kind.FORWARD:
+        received = None if is_first else Kind.RECEIVE_ACTIVATION
+        sent = None if is_last else Kind.SEND_ACTIVATION
+    elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        received = None if is_last else Kind.RECEIVE_GRADIENT
+        sent = None if is_first else Kind.SEND_GRADIENT
+    return (
+        Action(received, stage, micro_batch) if received else None,
+        Action(sent, stage, micro_batch) if sent else None,
+    )

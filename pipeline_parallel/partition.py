@@ -1,0 +1,134 @@
+"""Which part of a model is in which stage.
+
+A model is a chain: modules before its blocks (embeddings), the blocks, and modules after them (last norm, head, and
+with it the loss). A stage is a run of this chain that holds at least one block. A step is as fast as its slowest stage,
+so the chain is cut where the slowest stage is fastest.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from torch import nn
+
+from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.strategy.blocks import find_blocks
+
+Chain = list[tuple[str, nn.Module]]
+"""Modules in the order in which a forward pass calls them, each with its name in the model."""
+
+
+def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
+    """The modules that hold a model's parameters, in order, and for each whether it is a block.
+
+    Raises:
+        UnsupportedError: the model is no chain of modules around one list of blocks.
+    """
+    kind, blocks = type(module).__name__, set(find_blocks(module))
+    if not blocks:
+        raise UnsupportedError(f"--mesh with pp: {kind} has no blocks, two or more modules of one class in a list")
+    chain = [(name, part) for name, part in _parts(module, blocks, "") if next(part.parameters(), None) is not None]
+    lists = list(dict.fromkeys(name.rpartition(".")[0] for name, part in chain if part in blocks))
+    if len(lists) > 1:
+        raise UnsupportedError(
+            f"--mesh with pp: {kind} has blocks in several lists ({', '.join(lists)}), and is no chain"
+        )
+    inside = {parameter for _, part in chain for parameter in part.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter not in inside:
+            raise UnsupportedError(f"--mesh with pp: {name} is in no module that a stage could hold; put it into one")
+    are_blocks = [part in blocks for _, part in chain]
+    first, last = are_blocks.index(True), len(are_blocks) - are_blocks[::-1].index(True)
+    if not all(are_blocks[first:last]):
+        raise UnsupportedError(f"--mesh with pp: {kind} holds other parameters between its blocks, and is no chain")
+    return chain, are_blocks
+
+
+def _parts(module: nn.Module, blocks: set[nn.Module], path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules below `module` that are a block or contain no block."""
+    for name, child in module.named_children():
+        if child in blocks or blocks.isdisjoint(child.modules()):
+            yield path + name, child
+        else:
+            yield from _parts(child, blocks, f"{path}{name}.")
+
+
+Shared = dict[nn.Parameter, list[str]]
+"""Parameters that the first and the last stage share: their names, that of the first stage first."""
+
+
+def shared_of(chain: Chain, places: Sequence[int]) -> Shared:
+    """
+    Raises:
+        UnsupportedError: other stages share one.
+    """
+    found: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for (name, part), stage in zip(chain, places, strict=True):
+        for own, parameter in part.named_parameters(remove_duplicate=False):
+            found.setdefault(parameter, []).append((stage, f"{name}.{own}"))
+    shared = {p: held for p, held in found.items() if len({stage for stage, _ in held}) > 1}
+    for held in shared.values():
+        if {stage for stage, _ in held} != {0, places[-1]}:
+            names = " and ".join(name for _, name in held)
+            raise UnsupportedError(
+                f"--mesh with pp: {names} are one parameter of stages that do not share one; untie it"
+            )
+    return {parameter: [name for _, name in held] for parameter, held in shared.items()}
+
+
+def costs_of(chain: Chain) -> list[int]:
+    """What each module computes for a token: the elements of its matrices. Looking up an embedding costs nothing."""
+
+    def cost(part: nn.Module) -> int:
+        layers = [layer for layer in part.modules() if not isinstance(layer, nn.Embedding)]
+        own = {p for layer in layers for p in layer.parameters(recurse=False)}
+        return sum(p.numel() for p in own if p.ndim >= 2)
+
+    return [cost(part) for _, part in chain]
+
+
+def cut_by_cost(costs: Sequence[int], are_blocks: Sequence[bool], stages: int) -> list[int]:
+    """How many blocks each stage has, so that the costliest stage costs least.
+
+    Args:
+        costs: Of each module of the chain. What is before the blocks belongs to the first stage, what is after them to
+            the last.
+
+    Raises:
+        UnsupportedError: there are fewer blocks than stages.
+    """
+    blocks = [cost for cost, is_block in zip(costs, are_blocks, strict=True) if is_block]
+    if len(blocks) < stages:
+        raise UnsupportedError(f"--mesh with pp: {len(blocks)} blocks cannot be cut into {stages} stages; take fewer")
+    first = are_blocks.index(True)
+    around = sum(costs[:first]), sum(costs[first + len(blocks) :])
+    sums = [0, *accumulate(blocks)]
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}  # (stages, blocks) done: slowest, cuts
+    for stage in range(1, stages + 1):
+        extra = around[0] * (stage == 1) + around[1] * (stage == stages)
+        for end in range(stage, len(blocks) - (stages - stage) + 1):
+            options = [
+                (max(slowest, sums[end] - sums[begin] + extra), [*cuts, end - begin])
+                for begin in range(stage - 1, end)
+                if (before := best.get((stage - 1, begin)))
+                for slowest, cuts in [before]
+            ]
+            best[stage, end] = min(options)
+    return best[stages, len(blocks)][1]
+
+
+def stages_of(are_blocks: Sequence[bool], split: Sequence[int]) -> list[int]:
+    """The stage of each module of the chain. `split`: the number of blocks in each stage.
+
+    Raises:
+        UnsupportedError: the numbers are not those of the model's blocks.
+    """
+    count = sum(are_blocks)
+    if sum(split) != count or min(split) < 1:
+        given = ",".join(map(str, split))
+        raise UnsupportedError(
+            f"--pipeline-split {given}: {len(split)} stages of {sum(split)} blocks, but the model has {count} blocks, "
+            "and each stage at least one"
+        )
+    first = are_blocks.index(True)
+    of_blocks = [stage for stage, number in enumerate(split) for _ in range(number)]
+    return [0] * first + of_blocks + [len(split) - 1] * (len(are_blocks) - first - count)

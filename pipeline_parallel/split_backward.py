@@ -1,0 +1,75 @@
+"""Backward in two: gradients of inputs now, gradients of weights later.
+
+The stage before waits for the gradient of a stage's input, and nobody for those of weights. Backward of a product
+y = x w is two products: of x, dx = dy w^T, and of w, dw = x^T dy. Here backward makes the first, and notes x and dy for
+the second. What else trains (biases, norms, embeddings) gets its gradient at once: that costs little.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class WeightGradients(TorchFunctionMode):
+    """Within this context, products with weights leave the weights' gradients for `compute`. One for each micro-batch
+    of a stage; enter it around forward, and around backward of gradients of inputs, where blocks may be computed again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear and torch.is_grad_enabled():
+            return self._linear(*args, **kwargs)
+        if func is torch.addmm and torch.is_grad_enabled() and not kwargs:  # transformers' Conv1D
+            bias, rows, weight = args
+            return self._linear(rows, weight.t(), bias)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            if not weight.requires_grad:
+                return functional.linear(input, weight, bias)
+            if torch.is_autocast_enabled(input.device.type):
+                dtype = torch.get_autocast_dtype(input.device.type)
+                input, weight = input.to(dtype), weight.to(dtype)
+                bias = None if bias is None else bias.to(dtype)
+            if not input.requires_grad:
+                input = input.detach().requires_grad_()  # so that there is a backward pass
+            product = Product.apply(input, Weight(weight), self._left)
+            return product if bias is None else product + bias
+
+    def compute(self) -> None:
+        """Make the gradients of weights, and let autograd add them to those of earlier micro-batches."""
+        left, self._left[:] = list(self._left), []
+        torch.autograd.backward([weight for weight, _ in left], [product() for _, product in left])
+
+
+class Weight(NamedTuple):
+    """A weight that autograd does not see."""
+
+    tensor: Tensor
+
+
+class Product(torch.autograd.Function):
+    """x (..., inputs) times w (outputs, inputs), transposed. To autograd, w is no input: hooks of a weight would run
+    without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Weight, left: list[Any]) -> Tensor:
+        ctx.save_for_backward(input, weight.tensor.detach())
+        ctx.left, ctx.weight = left, weight
+        return functional.linear(input, weight.tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        input, weight = ctx.saved_tensors
+        rows, gradients = input.detach().flatten(0, -2), gradient.flatten(0, -2)
+        ctx.left.append((ctx.weight.tensor, lambda: gradients.t() @ rows))
+        return gradient @ weight, None, None

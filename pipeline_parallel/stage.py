@@ -1,0 +1,118 @@
+"""The part of a model that is on a rank of a pipeline: one stage of it, or several.
+
+The model keeps its own `forward`, on every rank. All ranks have the same samples, so each makes masks, positions and
+the like for itself. Only the hidden states travel:
+- A module of an earlier stage answers with what the rank has received, whatever it is asked.
+- The first block of a stage gets what the rank has received, as its first argument.
+- The first module of a later stage ends the forward pass: its first argument is what this stage makes.
+
+So names stay as they are, and the module of a rank is an ordinary one with ordinary parameters: a data-parallel
+strategy runs over it unchanged.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline_parallel.partition import Chain
+
+
+class Handover(Exception):
+    """Ends a forward pass in front of a module that another rank has."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the hidden states are for another stage")
+        self.hidden = hidden
+
+
+class Elsewhere(nn.Module):
+    """In the place of a module that is on another rank. It holds nothing."""
+
+    def __init__(self, stages: "Stages", stage: int) -> None:
+        super().__init__()
+        self.call = partial(stages.pass_by, stage)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.call(args, kwargs)
+
+
+class Stages:
+    """The stages on this rank. Building them takes the modules of the others out of `module`.
+
+    Args:
+        own: The numbers of the stages on this rank.
+        places: The stage of each module of `chain`.
+        blocks: Those of its modules that are blocks.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], blocks: Sequence[nn.Module]
+    ) -> None:
+        self.own, self._blocks = list(own), set(blocks)
+        self._current: tuple[int, Tensor | None] = (0, None)
+        self._here: list[tuple[nn.Module, int]] = []
+        for (name, part), stage in zip(chain, places, strict=True):
+            if stage in own:
+                self._here.append((part, stage))
+            else:
+                parent, _, child = name.rpartition(".")
+                setattr(module.get_submodule(parent), child, Elsewhere(self, stage))
+
+    def take_turns(self) -> None:
+        """Let each module here know when it is not its turn. The last to change their `forward`."""
+        begun: set[int] = set()
+        for part, stage in self._here:
+            is_first = part in self._blocks and stage not in begun
+            begun |= {stage} if is_first else set()
+            part.forward = partial(self._run, stage, is_first, part.forward)
+
+    def run(self, stage: int, received: Tensor | None, forward: Callable[[], Any]) -> Any:
+        """`forward()` of the whole model, of which `stage` alone computes.
+
+        Args:
+            received: What the stage before has made. None for the first one.
+
+        Returns:
+            The hidden states for the stage behind, or what the model answers if there is none.
+        """
+        with self._turn_of(stage, received):
+            try:
+                return forward()
+            except Handover as handover:
+                return handover.hidden
+
+    @contextmanager
+    def _turn_of(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        before, self._current = self._current, (stage, received)
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _run(self, stage: int, is_first: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current, received = self._current
+        if stage != current:
+            return self.pass_by(stage, args, kwargs)
+        if is_first and received is not None:
+            args, kwargs = with_hidden(args, kwargs, received)
+        return forward(*args, **kwargs)
+
+    def pass_by(self, stage: int, args: Any, kwargs: Any) -> Tensor:
+        """What a module of another stage answers."""
+        current, received = self._current
+        if stage > current:
+            raise Handover(args[0] if args else kwargs[hidden_name(kwargs)])
+        assert received is not None, "the first stage has none before it"
+        return received.detach()
+
+
+def hidden_name(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+
+
+def with_hidden(args: Any, kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a block, with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, hidden_name(kwargs): hidden})

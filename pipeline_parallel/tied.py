@@ -1,0 +1,90 @@
+"""A weight that the first and the last stage share: an embedding that is the head, too.
+
+The first stage has the parameter: it trains there, and counts there once, in norms, shards and checkpoints. The last
+stage has a copy. What backward adds up for the copy goes to the first stage at the end of a step, which adds it to its
+own before it is reduced over ranks with other samples. Before a step, the copy gets the new values.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_parallel.channels import Channel, Channels, Form, Receipt
+from pipeline_parallel.partition import Shared
+
+
+class Tied:
+    """On the first or the last rank of a pipeline.
+
+    Args:
+        tensors: The parameters on the first rank, their copies on the last, in one order.
+        gradients, values: The channels to the first rank, and from it.
+        is_first: This is the first rank.
+        dtype: In which the model computes with them. Default: their own.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], gradients: Channel, values: Channel, is_first: bool, dtype: torch.dtype | None
+    ) -> None:
+        self._tensors, self._gradients, self._values, self._is_first = list(tensors), gradients, values, is_first
+        self._forms = [Form(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
+        self._receipts: dict[Tensor, Receipt] = {}
+        self.adds = False  # the backward pass that runs is the last one of the first stage
+        for tensor in self._tensors if is_first else ():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self._add)
+
+    @torch.no_grad()
+    def send_values(self) -> None:
+        """Bring the copies up to date. Both ranks call it, when the parameters are."""
+        for tensor, form in zip(self._tensors, self._forms, strict=True):
+            if self._is_first:
+                self._values.send(tensor)
+            else:
+                tensor.data = self._values.receive(form).tensor()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._receipts = {}
+        for tensor, form in zip(self._tensors, self._forms, strict=True):
+            if tensor.requires_grad and self._is_first:
+                self._receipts[tensor] = self._gradients.receive(form)
+
+    def end(self) -> None:
+        """All of backward is done."""
+        for tensor in self._tensors if not self._is_first else ():
+            if tensor.requires_grad:
+                self._gradients.send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                tensor.grad = None
+
+    def _add(self, parameter: Tensor) -> None:
+        """In front of all that a strategy does with the gradient."""
+        if self.adds and parameter in self._receipts:
+            assert parameter.grad is not None
+            parameter.grad.add_(self._receipts.pop(parameter).tensor())
+
+
+def tie(
+    shared: Shared, module: nn.Module, channels: Channels, rank: int, ranks: int, dtype: torch.dtype | None
+) -> Tied | None:
+    """Put copies in the place of parameters on the last rank of a pipeline. None on ranks that have neither.
+
+    Args:
+        shared: Of the whole model.
+        dtype: In which the model will compute. Default: that of the parameters.
+    """
+    if rank == 0:
+        return Tied(list(shared), channels["tied gradient", "in"], channels["tied value", "out"], True, dtype)
+    if rank != ranks - 1:
+        return None
+    copies = []
+    for parameter, (_, *names) in shared.items():
+        copies.append(parameter.detach().clone().requires_grad_(parameter.requires_grad))
+        for name in names:
+            holder, _, own = name.rpartition(".")
+            layer = module.get_submodule(holder)
+            if own in layer._parameters:  # not where the first stage has it
+                del layer._parameters[own]
+                setattr(layer, own, copies[-1])
+    return Tied(copies, channels["tied gradient", "out"], channels["tied value", "in"], False, dtype)

@@ -1,0 +1,60 @@
+"""What cannot be cut into stages, or trained so, is refused by name."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
+from pipeline_parallel.parallelize import read_split
+from pipeline_parallel.partition import chain_of, cut_by_cost, shared_of, stages_of
+from pipeline_parallel.schedules import SCHEDULES
+from tests.models import build
+from tests.tables import each_row
+
+
+@each_row(
+    "flags, message",
+    [
+        ({"mesh": "dp=2", "pipeline_schedule": "gpipe"}, "must be with --mesh and pp above 1"),
+        ({"mesh": "pp=2", "pipeline_schedule": "interleaved"}, "at least 2 stages a rank"),
+        (
+            {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
+            "must be one or the other",
+        ),
+        ({"mesh": "pp=2", "link": "1gbit"}, "must be none"),
+        ({"mesh": "pp=2", "checkpoint_every": 2}, "--checkpoint-every and --resume"),
+        ({"mesh": "pp=2", "compile": True}, "--compile"),
+        ({"mesh": "tp=2,pp=2"}, "pp must stand before tp"),
+    ],
+)
+def test_flags(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        RunConfig.of(choice="tp", **flags)
+
+
+def test_models_and_splits() -> None:
+    with pytest.raises(UserError, match="Tied has no blocks"):
+        chain_of(build("tied"))
+    two_lists = nn.ModuleDict({n: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for n in ("encoder", "decoder")})
+    with pytest.raises(UserError, match=r"several lists \(encoder, decoder\)"):
+        chain_of(two_lists)
+    chain, are_blocks = chain_of(build("deep"))
+    with pytest.raises(UserError, match="6 blocks cannot be cut into 8 stages"):
+        cut_by_cost([1] * len(chain), are_blocks, 8)
+    with pytest.raises(UserError, match=r"--pipeline-split 4,1: 2 stages of 5 blocks, but the model has 6"):
+        stages_of(are_blocks, [4, 1])
+    with pytest.raises(UserError, match="such as 4,6,6,4"):
+        read_split("4;2")
+    chain[1][1][0].weight = chain[4][1][0].weight  # type: ignore[index]
+    with pytest.raises(UserError, match="untie it"):
+        shared_of(chain, stages_of(are_blocks, [2, 2, 2]))
+    assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
+    """A head that costs two blocks takes the place of two."""
+    assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 2], [False, *[True] * 6, False], 4) == [1, 2, 2, 1]
+    assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 0], [False, *[True] * 6, False], 3) == [2, 2, 2]

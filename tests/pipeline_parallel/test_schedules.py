@@ -1,0 +1,54 @@
+"""Schedules on paper: no rank waits for ever, neighbours agree on the order, bubbles and memory are as announced."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline_parallel.actions import Action, Kind, Shape
+from pipeline_parallel.checks import lists_of, most_in_flight, require_whole, run_on_paper
+from pipeline_parallel.schedules import SCHEDULES
+
+shapes = st.builds(Shape, st.integers(1, 8), st.integers(1, 16), st.just(1))
+BUBBLES = {"gpipe": 3, "1f1b": 3, "interleaved": 3, "zb-h1": 1}
+"""In units of p - 1 forward passes of a rank, where backward is two of them; of the interleaved one, divided by v."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(shape=shapes, chunks=st.integers(2, 4))
+def test_every_schedule_on_paper(name: str, shape: Shape, chunks: int) -> None:
+    if name == "interleaved":
+        shape = shape._replace(stages_per_rank=chunks)
+    lists = lists_of(SCHEDULES[name], shape)
+    require_whole(lists, shape)
+    length = run_on_paper(lists, shape).length  # raises where ranks wait for ever
+    is_full = shape.micro_batches >= shape.ranks and shape.micro_batches % shape.ranks == 0
+    if is_full or name in ("gpipe", "1f1b"):
+        wanted = 3 * shape.micro_batches + BUBBLES[name] * (shape.ranks - 1) / shape.stages_per_rank
+        assert length == pytest.approx(wanted)
+
+
+@given(shape=shapes)
+def test_what_is_in_flight(shape: Shape) -> None:
+    held = {
+        name: [most_in_flight(of_rank) for of_rank in lists_of(SCHEDULES[name], shape)]
+        for name in ("gpipe", "1f1b", "zb-h1")
+    }
+    assert held["gpipe"] == [shape.micro_batches] * shape.ranks
+    assert held["1f1b"] == [min(shape.ranks - rank, shape.micro_batches) for rank in range(shape.ranks)]
+    assert max(held["zb-h1"]) == max(held["1f1b"])
+
+
+def test_the_checks_find_what_they_look_for() -> None:
+    shape = Shape(2, 2)
+    first, second = lists_of(SCHEDULES["1f1b"], shape)
+    backward_first = [first[-1], *first[:-1]]
+    with pytest.raises(ValueError, match=r"waits for itself: rank 0 at B0\.1"):
+        run_on_paper([backward_first, second], shape)
+    with pytest.raises(ValueError, match=r"rank 0: stage 0, micro-batch 1"):
+        require_whole([first[:-1], second], shape)
+    sends = [index for index, action in enumerate(first) if action.kind is Kind.SEND_ACTIVATION]
+    crossed = list(first)
+    crossed[sends[0]], crossed[sends[1]] = crossed[sends[1]], crossed[sends[0]]
+    with pytest.raises(ValueError, match="rank 1 receives in another order than rank 0 sends"):
+        require_whole([crossed, second], shape)
+    assert Action(Kind.SEND_ACTIVATION, 0, 1) in first
