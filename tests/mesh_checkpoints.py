@@ -75,7 +75,7 @@ def held(strategy: Strategy) -> dict[str, Tensor]:
     What several ranks hold is the same bit for bit.
     """
     parallel, parameters = strategy.model_parallel, dict(strategy.module.named_parameters())
-    own_rank, cuts = (parallel.rank, parallel.cuts) if parallel else (0, {})
+    own_rank, cuts = (parallel.tensor_rank, parallel.cuts) if parallel else (0, {})
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [(own_rank, *piece) for piece in held_here(strategy)])
     parts: dict[tuple[str, str, int], Tensor] = {}

@@ -134,6 +134,10 @@ class ModelParallel:
         shapes = own if self.pipeline is None else dict(ChainMap(*self._told_by_all(own)))
         return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
 
+    def _own_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
+        """Torch's own classes give the whole shape of what is cut, too."""
+        return self.cuts[name].part_shape(own, self.tensor_rank) if name in self.cuts else tuple(own.shape)
+
     def _whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
         return self.cuts[name].whole_shape(part) if name in self.cuts else tuple(part.shape)
 
@@ -181,7 +185,7 @@ class ModelParallel:
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
         """What each rank holds of rank 0's `wholes`, on CPU; the others' are not read. Collective."""
         rank = dist.get_rank(self.group)
-        forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+        forms = {name: (self._own_shape(name, own), own.dtype) for name, own in module.state_dict().items()}
         told = self._told_by_all(forms)
         parts: dict[str, Tensor] = {}
         for receiver, of_receiver in enumerate(told) if rank == 0 else ():

@@ -195,7 +195,11 @@ def resting(choice: str, sequence_parallel: bool) -> tuple[dict[str, int], int, 
         elements, count = 0, 0
         for name, p in build("lm, even").named_parameters():
             cut = strategy.model_parallel.cuts.get(name)
-            part = p.numel() if cut is None else torch.empty(cut.part_shape(p, strategy.model_parallel.rank)).numel()
+            part = (
+                p.numel()
+                if cut is None
+                else torch.empty(cut.part_shape(p, strategy.model_parallel.tensor_rank)).numel()
+            )
             elements, count = elements + part, count + 1
         return strategy.memory_breakdown(), elements, count
 

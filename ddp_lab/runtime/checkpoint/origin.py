@@ -73,6 +73,9 @@ MAY_DIFFER = (
     "mesh",
     "sequence_parallel",
     "async_tensor_parallel",
+    "pipeline_schedule",
+    "stages_per_rank",
+    "pipeline_split",
     "plan",
 )
 """Settings that decide how steps are computed, or how many. The run record lists those that have changed."""
