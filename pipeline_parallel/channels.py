@@ -9,6 +9,7 @@ Sends and receives are posted and go on by themselves. The host waits for nothin
 
 from collections import deque
 from collections.abc import Mapping
+from datetime import timedelta
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -103,7 +104,9 @@ Channels = Mapping[tuple[str, str], Channel]
 `out`."""
 
 
-def open_channels(pipelines: list[list[int]], device: torch.device, is_ring: bool, ties: bool) -> Channels:
+def open_channels(
+    pipelines: list[list[int]], device: torch.device, is_ring: bool, ties: bool, timeout: timedelta
+) -> Channels:
     """The channels of this rank. Collective over all ranks.
 
     Each is used once, one after the other, in the same order on all ranks. Otherwise two neighbours could set up
@@ -113,6 +116,7 @@ def open_channels(pipelines: list[list[int]], device: torch.device, is_ring: boo
         pipelines: The ranks of each pipeline of the job, in the order of their stages.
         is_ring: The last rank is followed by the first.
         ties: The first and the last stage share a weight.
+        timeout: How long a message may wait for its other end.
     """
     rank = dist.get_rank()
     found: dict[tuple[str, str], Channel] = {}
@@ -121,7 +125,7 @@ def open_channels(pipelines: list[list[int]], device: torch.device, is_ring: boo
         ways = [("activation", pair) for pair in pairs] + [("gradient", pair[::-1]) for pair in pairs]
         ways += [("tied value", (ranks[0], ranks[-1])), ("tied gradient", (ranks[-1], ranks[0]))] * ties
         for what, ends in ways:
-            group = dist.new_group(sorted(ends))
+            group = dist.new_group(sorted(ends), timeout)
             if rank not in ends:
                 continue
             assert isinstance(group, dist.ProcessGroup), "this rank is in it"

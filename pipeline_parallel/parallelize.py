@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups
+from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.precision import DTYPES
 from ddp_lab.strategy.replicated import broadcast_from_rank0
@@ -87,7 +87,8 @@ def cut_into_stages(
     places = stages_of(are_blocks, split)
     blocks = [part for (_, part), is_block in zip(chain, are_blocks, strict=True) if is_block]
     shared = shared_of(chain, places)
-    channels = open_channels(pipelines_of(groups), device, stages_per_rank > 1, bool(shared))
+    timeout = timeout_of(groups.everyone)
+    channels = open_channels(pipelines_of(groups), device, stages_per_rank > 1, bool(shared), timeout)
     stages = Stages(module, chain, places, range(rank, len(split), ranks), blocks)
     tied = tie(shared, module, channels, rank, ranks, param_dtype) if shared else None
     pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
