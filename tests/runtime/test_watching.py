@@ -137,6 +137,7 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
         (entry(2), entry(2), False),
         (entry(2), entry(2, state="issued", time_s=9.0), False),
         (entry(2), entry(2, kind="broadcast", root=0), True),
+        (entry(2, kind="send"), entry(2, kind="recv"), False),
         (entry(2), entry(2, elements=11), True),
         (entry(2), entry(2, dtype="float64"), True),
         (entry(2), entry(2, parameter=5), False),  # the parameter of the first is not known
