@@ -5,13 +5,13 @@ with it the loss). A stage is a run of this chain that holds at least one block.
 so the chain is cut where the slowest stage is fastest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
-from ddp_lab.strategy.blocks import find_blocks
+from ddp_lab.strategy.blocks import find_blocks, parts_around
 
 Chain = list[tuple[str, nn.Module]]
 """Modules in the order in which a forward pass calls them, each with its name in the model."""
@@ -26,7 +26,7 @@ def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
     kind, blocks = type(module).__name__, set(find_blocks(module))
     if not blocks:
         raise UnsupportedError(f"--mesh with pp: {kind} has no blocks, two or more modules of one class in a list")
-    chain = [(name, part) for name, part in _parts(module, blocks, "") if next(part.parameters(), None) is not None]
+    chain = [(name, part) for name, part in parts_around(module, blocks) if next(part.parameters(), None) is not None]
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name, part in chain if part in blocks))
     if len(lists) > 1:
         raise UnsupportedError(
@@ -41,15 +41,6 @@ def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
     if not all(are_blocks[first:last]):
         raise UnsupportedError(f"--mesh with pp: {kind} holds other parameters between its blocks, and is no chain")
     return chain, are_blocks
-
-
-def _parts(module: nn.Module, blocks: set[nn.Module], path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules below `module` that are a block or contain no block."""
-    for name, child in module.named_children():
-        if child in blocks or blocks.isdisjoint(child.modules()):
-            yield path + name, child
-        else:
-            yield from _parts(child, blocks, f"{path}{name}.")
 
 
 Shared = dict[nn.Parameter, list[str]]

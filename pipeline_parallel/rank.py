@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -75,4 +74,4 @@ class PipelineRank:
 
 def key_of(stage: int, batch: Any) -> Any:
     """What decides the form of the hidden states in front of a stage: the same on both sides."""
-    return stage, tuple(form_of(tensor) for tensor in tensors_in(batch)), torch.is_grad_enabled()
+    return stage, tuple(form_of(tensor) for tensor in tensors_in(batch))

@@ -11,6 +11,8 @@ from pipeline_parallel.walk import BackwardOf, Batch, LossOf, RunModel, Walk
 
 
 class Pipeline(PipelineRank):
+    """A rank of a pipeline that trains and answers."""
+
     def begin(self, module: nn.Module) -> None:
         """A strategy is built over `module`, and nobody else will change `forward` of its blocks."""
         self.stages.take_turns()

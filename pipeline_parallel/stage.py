@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ddp_lab.runtime.tensors import first_of, with_first
 from pipeline_parallel.partition import Chain
 
 
@@ -97,22 +98,13 @@ class Stages:
         if stage != current:
             return self.pass_by(stage, args, kwargs)
         if is_first and received is not None:
-            args, kwargs = with_hidden(args, kwargs, received)
+            args, kwargs = with_first(args, kwargs, lambda _: received)
         return forward(*args, **kwargs)
 
     def pass_by(self, stage: int, args: Any, kwargs: Any) -> Tensor:
         """What a module of another stage answers."""
         current, received = self._current
         if stage > current:
-            raise Handover(args[0] if args else kwargs[hidden_name(kwargs)])
+            raise Handover(first_of(args, kwargs))
         assert received is not None, "the first stage has none before it"
         return received.detach()
-
-
-def hidden_name(kwargs: dict[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-
-
-def with_hidden(args: Any, kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a block, with other hidden states."""
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, hidden_name(kwargs): hidden})

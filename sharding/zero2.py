@@ -24,13 +24,13 @@ class Zero2(Zero1):
     make_bucket = ShardedGradientBucket
     reduces_every_micro_batch = True
 
-    def start_reduction(self, bucket: GradientBucket) -> None:
-        self.finish_earlier(bucket)  # to free its memory first: gradients and their copy are here together
-        bucket.start_reduction()
-
     def prepare(self) -> None:
         super().prepare()
         self.reduces_every_micro_batch = not self.is_in_pipeline
+
+    def start_reduction(self, bucket: GradientBucket) -> None:
+        self.finish_earlier(bucket)  # to free its memory first: gradients and their copy are here together
+        bucket.start_reduction()
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""

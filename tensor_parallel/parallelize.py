@@ -16,6 +16,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.packing import IGNORED
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import TENSOR, MeshGroups
+from ddp_lab.runtime.tensors import with_first
 from ddp_lab.strategy.communication.consistency import require_own_memory
 from ddp_lab.strategy.model_parallel import Cut, ModelParallel
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
@@ -39,7 +40,7 @@ from tensor_parallel.plan import (
     plan_of,
     read_plan,
 )
-from tensor_parallel.region import Ranks, with_first
+from tensor_parallel.region import Ranks
 from tensor_parallel.traffic import FP32, Place, Precision, Recomputed, Traffic
 
 

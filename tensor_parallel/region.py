@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.runtime.tensors import with_first
 from tensor_parallel.operators import Copy
 from tensor_parallel.overlap import Columns
 from tensor_parallel.randomness import OwnRandomNumbers
@@ -104,11 +105,3 @@ def as_factor(hidden: Tensor) -> Tensor:
     """In the precision of products."""
     kind = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
-
-
-def with_first(args: Any, kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a module, the first of them changed: the hidden states."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: change(kwargs[name])}

@@ -59,6 +59,23 @@ def _part(leaf: Any) -> Rebuild:
     return rebuild
 
 
+def first_of(args: Any, kwargs: dict[str, Any]) -> Any:
+    """The first argument of a module: of a block, the hidden states."""
+    return args[0] if args else kwargs[_first_name(kwargs)]
+
+
+def with_first(args: Any, kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """The same arguments, the first of them changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = _first_name(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _first_name(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+
+
 class TensorsBeside(nn.Module):
     """Answers with the tensors in what `module` answers, and with the answer itself. PyTorch DDP and FSDP2 look for
     tensors that backward begins with in few containers; the list is one of them."""

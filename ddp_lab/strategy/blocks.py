@@ -1,7 +1,7 @@
 """The blocks of a model, found without naming any model: the modules that repeat."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -20,6 +20,15 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     uses = uses_of_parameters(module)
     inside = [uses_of_parameters(block) for block in blocks]
     return [block for block, own in zip(blocks, inside, strict=True) if all(uses[key] == n for key, n in own.items())]
+
+
+def parts_around(module: nn.Module, blocks: set[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules below `module` that are a block or contain no block, with their names."""
+    for name, child in module.named_children():
+        if child in blocks or blocks.isdisjoint(child.modules()):
+            yield path + name, child
+        else:
+            yield from parts_around(child, blocks, f"{path}{name}.")
 
 
 def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:

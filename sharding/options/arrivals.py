@@ -1,10 +1,11 @@
 """Updated parameters on their way to this rank: each part of a model waits for its own parameters before it runs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch import nn
 
+from ddp_lab.strategy.blocks import parts_around
 from ddp_lab.strategy.communication.collectives import Pending
 from sharding.parts.flat import FlatParameters
 
@@ -23,7 +24,7 @@ class Arrivals:
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], flats: Sequence[FlatParameters]) -> None:
         self._flats = flats
         self._pending: dict[FlatParameters, Pending] = {}
-        parts = list(_parts(module, set(blocks))) if blocks else []
+        parts = [part for _, part in parts_around(module, set(blocks))] if blocks else []
         inside = {member for part in parts for member in part.modules()}
         around = [member for member in module.modules() if member not in inside]
         self._needed_first = self._holding(p for member in around for p in member.parameters(recurse=False))
@@ -57,12 +58,3 @@ class Arrivals:
         for flat in flats:
             if flat in self._pending:
                 self._pending.pop(flat).wait()
-
-
-def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """The outermost modules below `module` that are a block or contain no block."""
-    for child in module.children():
-        if child in blocks or blocks.isdisjoint(child.modules()):
-            yield child
-        else:
-            yield from _parts(child, blocks)

@@ -14,7 +14,8 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.precision import DTYPES
 from pipeline_parallel.parallelize import cut_into_stages
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, Split, global_batch, options_of
+from tests.parity import OPTIMIZERS, Split, options_of
+from tests.tensor_parallel.meshes import trained
 
 CPU = torch.device("cpu")
 
@@ -52,21 +53,9 @@ def train_in_pipeline(
 ) -> dict[str, Any]:
     """What `tests.parity.train_on_rank` answers; gradients and state on rank 0."""
     with strategy_in_pipeline(mesh, choice, model, schedule, stages_per_rank, optimizer, **(options or {})) as strategy:
-        result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
-        strategy.load_full_state_dict(build(model).state_dict() if dist.get_rank() == 0 else {})
-        for index, split in enumerate(steps):
-            strategy.zero_grad()
-            mine = global_batch(model, split, index)[strategy.data_parallel_rank]
-            loss = strategy.forward_backward(mine)
-            result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
-            if clip is not None:
-                result["norm"].append(strategy.clip_grad_norm_(clip).item())
-            if index == 0:
-                result["gradients"] = strategy.full_gradients()
-            strategy.step()
-            result["loss"].append(loss.item())
-        result["state"] = strategy.full_state_dict()
-        strategy.module.eval()
+        result = trained(strategy, model, steps, clip)
+        result["at_rest"] = strategy.memory_breakdown()["parameters"]
+        result["whole"] = 4 * sum(parameter.numel() for parameter in strategy.module.parameters())
         with torch.no_grad():
             result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
         return result

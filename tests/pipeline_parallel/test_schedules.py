@@ -38,6 +38,15 @@ def test_what_is_in_flight(shape: Shape) -> None:
     assert max(held["zb-h1"]) == max(held["1f1b"])
 
 
+@given(shape=shapes, chunks=st.integers(2, 4), rounds=st.integers(1, 3))
+def test_what_is_in_flight_interleaved(shape: Shape, chunks: int, rounds: int) -> None:
+    shape = Shape(shape.ranks, shape.ranks * rounds, chunks)
+    passes = shape.micro_batches * chunks
+    for rank, actions in enumerate(lists_of(SCHEDULES["interleaved"], shape)):
+        wanted = shape.ranks * (chunks - 1) + 2 * (shape.ranks - rank - 1) + 1
+        assert most_in_flight(actions) == min(wanted, passes)
+
+
 def test_the_checks_find_what_they_look_for() -> None:
     shape = Shape(2, 2)
     first, second = lists_of(SCHEDULES["1f1b"], shape)

@@ -67,6 +67,26 @@ def strategy_on_mesh(
         yield tensor_parallel.load(choice)(module, OPTIMIZERS[optimizer], settings, groups.data)
 
 
+def trained(strategy: Strategy, model: str, steps: Sequence[Split], clip: float | None) -> dict[str, Any]:
+    """What training from the weights of seed 0 gives; gradients and state on rank 0. The module then evaluates."""
+    result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
+    strategy.load_full_state_dict(build(model).state_dict() if dist.get_rank() == 0 else {})
+    for index, split in enumerate(steps):
+        strategy.zero_grad()
+        mine = global_batch(model, split, index)[strategy.data_parallel_rank]
+        loss = strategy.forward_backward(mine)
+        result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
+        if clip is not None:
+            result["norm"].append(strategy.clip_grad_norm_(clip).item())
+        if index == 0:
+            result["gradients"] = strategy.full_gradients()
+        strategy.step()
+        result["loss"].append(loss.item())
+    result["state"] = strategy.full_state_dict()
+    strategy.module.eval()
+    return result
+
+
 def train_on_mesh(
     mesh: str,
     choice: str,
@@ -79,21 +99,7 @@ def train_on_mesh(
 ) -> dict[str, Any]:
     """What `tests.parity.train_on_rank` answers; gradients and state on rank 0."""
     with strategy_on_mesh(mesh, choice, model, sequence_parallel, optimizer, **(options or {})) as strategy:
-        result: dict[str, Any] = {"loss": [], "norm": [], "grad_norm": [], "gradients": {}}
-        strategy.load_full_state_dict(build(model).state_dict() if dist.get_rank() == 0 else {})
-        for index, split in enumerate(steps):
-            strategy.zero_grad()
-            mine = global_batch(model, split, index)[strategy.data_parallel_rank]
-            loss = strategy.forward_backward(mine)
-            result["grad_norm"].append(strategy.verdict.loss_and_norm[1])
-            if clip is not None:
-                result["norm"].append(strategy.clip_grad_norm_(clip).item())
-            if index == 0:
-                result["gradients"] = strategy.full_gradients()
-            strategy.step()
-            result["loss"].append(loss.item())
-        result["state"] = strategy.full_state_dict()
-        strategy.module.eval()
+        result = trained(strategy, model, steps, clip)
         seen = watch_parameters(strategy.module)
         with torch.no_grad():
             result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
