@@ -14,7 +14,7 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.precision import DTYPES
 from pipeline_parallel.parallelize import cut_into_stages
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, Split, options_of
+from tests.parity import OPTIMIZERS, Split, global_batch, options_of
 from tests.tensor_parallel.meshes import trained
 
 CPU = torch.device("cpu")
@@ -54,8 +54,11 @@ def train_in_pipeline(
     """What `tests.parity.train_on_rank` answers; gradients and state on rank 0."""
     with strategy_in_pipeline(mesh, choice, model, schedule, stages_per_rank, optimizer, **(options or {})) as strategy:
         result = trained(strategy, model, steps, clip)
-        result["at_rest"] = strategy.memory_breakdown()["parameters"]
+        result["at_rest"] = [strategy.memory_breakdown()["parameters"]]
         result["whole"] = 4 * sum(parameter.numel() for parameter in strategy.module.parameters())
         with torch.no_grad():
             result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
+        strategy.zero_grad()
+        strategy.forward_backward(global_batch(model, steps[0], 0)[strategy.data_parallel_rank])
+        result["at_rest"].append(strategy.memory_breakdown()["parameters"])  # before the update, too
         return result

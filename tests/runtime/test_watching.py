@@ -147,7 +147,8 @@ def entry(seq: int, kind: str = "all_reduce", elements: int = 10, dtype: str = "
 )
 def test_where_sequences_differ(one: Entry, other: Entry, differs: bool) -> None:
     found = find_difference({0: [entry(1), one, entry(3)], 1: [entry(1), other]})
-    assert ("#2 differs" in found.text and found.entries == {0: one, 1: other}) if found else not differs
+    assert (found is not None) == differs
+    assert found is None or ("#2 differs" in found.text and found.entries == {0: one, 1: other})
 
 
 # The cause -----------------------------------------------------------------------------------------------------------
