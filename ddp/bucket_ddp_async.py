@@ -57,7 +57,7 @@ class BucketDDP(ReplicatedStrategy):
             bucket.missing = len(bucket.parameters)
 
     def _on_gradient(self, bucket: Bucket, _: Tensor) -> None:
-        bucket.missing -= self.counts_gradients
+        bucket.missing -= self.steps.counts_gradients
         if bucket.missing:
             return
         if not self.steps.reduces_now:

@@ -72,7 +72,7 @@ class Zero1(ShardedStrategy):
             flat.require_in_place()
 
     def _on_gradient(self, bucket: GradientBucket, _: Tensor) -> None:
-        bucket.missing -= self.counts_gradients
+        bucket.missing -= self.steps.counts_gradients
         if bucket.missing or not self.steps.in_micro_batch:
             return
         if not self.steps.reduces_now:

@@ -29,12 +29,14 @@ class Progress:
         another_follows: This micro-batch is not the last of its step.
         reduces_now: The gradients of this micro-batch are to be reduced: it is the last one, or the strategy reduces
             all (`reduces_every_micro_batch`). Never outside of micro-batches.
+        counts_gradients: A gradient counts for its bucket to be complete. In a pipeline those of a bucket may come in
+            several backward passes, and count when they are their parameters' last ones in the step.
         averages: Reductions of this step average gradients over ranks, instead of adding them up.
         stops_after: As soon as any rank wants to stop: the number of optimizer steps after which all should.
     """
 
     in_micro_batch = another_follows = reduces_now = False
-    averages = True
+    averages = counts_gradients = True
     stops_after: int | None = None
 
 
@@ -73,12 +75,6 @@ class Hooks(Accounts):
     def is_in_pipeline(self) -> bool:
         """Whether other ranks hold other layers."""
         return self.model_parallel is not None and self.model_parallel.pipeline is not None
-
-    @property
-    def counts_gradients(self) -> bool:
-        """Whether a gradient counts for its bucket to be complete. In a pipeline, those of a bucket may come in several
-        backward passes, and count when they are their parameters' last ones in the step."""
-        return self.steps.reduces_now or not self.is_in_pipeline
 
     # When the strategy is built ------------------------------------------------------------------------------------
 

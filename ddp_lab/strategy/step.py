@@ -144,6 +144,7 @@ class Step(Progress):
         watch.begin_round()
         self.in_micro_batch, self.another_follows = True, not is_last
         self.reduces_now = is_last or strategy.reduces_every_micro_batch
+        self.counts_gradients = self.reduces_now or not strategy.is_in_pipeline
         watch.takes_one = strategy.reduces_in_backward and self.reduces_now
         try:
             strategy.before_micro_batch()
