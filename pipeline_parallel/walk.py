@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from pipeline_parallel.actions import Action, Kind, messages_of
 from pipeline_parallel.channels import Form, Receipt, form_of
@@ -75,7 +77,8 @@ class Walk:
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
         }
         for action in self._actions:
-            do[action.kind](action)
+            with in_profile(action):
+                do[action.kind](action)
         if tied is not None:
             tied.end()
 
@@ -84,7 +87,7 @@ class Walk:
     def _run_forward(self, action: Action) -> None:
         _, stage, micro_batch = action
         received, sent = messages_of(action, self._shape)
-        hidden = self._take_activation(received).requires_grad_() if received else None
+        hidden = self._take(received).requires_grad_() if received else None
         weights, batch = WeightGradients() if self._splits else None, self._batches[micro_batch]
         with weights or nullcontext():
             answer = self._pipeline.stages.run(stage, hidden, lambda: self._forward(**batch))
@@ -99,7 +102,7 @@ class Walk:
     def _run_backward(self, action: Action) -> None:
         received, sent = messages_of(action, self._shape)
         one = self._passes[action.stage, action.micro_batch]
-        gradient = self._receipts.pop(received).tensor() if received else None
+        gradient = self._take(received) if received else None
         with self._backward(action), one.weights or nullcontext():
             if one.made is not None:  # else nothing trains up to here
                 torch.autograd.backward([one.made], [gradient])
@@ -129,10 +132,11 @@ class Walk:
         while self._expected and self._pipeline.knows_form(self._expected[0].stage, self._batch(self._expected[0])):
             self._post(self._expected.popleft())
 
-    def _take_activation(self, action: Action) -> Tensor:
-        while action not in self._receipts:  # the first of its form: the sender is about to tell it
-            self._post(self._expected.popleft())
-        return self._receipts.pop(action).tensor()
+    def _take(self, action: Action) -> Tensor:
+        with in_profile("wait", action):
+            while action not in self._receipts:  # the first of its form: the sender is about to tell it
+                self._post(self._expected.popleft())
+            return self._receipts.pop(action).tensor()
 
     def _post(self, action: Action) -> None:
         self._receipts[action] = self._pipeline.post_receive(action.stage, self._batch(action))
@@ -149,3 +153,8 @@ class Walk:
 
     def _send_gradient(self, action: Action) -> None:
         self._pipeline.channels["gradient", "out"].send(self._ready.pop(action))
+
+
+def in_profile(*what: Any) -> AbstractContextManager[Any]:
+    """A range in the profile, which reports read: `pipeline F2.5`, and within it `pipeline wait RA2.5`."""
+    return record_function(" ".join(map(str, ("pipeline", *what)))) if _profiler_enabled() else nullcontext()
