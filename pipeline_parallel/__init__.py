@@ -1,5 +1,4 @@
 """Hand-written pipeline parallelism, under the data-parallel and sharded strategies.
 
-Reading order: actions, schedules, checks, partition, stage, channels, tied, rank, split_backward, walk, forward_only,
-runner, parallelize.
+Reading order: actions, schedules, checks, partition, stage, channels, split_backward, tied, walk, runner, parallelize.
 """

@@ -1,17 +1,17 @@
 """How neighbours of a pipeline send tensors to each other.
 
 Each pair of neighbours has two channels, one for each direction of travel, in a process group of its own. So
-activations never queue behind gradients, and a pair of two ranks knows next from previous. Within a channel, messages
-arrive in the order in which they were sent.
+activations never queue behind gradients, a receive that is posted ahead holds back no send, and a pair of two ranks
+knows next from previous. Within a channel, messages arrive in the order in which they were sent.
 
-Sends and receives are posted and go on by themselves. The host waits for nothing that a device does.
+Sends and receives go on by themselves. The host waits for nothing that a device does, save for the first message of a
+kind: before it, the sender tells its shape and dtype.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,24 +20,12 @@ from torch import Tensor
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of hidden states."""
 TOLD = 12
 """Numbers that tell the form of a tensor: its dtype, and its lengths along up to 11 dimensions."""
 
 
-class Form(NamedTuple):
-    """Of a tensor that a rank will receive."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def form_of(tensor: Tensor) -> Form:
-    return Form(tuple(tensor.shape), tensor.dtype)
-
-
 class Channel:
-    """From one rank to another.
+    """From one rank to another. Messages of one `key` have one shape and dtype.
 
     Args:
         group: These two ranks alone.
@@ -45,41 +33,53 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-        self.group, self.device, self._source = group, device, source
+        self._group, self._source, self.device = group, source, device
+        self._forms: dict[Hashable, tuple[torch.dtype, list[int]]] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected: deque[Receipt] = deque()  # not posted yet, in order
 
-    def send(self, tensor: Tensor) -> None:
+    def send(self, key: Hashable, tensor: Tensor) -> None:
         """Post a send. What has arrived by now is let go."""
         while self._in_flight and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()
+        if key not in self._forms:
+            self._forms[key] = tensor.dtype, list(tensor.shape)
+            numbers = [DTYPES.index(tensor.dtype), *tensor.shape]
+            self._post(torch.tensor(numbers + [-1] * (TOLD - len(numbers)), device=self._exchange_device))
         self._post(tensor.detach().contiguous())
 
     def _post(self, tensor: Tensor) -> None:
-        work = dist.isend(tensor, group=self.group, group_dst=1 - self._source)
+        work = dist.isend(tensor, group=self._group, group_dst=1 - self._source)
         assert work is not None, "both ranks are in the group"
         self._in_flight.append((work, tensor))
 
-    def receive(self, form: Form) -> "Receipt":
-        """Post a receive."""
-        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-        work = dist.irecv(tensor, group=self.group, group_src=self._source)
-        assert work is not None, "both ranks are in the group"
-        return Receipt(tensor, work)
+    def receive(self, key: Hashable) -> "Receipt":
+        """Post a receive, as soon as the form of the message is known."""
+        receipt = Receipt(self, key)
+        self._expected.append(receipt)
+        while self._expected and self._expected[0].key in self._forms:
+            self._post_receive()
+        return receipt
 
-    def tell(self, form: Form) -> None:
-        """Let the receiver know what tensors will look like. It waits for this in `ask`."""
-        numbers = [DTYPES.index(form.dtype), *form.shape]
-        self._post(torch.tensor(numbers + [-1] * (TOLD - len(numbers)), device=self._exchange_device))
+    def post_until(self, receipt: "Receipt") -> None:
+        """Let the sender tell the forms that are not known, up to that of `receipt`. The host waits for it."""
+        while receipt.work is None:
+            told = torch.empty(TOLD, dtype=torch.int64, device=self._exchange_device)
+            if self._expected[0].key not in self._forms:
+                dist.recv(told, group=self._group, group_src=self._source)
+                dtype, *shape = told.tolist()
+                self._forms[self._expected[0].key] = DTYPES[dtype], [length for length in shape if length >= 0]
+            self._post_receive()
 
-    def ask(self) -> Form:
-        told = torch.empty(TOLD, dtype=torch.int64, device=self._exchange_device)
-        dist.recv(told, group=self.group, group_src=self._source)
-        dtype, *shape = told.tolist()
-        return Form(tuple(length for length in shape if length >= 0), DTYPES[dtype])
+    def _post_receive(self) -> None:
+        receipt = self._expected.popleft()
+        dtype, shape = self._forms[receipt.key]
+        receipt.into = torch.empty(shape, dtype=dtype, device=self.device)
+        receipt.work = dist.irecv(receipt.into, group=self._group, group_src=self._source)
 
     @property
     def _exchange_device(self) -> torch.device:
-        return exchange_device(self.group, self.device)
+        return exchange_device(self._group, self.device)
 
     def finish(self) -> None:
         """Return when all that was sent is on its way for good: on a GPU, when its stream waits for it."""
@@ -90,13 +90,17 @@ class Channel:
 class Receipt:
     """A tensor that is on its way."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, channel: Channel, key: Hashable) -> None:
+        self._channel, self.key = channel, key
+        self.into: Tensor | None = None
+        self.work: dist.Work | None = None
 
     def tensor(self) -> Tensor:
         """Wait until it is here; on a GPU, let the current stream wait."""
-        self._work.wait()
-        return self._tensor
+        self._channel.post_until(self)
+        assert self.work is not None and self.into is not None, "it is posted"
+        self.work.wait()
+        return self.into
 
 
 Channels = Mapping[tuple[str, str], Channel]
@@ -132,8 +136,8 @@ def open_channels(
             channel = Channel(group, sorted(ends).index(ends[0]), device)
             found[what, "out" if rank == ends[0] else "in"] = channel
             if rank == ends[0]:
-                channel.send(torch.zeros(1, dtype=torch.float32, device=device))
+                channel.send("opening", torch.zeros(1, device=device))
                 channel.finish()
             else:
-                channel.receive(Form((1,), torch.float32)).tensor()
+                channel.receive("opening").tensor()
     return found

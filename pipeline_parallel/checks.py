@@ -3,6 +3,7 @@
 Without torch, and without a clock: passes have the lengths that one gives them.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,29 +52,29 @@ def run_on_paper(lists: list[list[Action]], shape: Shape, costs: Mapping[Kind, f
     Raises:
         ValueError: the ranks wait for each other for ever; says who waits for what.
     """
-    places, clocks = [0] * len(lists), [0.0] * len(lists)
+    left, clocks = [deque(actions) for actions in lists], [0.0] * len(lists)
     sent: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]
-    while True:
-        moved = False
-        for rank, actions in enumerate(lists):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                if action.kind.computes:
-                    received, _ = messages_of(action, shape)
-                    if received and source_of(received) not in sent:
-                        break
-                    start = max(clocks[rank], sent[source_of(received)] if received else 0)
-                    clocks[rank] = start + costs[action.kind] / shape.stages_per_rank
-                    spans[rank].append((action, start, clocks[rank]))
-                elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-                    sent[action] = clocks[rank]
-                places[rank], moved = places[rank] + 1, True
-        if all(place == len(actions) for place, actions in zip(places, lists, strict=True)):
-            return Timeline(spans)
-        if not moved:
-            stuck = [f"rank {r} at {a[places[r]]}" for r, a in enumerate(lists) if places[r] < len(a)]
+    while any(left):
+        ready = [rank for rank, actions in enumerate(left) if actions and needed_by(actions[0], shape) <= sent.keys()]
+        if not ready:
+            stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
             raise ValueError(f"the schedule waits for itself: {', '.join(stuck)}")
+        for rank in ready:
+            action = left[rank].popleft()
+            if action.kind.computes:
+                start = max(clocks[rank], *(sent[message] for message in needed_by(action, shape)), 0)
+                clocks[rank] = start + costs[action.kind] / shape.stages_per_rank
+                spans[rank].append((action, start, clocks[rank]))
+            else:
+                sent[action] = clocks[rank]  # a receive stands here, too, and nobody asks for it
+    return Timeline(spans)
+
+
+def needed_by(action: Action, shape: Shape) -> set[Action]:
+    """The send that a pass waits for, if any."""
+    received = messages_of(action, shape)[0] if action.kind.computes else None
+    return {source_of(received)} if received else set()
 
 
 def source_of(received: Action) -> Action:
@@ -101,23 +102,19 @@ def require_whole(lists: list[list[Action]], shape: Shape) -> None:
         ValueError: names what is wrong.
     """
     for rank, actions in enumerate(lists):
-        computed = [action for action in actions if action.kind.computes]
-        splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in computed)
+        passes: dict[tuple[int, int], list[Kind]] = defaultdict(list)
+        for kind, stage, micro_batch in actions:
+            if kind.computes:
+                passes[stage, micro_batch].append(kind)
+        splits = any(Kind.BACKWARD_WEIGHT in kinds for kinds in passes.values())
         kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
-        for stage in range(rank, shape.stages, shape.ranks):
-            for micro_batch in range(shape.micro_batches):
-                wanted = [Action(kind, stage, micro_batch) for kind in kinds]
-                found = [action for action in computed if action.stage == stage and action.micro_batch == micro_batch]
-                if found != wanted:
-                    raise ValueError(f"rank {rank}: stage {stage}, micro-batch {micro_batch} has {found}")
-        if len(computed) != len(kinds) * shape.stages_per_rank * shape.micro_batches:
-            raise ValueError(f"rank {rank}: passes of other ranks' stages")
-    for rank in range(shape.ranks):
+        stages = range(rank, shape.stages, shape.ranks)
+        wanted = {(stage, micro_batch): kinds for stage in stages for micro_batch in range(shape.micro_batches)}
+        for which in wanted.keys() | passes.keys():
+            if passes[which] != wanted.get(which):
+                raise ValueError(f"rank {rank}: stage {which[0]}, micro-batch {which[1]} has {passes[which]}")
         for received_kind, (_, distance) in SENT.items():
-            received = [source_of(action) for action in lists[rank] if action.kind is received_kind]
-            ours = set(received)
-            sent = [action for action in lists[(rank + distance) % shape.ranks] if action in ours]
-            if received != sent:
-                raise ValueError(
-                    f"rank {rank} receives in another order than rank {(rank + distance) % shape.ranks} sends"
-                )
+            neighbour = (rank + distance) % shape.ranks
+            received = [source_of(action) for action in actions if action.kind is received_kind]
+            if received != [action for action in lists[neighbour] if action in set(received)]:
+                raise ValueError(f"rank {rank} receives in another order than rank {neighbour} sends")

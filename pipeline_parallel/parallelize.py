@@ -11,7 +11,6 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
-from ddp_lab.strategy.precision import DTYPES
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.channels import open_channels
 from pipeline_parallel.partition import chain_of, costs_of, cut_by_cost, shared_of, stages_of
@@ -39,7 +38,6 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         config.pipeline_schedule,
         config.stages_per_rank,
         read_split(config.pipeline_split) if config.pipeline_split else None,
-        DTYPES[config.strategy.param_dtype] if config.strategy.param_dtype else None,
     )
 
 
@@ -60,14 +58,12 @@ def cut_into_stages(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     split: Sequence[int] | None = None,
-    param_dtype: torch.dtype | None = None,
 ) -> ModelParallel:
     """Leave of `module` what belongs to this rank's stages, in place. Rank 0's parameters win. Collective.
 
     Args:
         schedule: One of `SCHEDULES`.
         split: The number of blocks in each stage. Default: cut by cost.
-        param_dtype: In which a strategy will let the model compute, if that is not its own.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -85,12 +81,11 @@ def cut_into_stages(
         wanted = f"{ranks} ranks x {stages_per_rank} = {ranks * stages_per_rank}"
         raise UnsupportedError(f"--pipeline-split: {len(split)} numbers for {wanted} stages")
     places = stages_of(are_blocks, split)
-    blocks = [part for (_, part), is_block in zip(chain, are_blocks, strict=True) if is_block]
     shared = shared_of(chain, places)
-    timeout = timeout_of(groups.everyone)
-    channels = open_channels(pipelines_of(groups), device, stages_per_rank > 1, bool(shared), timeout)
-    stages = Stages(module, chain, places, range(rank, len(split), ranks), blocks)
-    tied = tie(shared, module, channels, rank, ranks, param_dtype) if shared else None
+    is_ring, timeout = stages_per_rank > 1, timeout_of(groups.everyone)
+    channels = open_channels(pipelines_of(groups), device, is_ring, bool(shared), timeout)
+    stages = Stages(module, chain, places, range(rank, len(split), ranks))
+    tied = tie(shared, module, channels, rank, ranks)
     pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
     aliases = {name: names[0] for names in shared.values() for name in names[1:]}
     return ModelParallel(groups.model, groups.everyone, {}, groups.tensor, pipeline, aliases)

@@ -1,29 +1,106 @@
-"""What a strategy calls of a pipeline (`ddp_lab.strategy.model_parallel.Pipeline`)."""
+"""A rank of a pipeline, as a strategy calls it (`ddp_lab.strategy.model_parallel.Pipeline`)."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from pipeline_parallel.forward_only import answer
-from pipeline_parallel.rank import PipelineRank
-from pipeline_parallel.walk import BackwardOf, Batch, LossOf, RunModel, Walk
+from ddp_lab.runtime.errors import UnsupportedError
+from pipeline_parallel.actions import Action, Compute, Shape, with_messages
+from pipeline_parallel.channels import Channels
+from pipeline_parallel.stage import Stages
+from pipeline_parallel.tied import Tied
+from pipeline_parallel.walk import BackwardOf, Batch, LossOf, RunModel, Walk, key_of
 
 
-class Pipeline(PipelineRank):
-    """A rank of a pipeline that trains and answers."""
+class Pipeline:
+    """Args:
+    group: The ranks of the pipeline, in the order of their stages.
+    tied: On the first and the last rank, what these share.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        channels: Channels,
+        group: dist.ProcessGroup,
+        schedule: Compute,
+        stages_per_rank: int,
+        tied: Tied | None,
+    ) -> None:
+        self._stages, self._channels, self._tied = stages, channels, tied
+        self._group, self._schedule, self._per_rank = group, schedule, stages_per_rank
+
+    def shape(self, micro_batches: int) -> Shape:
+        return Shape(self._group.size(), micro_batches, self._per_rank)
+
+    def actions(self, micro_batches: int) -> list[Action]:
+        """What this rank does in a step."""
+        shape = self.shape(micro_batches)
+        return with_messages(self._schedule(shape, self._group.rank()), shape)
 
     def begin(self, module: nn.Module) -> None:
         """A strategy is built over `module`, and nobody else will change `forward` of its blocks."""
-        self.stages.take_turns()
+        self._stages.take_turns()
 
     def step(self, batches: Sequence[Batch], forward: RunModel, loss_of: LossOf, backward_of: BackwardOf) -> None:
         """Forward and backward of all micro-batches. Collective over the pipeline."""
-        self.refresh()
-        Walk(self, batches, forward, loss_of, backward_of).run()
-        self.finish()
+        shape, tied = self.shape(len(batches)), self._tied
+        walk = Walk(self._stages, self._channels, tied, shape, batches, forward, loss_of, backward_of)
+        if tied is not None:
+            tied.refresh()
+            tied.begin()
+        walk.run(self.actions(len(batches)))
+        if tied is not None:
+            tied.end()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait until nothing that this rank has sent is on its way."""
+        for channel in self._channels.values():
+            channel.finish()
 
     def answer(self, forward: RunModel, args: Any, kwargs: Any) -> Any:
-        """What the whole model answers, on all ranks (`forward_only`). Collective over the pipeline."""
-        self.refresh()
-        return answer(self, forward, args, kwargs)
+        """What the whole model answers, on all ranks: `.loss` and `.logits`. Collective over the pipeline.
+
+        Logits of tokens that have a loss are left out: nobody needs them, and each is as long as the vocabulary.
+
+        Raises:
+            UnsupportedError: gradients are on, so a backward pass would follow.
+        """
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a pipeline trains by forward_backward: its schedule has the forward passes of all stages"
+            )
+        if self._tied is not None:
+            self._tied.refresh()
+        made: Any = None
+        for stage in self._stages.own:
+            hidden = (
+                self._channels["activation", "in"].receive(key_of(stage, (args, kwargs))).tensor() if stage else None
+            )
+            made = self._stages.run(stage, hidden, lambda: forward(*args, **kwargs))
+            if stage + 1 < self.shape(1).stages:
+                self._channels["activation", "out"].send(key_of(stage, (args, kwargs)), made)
+        self._finish()
+        return self._from_last(made)
+
+    def _from_last(self, made: Any) -> SimpleNamespace:
+        last = self._group.size() - 1
+        found: dict[str, Tensor] = {}
+        if self._group.rank() == last:
+            loss, logits = getattr(made, "loss", None), getattr(made, "logits", None)
+            found = {} if loss is None else {"loss": loss}
+            if logits is not None and (loss is None or logits.ndim < 3):
+                found["logits"] = logits.contiguous()
+        told = [{name: torch.empty_like(tensor, device="meta") for name, tensor in found.items()}]
+        dist.broadcast_object_list(told, group=self._group, group_src=last)
+        device = next(iter(self._channels.values())).device
+        for name, form in told[0].items():
+            if name not in found:
+                found[name] = torch.empty_like(form, device=device)
+            dist.broadcast(found[name], group=self._group, group_src=last)
+        return SimpleNamespace(**{"loss": None, "logits": None} | found)

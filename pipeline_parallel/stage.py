@@ -3,15 +3,14 @@
 The model keeps its own `forward`, on every rank. All ranks have the same samples, so each makes masks, positions and
 the like for itself. Only the hidden states travel:
 - A module of an earlier stage answers with what the rank has received, whatever it is asked.
-- The first block of a stage gets what the rank has received, as its first argument.
+- The first module of a stage gets what the rank has received, as its first argument.
 - The first module of a later stage ends the forward pass: its first argument is what this stage makes.
 
 So names stay as they are, and the module of a rank is an ordinary one with ordinary parameters: a data-parallel
 strategy runs over it unchanged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,13 +45,10 @@ class Stages:
     Args:
         own: The numbers of the stages on this rank.
         places: The stage of each module of `chain`.
-        blocks: Those of its modules that are blocks.
     """
 
-    def __init__(
-        self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], blocks: Sequence[nn.Module]
-    ) -> None:
-        self.own, self._blocks = list(own), set(blocks)
+    def __init__(self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int]) -> None:
+        self.own = list(own)
         self._current: tuple[int, Tensor | None] = (0, None)
         self._here: list[tuple[nn.Module, int]] = []
         for (name, part), stage in zip(chain, places, strict=True):
@@ -66,9 +62,8 @@ class Stages:
         """Let each module here know when it is not its turn. The last to change their `forward`."""
         begun: set[int] = set()
         for part, stage in self._here:
-            is_first = part in self._blocks and stage not in begun
-            begun |= {stage} if is_first else set()
-            part.forward = partial(self._run, stage, is_first, part.forward)
+            part.forward = partial(self._run, stage, stage not in begun, part.forward)
+            begun.add(stage)
 
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Any]) -> Any:
         """`forward()` of the whole model, of which `stage` alone computes.
@@ -79,19 +74,13 @@ class Stages:
         Returns:
             The hidden states for the stage behind, or what the model answers if there is none.
         """
-        with self._turn_of(stage, received):
-            try:
-                return forward()
-            except Handover as handover:
-                return handover.hidden
-
-    @contextmanager
-    def _turn_of(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        before, self._current = self._current, (stage, received)
+        self._current = stage, received
         try:
-            yield
+            return forward()
+        except Handover as handover:
+            return handover.hidden
         finally:
-            self._current = before
+            self._current = (0, None)
 
     def _run(self, stage: int, is_first: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current, received = self._current

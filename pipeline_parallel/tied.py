@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline_parallel.channels import Channel, Channels, Form, Receipt
+from pipeline_parallel.channels import Channels, Receipt
 from pipeline_parallel.partition import Shared
 
 
@@ -19,16 +19,12 @@ class Tied:
 
     Args:
         tensors: The parameters on the first rank, their copies on the last, in one order.
-        gradients, values: The channels to the first rank, and from it.
-        is_first: This is the first rank.
-        dtype: In which the model computes with them. Default: their own.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], gradients: Channel, values: Channel, is_first: bool, dtype: torch.dtype | None
-    ) -> None:
-        self._tensors, self._gradients, self._values, self._is_first = list(tensors), gradients, values, is_first
-        self._forms = [Form(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor], channels: Channels, is_first: bool) -> None:
+        self._values = channels["tied value", "out" if is_first else "in"]
+        self._gradients = channels["tied gradient", "in" if is_first else "out"]
+        self._tensors, self._is_first = list(tensors), is_first
         self._receipts: dict[Tensor, Receipt] = {}
         self.adds = False  # the backward pass that runs is the last one of the first stage
         for tensor in self._tensors if is_first else ():
@@ -36,26 +32,24 @@ class Tied:
                 tensor.register_post_accumulate_grad_hook(self._add)
 
     @torch.no_grad()
-    def send_values(self) -> None:
+    def refresh(self) -> None:
         """Bring the copies up to date. Both ranks call it, when the parameters are."""
-        for tensor, form in zip(self._tensors, self._forms, strict=True):
+        for index, tensor in enumerate(self._tensors):
             if self._is_first:
-                self._values.send(tensor)
+                self._values.send(index, tensor)
             else:
-                tensor.data = self._values.receive(form).tensor()
+                tensor.data = self._values.receive(index).tensor()
 
     def begin(self) -> None:
         """A step begins."""
-        self._receipts = {}
-        for tensor, form in zip(self._tensors, self._forms, strict=True):
-            if tensor.requires_grad and self._is_first:
-                self._receipts[tensor] = self._gradients.receive(form)
+        trained = [(index, tensor) for index, tensor in enumerate(self._tensors) if tensor.requires_grad]
+        self._receipts = {t: self._gradients.receive(index) for index, t in trained} if self._is_first else {}
 
     def end(self) -> None:
         """All of backward is done."""
-        for tensor in self._tensors if not self._is_first else ():
+        for index, tensor in enumerate(self._tensors if not self._is_first else ()):
             if tensor.requires_grad:
-                self._gradients.send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                self._gradients.send(index, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                 tensor.grad = None
 
     def _add(self, parameter: Tensor) -> None:
@@ -65,19 +59,16 @@ class Tied:
             parameter.grad.add_(self._receipts.pop(parameter).tensor())
 
 
-def tie(
-    shared: Shared, module: nn.Module, channels: Channels, rank: int, ranks: int, dtype: torch.dtype | None
-) -> Tied | None:
+def tie(shared: Shared, module: nn.Module, channels: Channels, rank: int, ranks: int) -> Tied | None:
     """Put copies in the place of parameters on the last rank of a pipeline. None on ranks that have neither.
 
     Args:
         shared: Of the whole model.
-        dtype: In which the model will compute. Default: that of the parameters.
     """
-    if rank == 0:
-        return Tied(list(shared), channels["tied gradient", "in"], channels["tied value", "out"], True, dtype)
-    if rank != ranks - 1:
+    if not shared or 0 < rank < ranks - 1:
         return None
+    if rank == 0:
+        return Tied(list(shared), channels, is_first=True)
     copies = []
     for parameter, (_, *names) in shared.items():
         copies.append(parameter.detach().clone().requires_grad_(parameter.requires_grad))
@@ -87,4 +78,4 @@ def tie(
             if own in layer._parameters:  # not where the first stage has it
                 del layer._parameters[own]
                 setattr(layer, own, copies[-1])
-    return Tied(copies, channels["tied gradient", "out"], channels["tied value", "in"], False, dtype)
+    return Tied(copies, channels, is_first=False)

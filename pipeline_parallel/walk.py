@@ -1,20 +1,20 @@
 """A step of one rank: walks the list of actions, and does what each says."""
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from pipeline_parallel.actions import Action, Kind, messages_of
-from pipeline_parallel.channels import Form, Receipt, form_of
-from pipeline_parallel.rank import PipelineRank
+from ddp_lab.runtime.tensors import tensors_in
+from pipeline_parallel.actions import Action, Kind, Shape, messages_of
+from pipeline_parallel.channels import Channels, Receipt
 from pipeline_parallel.split_backward import WeightGradients
+from pipeline_parallel.stage import Stages
+from pipeline_parallel.tied import Tied
 
 Batch = Mapping[str, Tensor]
 RunModel = Callable[..., Any]
@@ -23,136 +23,122 @@ LossOf = Callable[[int, Any], Tensor]
 """Of a micro-batch and what the model has answered: where backward begins."""
 BackwardOf = Callable[[bool], AbstractContextManager[None]]
 """The context of a backward pass. Its argument: whether none follows in this stage."""
+CHANNEL_OF = {
+    Kind.SEND_ACTIVATION: ("activation", "out"),
+    Kind.RECEIVE_ACTIVATION: ("activation", "in"),
+    Kind.SEND_GRADIENT: ("gradient", "out"),
+    Kind.RECEIVE_GRADIENT: ("gradient", "in"),
+}
 
 
-@dataclass
-class Pass:
-    """What a rank holds of one micro-batch in one stage, between forward and the end of backward.
+def key_of(stage: int, batch: Any) -> Hashable:
+    """What decides the form of the hidden states in front of a stage, and behind it: the same on both sides."""
+    return stage, tuple((tensor.dtype, tensor.shape) for tensor in tensors_in(batch))
+
+
+class Pass(NamedTuple):
+    """What a rank holds of one micro-batch in one stage, between forward and backward.
 
     Attributes:
         received: The hidden states from the stage before; None in the first stage.
-        made: Where backward begins. It keeps the graph, but not the hidden states that were sent.
-        form: Of what was made, and so of its gradient.
+        made: Where backward begins. It keeps the graph, but not the hidden states that were sent. None where nothing
+            trains up to here.
         weights: With a backward pass in two, what is left of it.
     """
 
     received: Tensor | None
     made: Any
-    form: Form
     weights: WeightGradients | None
 
 
 class Walk:
-    """A step over `batches`."""
+    """A step over `batches`, as `actions` say."""
 
     def __init__(
         self,
-        pipeline: PipelineRank,
+        stages: Stages,
+        channels: Channels,
+        tied: Tied | None,
+        shape: Shape,
         batches: Sequence[Batch],
         forward: RunModel,
         loss_of: LossOf,
         backward_of: BackwardOf,
     ) -> None:
-        self._pipeline, self._batches, self._forward = pipeline, batches, forward
-        self._loss_of, self._backward_of = loss_of, backward_of
-        self._shape, self._actions = pipeline.shape(len(batches)), pipeline.actions(len(batches))
-        self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in self._actions)
+        self._stages, self._channels, self._tied, self._shape = stages, channels, tied, shape
+        self._batches, self._forward, self._loss_of, self._backward_of = batches, forward, loss_of, backward_of
         self._passes: dict[tuple[int, int], Pass] = {}
-        self._expected: deque[Action] = deque()  # activations whose receive is not posted yet, in order
+        self._left: dict[tuple[int, int], WeightGradients] = {}  # gradients of weights, by stage and micro-batch
         self._receipts: dict[Action, Receipt] = {}
         self._ready: dict[Action, Tensor] = {}  # by the action that sends it
 
-    def run(self) -> None:
-        tied = self._pipeline.tied
-        if tied is not None:
-            tied.begin()
-        do = {
-            Kind.FORWARD: self._run_forward,
-            Kind.BACKWARD: self._run_backward,
-            Kind.BACKWARD_INPUT: self._run_backward,
-            Kind.BACKWARD_WEIGHT: self._run_backward_weight,
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
-        }
-        for action in self._actions:
+    def run(self, actions: Sequence[Action]) -> None:
+        self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        for action in actions:
             with in_profile(action):
-                do[action.kind](action)
-        if tied is not None:
-            tied.end()
+                self._do(action)
 
-    # Compute ---------------------------------------------------------------------------------------------------------
+    def _do(self, action: Action) -> None:
+        if action.kind is Kind.FORWARD:
+            self._run_forward(action)
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            with self._backward(action):
+                self._left.pop(action[1:]).compute()
+        elif action.kind.computes:
+            self._run_backward(action)
+        else:
+            self._communicate(action)
+
+    def _communicate(self, action: Action) -> None:
+        channel = self._channels[CHANNEL_OF[action.kind]]
+        key = key_of(action.stage, self._batches[action.micro_batch])
+        if action in self._ready:
+            channel.send(key, self._ready.pop(action))
+        else:
+            self._receipts[action] = channel.receive(key)
+
+    def _received(self, action: Action | None) -> Tensor | None:
+        if action is None:
+            return None
+        with in_profile("wait", action):
+            return self._receipts.pop(action).tensor()
 
     def _run_forward(self, action: Action) -> None:
         _, stage, micro_batch = action
         received, sent = messages_of(action, self._shape)
-        hidden = self._take(received).requires_grad_() if received else None
+        hidden = self._received(received)
+        if hidden is not None:
+            hidden.requires_grad_()
         weights, batch = WeightGradients() if self._splits else None, self._batches[micro_batch]
         with weights or nullcontext():
-            answer = self._pipeline.stages.run(stage, hidden, lambda: self._forward(**batch))
-        made: Any
+            answer = self._stages.run(stage, hidden, lambda: self._forward(**batch))
+        made: Any = None
+        if not sent:
+            made = self._loss_of(micro_batch, answer)
+        elif answer.requires_grad:
+            made = torch.autograd.graph.get_gradient_edge(answer)
         if sent:
-            made = torch.autograd.graph.get_gradient_edge(answer) if answer.requires_grad else None
             self._ready[sent] = answer.detach()
-        else:
-            made = answer = self._loss_of(micro_batch, answer)
-        self._passes[stage, micro_batch] = Pass(hidden, made, form_of(answer), weights)
+        self._passes[stage, micro_batch] = Pass(hidden, made, weights)
 
     def _run_backward(self, action: Action) -> None:
         received, sent = messages_of(action, self._shape)
-        one = self._passes[action.stage, action.micro_batch]
-        gradient = self._take(received) if received else None
-        with self._backward(action), one.weights or nullcontext():
-            if one.made is not None:  # else nothing trains up to here
-                torch.autograd.backward([one.made], [gradient])
+        gradient = self._received(received)
+        hidden, made, weights = self._passes.pop(action[1:])
+        with self._backward(action), weights or nullcontext():
+            if made is not None:
+                torch.autograd.backward([made], [gradient])
         if sent:
-            assert one.received is not None and one.received.grad is not None, "a block uses what it gets"
-            self._ready[sent] = one.received.grad
-        one.received = one.made = None
-        if not self._splits:
-            del self._passes[action.stage, action.micro_batch]
-
-    def _run_backward_weight(self, action: Action) -> None:
-        weights = self._passes.pop((action.stage, action.micro_batch)).weights
-        assert weights is not None, "this schedule splits backward"
-        with self._backward(action):
-            weights.compute()
+            assert hidden is not None and hidden.grad is not None, "a block uses what it gets"
+            self._ready[sent] = hidden.grad
+        if weights:
+            self._left[action[1:]] = weights
 
     def _backward(self, action: Action) -> AbstractContextManager[None]:
         is_last = action.micro_batch + 1 == len(self._batches)  # stages take micro-batches in order
-        if self._pipeline.tied is not None:
-            self._pipeline.tied.adds = is_last
+        if self._tied is not None:
+            self._tied.adds = is_last
         return self._backward_of(is_last)
-
-    # Messages --------------------------------------------------------------------------------------------------------
-
-    def _receive_activation(self, action: Action) -> None:
-        self._expected.append(action)
-        while self._expected and self._pipeline.knows_form(self._expected[0].stage, self._batch(self._expected[0])):
-            self._post(self._expected.popleft())
-
-    def _take(self, action: Action) -> Tensor:
-        with in_profile("wait", action):
-            while action not in self._receipts:  # the first of its form: the sender is about to tell it
-                self._post(self._expected.popleft())
-            return self._receipts.pop(action).tensor()
-
-    def _post(self, action: Action) -> None:
-        self._receipts[action] = self._pipeline.post_receive(action.stage, self._batch(action))
-
-    def _batch(self, action: Action) -> Batch:
-        return self._batches[action.micro_batch]
-
-    def _send_activation(self, action: Action) -> None:
-        self._pipeline.send(action.stage + 1, self._batch(action), self._ready.pop(action))
-
-    def _receive_gradient(self, action: Action) -> None:
-        form = self._passes[action.stage, action.micro_batch].form
-        self._receipts[action] = self._pipeline.channels["gradient", "in"].receive(form)
-
-    def _send_gradient(self, action: Action) -> None:
-        self._pipeline.channels["gradient", "out"].send(self._ready.pop(action))
 
 
 def in_profile(*what: Any) -> AbstractContextManager[Any]:

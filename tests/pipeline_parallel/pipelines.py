@@ -11,7 +11,6 @@ import torch.distributed as dist
 import tensor_parallel
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
-from ddp_lab.strategy.precision import DTYPES
 from pipeline_parallel.parallelize import cut_into_stages
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Split, global_batch, options_of
@@ -34,8 +33,7 @@ def strategy_in_pipeline(
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
         module = build(model, seed=dist.get_rank())
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
-        param_dtype = DTYPES[settings.param_dtype] if settings.param_dtype else None
-        parts = cut_into_stages(module, groups, CPU, schedule, stages_per_rank, param_dtype=param_dtype)
+        parts = cut_into_stages(module, groups, CPU, schedule, stages_per_rank)
         settings = replace(settings, model_parallel=parts, shard_groups=groups.shard_groups)
         yield tensor_parallel.load(choice).in_stages()(module, OPTIMIZERS[optimizer], settings, groups.data)
 
