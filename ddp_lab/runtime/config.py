@@ -78,10 +78,6 @@ RULES: Rules = (
         lambda c: not (c.has_stages and (c.checkpoint_every or c.resume)),
         "--checkpoint-every and --resume: must be without pp: a checkpoint would name the first stage alone",
     ),
-    (
-        lambda c: not c.has_stages or c.link == NONE,
-        "--link {0.link} with pp: must be none, since it paces no messages between two ranks",
-    ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
     (
         lambda c: not (c.strategy.overlap_optimizer and c.clip_grad_norm),

@@ -1,9 +1,9 @@
-"""The thread that delivers the collectives of one process group, in the order of issue, when links would have."""
+"""Threads that deliver what a process group sends, in the order of issue, when links would have."""
 
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Thread
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.runtime.link.ledger import SLOTS, Ledger
+from ddp_lab.runtime.link.schedule import Schedule
 from ddp_lab.runtime.link.spans import as_operator
 
 PR_SET_TIMERSLACK = 29
@@ -22,12 +24,12 @@ ENDING_S = 1.0
 
 @dataclass(frozen=True)
 class Parcel:
-    """A collective that Gloo is moving.
+    """A collective, or one end of a message, that Gloo is moving.
 
     Attributes:
         kind: The operator of `spans` that a trace shows until it is delivered.
         shown: The tensor whose shape its span shows, if any.
-        moved: Gloo's future.
+        moved: Gloo's future, or its work where it has no future.
         due: When the links will have delivered it, as `time.monotonic`; asked once Gloo has moved the data.
         values: Makes the value of the future that the caller gets from that of Gloo's.
     """
@@ -94,25 +96,40 @@ def values_of(delivered: Any) -> Any:
 
 
 class Delivery:
-    """The thread, and the parcels that wait for it.
+    """A thread, and the parcels that wait for it: all collectives of a group, or all messages from one rank to another.
 
     Args:
-        name: Of the process group.
-        most: Parcels on their way at a time.
+        name: The same on all ranks of the group.
+        members: Ranks, by their numbers in the whole world.
+        rank: This one's place in `members`.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self._room = BoundedSemaphore(most)
+    def __init__(self, name: str, ledger: Ledger, members: Sequence[int], rank: int) -> None:
+        self._ledger, self._members, self._rank = ledger, tuple(members), rank
+        self._number, self._count = ledger.group(name), 0
+        self._room = BoundedSemaphore(SLOTS)
         self._parcels: SimpleQueue[tuple[Parcel, Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"links of group {name}", daemon=True)
         self._thread.start()
 
-    def wait_for_room(self) -> None:
-        """Return when one more parcel may be sent."""
-        self._room.acquire()
+    def send(
+        self,
+        kind: str,
+        shown: Tensor | None,
+        messages: Schedule,
+        issue: Callable[[], Any],
+        values: Callable[[Any], Any] = lambda moved: moved,
+    ) -> PacedWork:
+        """Issue, and deliver when it is due. Waits while too many are on their way.
 
-    def send(self, parcel: Parcel) -> PacedWork:
-        """Deliver `parcel` when it is due. The caller has waited for room."""
+        Args:
+            issue: Lets Gloo move it. See `Parcel` for this and the others.
+        """
+        self._room.acquire()
+        self._count += 1
+        place = (self._number, self._count, self._rank)
+        self._ledger.issue(*place)
+        parcel = Parcel(kind, shown, issue(), lambda: self._ledger.delivery(*place, self._members, messages), values)
         delivered: Any = torch.futures.Future()
         self._parcels.put((parcel, delivered))
         return PacedWork(delivered)

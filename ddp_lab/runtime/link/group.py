@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override"
-"""A process group over Gloo on which each collective takes as long as it would over links.
+"""A process group over Gloo on which collectives and messages take as long as they would over links.
 
 Gloo moves the data as always, so results are bitwise Gloo's. What the caller gets, `Work` or future, is done when the
 links would have delivered (`delivery`). A thread sleeps until then, so waiting costs no CPU. In a trace,
@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import (
 
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.link import schedule
-from ddp_lab.runtime.link.delivery import Delivery, Parcel
-from ddp_lab.runtime.link.ledger import SLOTS, Ledger
+from ddp_lab.runtime.link.delivery import Delivery
+from ddp_lab.runtime.link.ledger import Ledger
 from ddp_lab.runtime.link.registers import forget
 from ddp_lab.runtime.link.schedule import Schedule
 from ddp_lab.runtime.link.spans import as_operator
@@ -50,8 +50,8 @@ class PacedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, inner._get_backend(device))  # the reducer of DDP asks for it
         self._set_default_backend(kind)
         self._inner, self._members, self._ledger = inner, tuple(members), ledger
-        self._number, self._count = ledger.group(inner.group_name), 0
-        self._delivery = Delivery(inner.group_name, SLOTS)
+        self._collectives = Delivery(inner.group_name, ledger, members, inner.rank())
+        self._messages: dict[tuple[int, int, int], Delivery] = {}  # by sender, receiver and tag
         self._pre_hooks: dict[int, Callable[[Any], None]] = {}
         self._post_hooks: dict[int, Callable[[Any], None]] = {}
 
@@ -104,8 +104,9 @@ class PacedGroup(dist.ProcessGroup):
         del self._post_hooks[hook_id]
 
     def end_delivery(self) -> None:
-        """No collective follows."""
-        self._delivery.end()
+        """Nothing follows."""
+        for delivery in (self._collectives, *self._messages.values()):
+            delivery.end()
 
     def shutdown(self) -> None:
         self.end_delivery()
@@ -121,30 +122,25 @@ class PacedGroup(dist.ProcessGroup):
         kind: str,
         shown: Tensor | None,
         messages: Schedule,
-        issue: Callable[[], dist.Work],
-        values: Callable[[Any], Any] = lambda gloos: gloos,
+        issue: Callable[..., dist.Work],
+        *args: Any,
+        **rest: Any,
     ) -> dist.Work:
-        """The collective that `issue` issues. See `Parcel` for the other arguments."""
-        self._delivery.wait_for_room()
-        self._count += 1
-        place = (self._number, self._count, self.rank())
-        self._ledger.issue(*place)
-        moved = issue().get_future()
-        parcel = Parcel(kind, shown, moved, lambda: self._ledger.delivery(*place, self._members, messages), values)
-        work = self._delivery.send(parcel)
+        """The collective that `issue(*args)` issues. See `Parcel` for the other arguments."""
+        return self._seen(self._collectives.send(kind, shown, messages, lambda: issue(*args).get_future(), **rest))
+
+    def _seen(self, work: dist.Work) -> dist.Work:
         for hook in self._post_hooks.values():
             hook(SimpleNamespace(work=work))
         return work
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceOptions()
-        return self._paced("all_reduce", tensors[0], messages, lambda: self._inner.allreduce(tensors, options))
+        return self._paced("all_reduce", tensors[0], messages, self._inner.allreduce, tensors, options)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         messages, options = schedule.all_reduce(self.size(), nbytes(tensors)), opts or AllreduceCoalescedOptions()
-        return self._paced(
-            "all_reduce", tensors[0], messages, lambda: self._inner.allreduce_coalesced(tensors, options)
-        )
+        return self._paced("all_reduce", tensors[0], messages, self._inner.allreduce_coalesced, tensors, options)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         """As torch's Gloo backend makes it, an all-reduce of a copy. Torch's own has no future."""
@@ -169,37 +165,37 @@ class PacedGroup(dist.ProcessGroup):
         def shown() -> dist.Work:
             return as_operator("_reduce_scatter_base_", (output, whole), issue)
 
-        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), shown, take_part)
+        return self._paced("all_reduce", whole, schedule.all_reduce(self.size(), whole.nbytes), shown, values=take_part)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
-        return self._paced("all_gather", inputs[0], messages, lambda: self._inner.allgather(outputs, inputs, options))
+        return self._paced("all_gather", inputs[0], messages, self._inner.allgather, outputs, inputs, options)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         messages, options = schedule.all_gather(self.size(), own.nbytes), opts or AllgatherOptions()
-        return self._paced("all_gather", own, messages, lambda: self._inner.all_gather_single(output, own, options))
+        return self._paced("all_gather", own, messages, self._inner.all_gather_single, output, own, options)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         messages, options = schedule.all_gather(self.size(), nbytes(inputs)), opts or AllgatherOptions()
         return self._paced(
-            "all_gather", inputs[0], messages, lambda: self._inner.all_gather_single_coalesced(outputs, inputs, options)
+            "all_gather", inputs[0], messages, self._inner.all_gather_single_coalesced, outputs, inputs, options
         )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         options = opts or BroadcastOptions()
         messages = schedule.broadcast(self.size(), nbytes(tensors), options.rootRank)
-        return self._paced("broadcast", tensors[0], messages, lambda: self._inner.broadcast(tensors, options))
+        return self._paced("broadcast", tensors[0], messages, self._inner.broadcast, tensors, options)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         options = opts or ScatterOptions()
         messages = schedule.scatter(self.size(), nbytes(outputs), options.rootRank)
         sent = inputs[0][0].expand(self.size(), *inputs[0][0].shape) if inputs else None  # as large as all parts
-        return self._paced("scatter", sent, messages, lambda: self._inner.scatter(outputs, inputs, options))
+        return self._paced("scatter", sent, messages, self._inner.scatter, outputs, inputs, options)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         options = opts or GatherOptions()
         messages = schedule.gather(self.size(), nbytes(inputs), options.rootRank)
-        return self._paced("gather", inputs[0], messages, lambda: self._inner.gather(outputs, inputs, options))
+        return self._paced("gather", inputs[0], messages, self._inner.gather, outputs, inputs, options)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -207,14 +203,29 @@ class PacedGroup(dist.ProcessGroup):
         if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
             raise UserError("--link cannot pace all-to-alls of parts of different sizes yet; run with --link none")
         messages, options = schedule.all_to_all(self.size(), given.nbytes / self.size()), opts or AllToAllOptions()
-        issue = self._inner.all_to_all_single
-        return self._paced(
-            "all_to_all", given, messages, lambda: issue(output, given, output_sizes, input_sizes, options)
-        )
+        sizes, issue = (output_sizes, input_sizes), self._inner.all_to_all_single
+        return self._paced("all_to_all", given, messages, issue, output, given, *sizes, options)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         options = opts or BarrierOptions()
-        return self._paced("barrier", None, schedule.barrier(self.size()), lambda: self._inner.barrier(options))
+        return self._paced("barrier", None, schedule.barrier(self.size()), self._inner.barrier, options)
+
+    # Messages between two ranks ---------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> dist.Work:
+        return self._message("send", tensors, (self.rank(), receiver), tag)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> dist.Work:
+        return self._message("recv", tensors, (sender, self.rank()), tag)
+
+    def _message(self, kind: str, tensors: list[Tensor], ends: tuple[int, int], tag: int) -> dist.Work:
+        """One end of a message. It goes on its links when both ranks have issued it."""
+        own, key, issue = int(kind == "recv"), (*ends, tag), getattr(self._inner, kind)
+        if key not in self._messages:
+            members = [self._members[end] for end in ends]
+            self._messages[key] = Delivery(f"{self.group_name} {key}", self._ledger, members, own)
+        go, messages = self._messages[key].send, schedule.message(nbytes(tensors))
+        return self._seen(go(kind, tensors[0], messages, lambda: issue(tensors, ends[1 - own], tag)))
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -231,11 +242,9 @@ def refused(name: str) -> Callable[..., Any]:
 for name in (
     "allgather_coalesced",
     "alltoall",
-    "recv",
     "recv_anysource",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single_coalesced",
-    "send",
 ):
     setattr(PacedGroup, name, refused(name))

@@ -67,6 +67,11 @@ def broadcast(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
+def message(nbytes: float) -> tuple[Edge, ...]:
+    """From one rank to another."""
+    return (Edge(0, 1, nbytes),)
+
+
 def scatter(size: int, nbytes: float, root: int) -> tuple[Edge, ...]:
     """`nbytes`: of what one rank receives."""
     return tuple(Edge(root, receiver, nbytes) for receiver in range(size) if receiver != root)

@@ -15,7 +15,8 @@ Result = TypeVar("Result")
 NAMESPACE = "paced"
 OPERATORS = {
     **dict.fromkeys(
-        ("all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all", "barrier"), "Tensor? shown"
+        ("all_reduce", "all_gather", "broadcast", "scatter", "gather", "all_to_all", "barrier", "send", "recv"),
+        "Tensor? shown",
     ),
     "_reduce_scatter_base_": "Tensor output, Tensor whole",
 }

@@ -249,11 +249,41 @@ def test_what_fails_is_not_taken_for_done(ranks: RankPool) -> None:
     assert len(said) == 3 and nothing == [] and all("imed out" in each for each in said)
 
 
-def send() -> None:
+def exchanged() -> tuple[bool, bool, list[float], list[tuple[float, float]]]:
+    """Three messages to the other rank and three from it: whether one was there at once, whether all are right, and
+    when each was; and when the sending links of both ranks worked."""
+    rank, results = dist.get_rank(), [torch.empty(ELEMENTS) for _ in range(3)]
     with paced_groups(SLOW):
-        dist.send(torch.ones(1), dst=1 - dist.get_rank())
+        host_barrier()
+        begin = time.monotonic()
+        received = [dist.irecv(result, 1 - rank) for result in results]
+        sent = [dist.isend(torch.full((ELEMENTS,), float(10 * rank + index)), 1 - rank) for index in range(3)]
+        was_there, times = any(work.is_completed() for work in received + sent), []  # type: ignore[union-attr]
+        for work in received + sent:
+            work.wait()  # type: ignore[union-attr]
+            times.append(time.monotonic() - begin)
+        host_barrier()
+        ledger: Any = dist.group.WORLD._ledger  # type: ignore[union-attr]
+        cells, size = ledger._cells, ledger._layout.link_size
+        worked = [(cells[each * size + 1], cells[each * size + 2]) for each in range(2)]
+    return was_there, all(r.eq(10 * (1 - rank) + i).all() for i, r in enumerate(results)), times[:3], worked
+
+
+def test_messages_go_one_behind_the_other_and_both_ways_at_once(ranks: RankPool) -> None:
+    """Gloo moves them in the background, and each waits for its turn on the links."""
+    for was_there, are_right, times, ((begin, end), (others_begin, others_end)) in ranks.run(2, exchanged):
+        assert are_right and not was_there
+        each = BITS / SLOW.bits_per_s
+        assert all(took >= (index + 1) * each + SLOW.latency_s for index, took in enumerate(times))
+        assert end - begin == pytest.approx(3 * each, rel=1e-3), "nothing rests between messages that are ready"
+        assert begin < others_end and others_begin < end, "the other way does not wait"
+
+
+def reduce() -> None:
+    with paced_groups(SLOW):
+        dist.reduce(torch.ones(1), dst=0)
 
 
 def test_what_is_not_paced_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankFailed, match="--link cannot pace send yet"):
-        ranks.run(2, send)
+    with pytest.raises(RankFailed, match="--link cannot pace reduce yet"):
+        ranks.run(2, reduce)
