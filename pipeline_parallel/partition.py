@@ -18,7 +18,7 @@ Chain = list[tuple[str, nn.Module]]
 
 
 def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
-    """The modules that hold a model's parameters, in order, and for each whether it is a block.
+    """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block.
 
     Raises:
         UnsupportedError: the model is no chain of modules around one list of blocks.
@@ -26,20 +26,20 @@ def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
     kind, blocks = type(module).__name__, set(find_blocks(module))
     if not blocks:
         raise UnsupportedError(f"--mesh with pp: {kind} has no blocks, two or more modules of one class in a list")
-    chain = [(name, part) for name, part in parts_around(module, blocks) if next(part.parameters(), None) is not None]
+    chain = [(name, part) for name, part in parts_around(module, blocks) if part.state_dict()]
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name, part in chain if part in blocks))
     if len(lists) > 1:
         raise UnsupportedError(
             f"--mesh with pp: {kind} has blocks in several lists ({', '.join(lists)}), and is no chain"
         )
-    inside = {parameter for _, part in chain for parameter in part.parameters()}
-    for name, parameter in module.named_parameters():
-        if parameter not in inside:
+    inside = {tensor for _, part in chain for tensor in part.state_dict(keep_vars=True).values()}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor not in inside:
             raise UnsupportedError(f"--mesh with pp: {name} is in no module that a stage could hold; put it into one")
     are_blocks = [part in blocks for _, part in chain]
     first, last = are_blocks.index(True), len(are_blocks) - are_blocks[::-1].index(True)
     if not all(are_blocks[first:last]):
-        raise UnsupportedError(f"--mesh with pp: {kind} holds other parameters between its blocks, and is no chain")
+        raise UnsupportedError(f"--mesh with pp: {kind} holds others between its blocks, and is no chain")
     return chain, are_blocks
 
 

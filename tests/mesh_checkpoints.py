@@ -12,8 +12,9 @@ from torch import Tensor
 import ddp_lab
 from ddp_lab.runtime.checkpoint.state import COUNT
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import TENSOR, Mesh, mesh_groups
+from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
+from pipeline_parallel.parallelize import cut_into_stages
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.models import build, make_batch
@@ -24,11 +25,12 @@ SAMPLES = 4
 
 
 class Place(NamedTuple):
-    """Where a strategy runs."""
+    """Where a strategy runs. `stages`: the schedule, stages a rank, and the split."""
 
     ranks: int
     mesh: str
     choice: str
+    stages: tuple[str, int, list[int] | None] = ("1f1b", 1, None)
 
 
 PLACES = {
@@ -38,18 +40,28 @@ PLACES = {
     "tp=4, whose ranks share keys": Place(4, "tp=4", "bucket_ddp_async"),
     "zero3 on shard=2,tp=2": Place(4, "shard=2,tp=2", "zero3"),
     "zero1 on dp=2,tp=2": Place(4, "dp=2,tp=2", "zero1"),
+    "pp=4": Place(4, "pp=4", "bucket_ddp_async"),
+    "two stages a rank": Place(2, "pp=2", "zero1", ("interleaved", 2, None)),
+    "another split": Place(2, "pp=2", "simple_ddp", ("zb-h1", 1, [5, 3])),
+    "zero2 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero2", ("gpipe", 1, None)),
+    "zero3 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero3"),
 }
 
 
 @contextmanager
 def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
-    mesh, module = Mesh.parse(place.mesh), build(model, seed)
+    mesh, module, strategy_class = Mesh.parse(place.mesh), build(model, seed), ddp_lab.load(place.choice)
     with mesh_groups(mesh, "cpu") as groups:
         cut = None
         if TENSOR in mesh.degrees:
             cut = parallelize(module, plan_of(module, mesh.model_size), groups, torch.device("cpu"))
+        elif PIPELINE in mesh.degrees:
+            cut, strategy_class = (
+                cut_into_stages(module, groups, torch.device("cpu"), *place.stages),
+                strategy_class.in_stages(),
+            )
         options = ddp_lab.StrategyOptions(bucket_cap_mb=25.0, model_parallel=cut)
-        yield ddp_lab.load(place.choice)(module, make_optimizer, options, groups.data)
+        yield strategy_class(module, make_optimizer, options, groups.data)
 
 
 def make_optimizer(params: Any) -> torch.optim.Optimizer:
@@ -74,15 +86,14 @@ def held(strategy: Strategy) -> dict[str, Tensor]:
 
     What several ranks hold is the same bit for bit.
     """
-    parallel, parameters = strategy.model_parallel, dict(strategy.module.named_parameters())
+    parallel = strategy.model_parallel
+    shapes = {name: p.shape for name, p in strategy.module.named_parameters()}
     own_rank, cuts = (parallel.tensor_rank, parallel.cuts) if parallel else (0, {})
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(own_rank, *piece) for piece in held_here(strategy)])
+    dist.all_gather_object(everyone, [(own_rank, shapes[name], name, *rest) for name, *rest in held_here(strategy)])
     parts: dict[tuple[str, str, int], Tensor] = {}
-    for rank, key, name, start, values in (piece for pieces in everyone for piece in pieces):
-        like, cut = torch.empty(parameters[name].shape, device="meta"), cuts.get(name)
-        shape = () if key == COUNT else cut.part_shape(like, rank) if cut else like.shape
-        part = parts.setdefault((key, name, rank), torch.full(shape, torch.nan))
+    for rank, shape, name, key, start, values in (piece for pieces in everyone for piece in pieces):
+        part = parts.setdefault((key, name, rank), torch.full(() if key == COUNT else shape, torch.nan))
         put_equal(part.view(-1)[0 if key == COUNT else start :][: len(values)], values)
     whole: dict[str, Tensor] = {}
     for (key, name, rank), part in parts.items():
@@ -96,13 +107,13 @@ def held(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:
-    """Of each state of each piece: what it is, the parameter, the first element, and the elements."""
+    """Of each state of each piece: the parameter, what it is, the first element, and the elements."""
     strategy.finish_parameter_synchronization()
     for name, start, tensor in strategy.parameter_pieces():
-        yield "parameter", name, start, strategy.on_this_rank(tensor).reshape(-1)
+        yield name, "parameter", start, strategy.on_this_rank(tensor).reshape(-1)
     for name, start, tensor in strategy.updated_pieces():
         for state, value in strategy.updating_optimizer.state[tensor].items():
-            yield state, name, start, strategy.on_this_rank(value).reshape(-1)
+            yield name, state, start, strategy.on_this_rank(value).reshape(-1)
 
 
 def put_equal(place: Tensor, values: Tensor) -> None:

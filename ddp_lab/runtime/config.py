@@ -74,10 +74,6 @@ RULES: Rules = (
         lambda c: not (c.has_stages and (c.strategy.compile or c.lora_rank or c.strategy.overlap_optimizer)),
         "--compile, --lora-rank and --overlap-optimizer: must be without pp",
     ),
-    (
-        lambda c: not (c.has_stages and (c.checkpoint_every or c.resume)),
-        "--checkpoint-every and --resume: must be without pp: a checkpoint would name the first stage alone",
-    ),
     (lambda c: c.seed < 2**32, "--seed {0.seed}: must be a whole number from 0 to 4294967295"),
     (
         lambda c: not (c.strategy.overlap_optimizer and c.clip_grad_norm),
@@ -146,8 +142,10 @@ class RunConfig(
     @property
     def label(self) -> str:
         """Names the run's folders: the choice, with its mesh and `nccl-legacy` behind, so that these never mix:
-        `zero2@dp2-tp2`."""
+        `zero2@dp2-tp2`, `tp@pp2-interleaved4`."""
         mesh = Mesh.parse(self.mesh).label if self.mesh else None
+        if mesh and self.pipeline_schedule != ONE_F_ONE_B:
+            mesh += f"-{self.pipeline_schedule}" + (str(self.stages_per_rank) if self.stages_per_rank > 1 else "")
         if mesh and self.sequence_parallel:
             mesh += SEQUENCE_PARALLEL + (f"{ASYNC}{self.async_tensor_parallel}" if self.async_tensor_parallel else "")
         return labelled(self.choice, mesh, self.backend if self.backend == LEGACY_NCCL else None)

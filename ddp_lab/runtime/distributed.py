@@ -21,7 +21,7 @@ from ddp_lab.runtime.errors import OneRankError, UserError
 from ddp_lab.runtime.groups import host_barrier, on_every_rank
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.link.world import paced_groups
-from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
+from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.runtime.process.launcher import LOOKED_FOR, adopt_launcher
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, NCCL
 from ddp_lab.strategy.options import AUTO
@@ -51,6 +51,11 @@ class Ranks:
     def data_rank(self) -> int:
         """The number of this rank among those that see different samples."""
         return self.groups.mesh.data_rank(self.rank) if self.groups else self.rank
+
+    @property
+    def drawing_rank(self) -> int:
+        """The number of this rank among those that draw random numbers of their own. Ranks of tp draw the same."""
+        return self.rank // self.groups.mesh.degree(TENSOR) if self.groups else self.rank
 
     @property
     def data_size(self) -> int:

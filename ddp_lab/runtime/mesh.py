@@ -78,8 +78,9 @@ class Mesh:
 
     @classmethod
     def of_label(cls, label: str) -> "Mesh":
-        """The mesh that has this `label`, which may have more behind it: `dp2-tp2-sp`."""
-        return cls({name: int(degree) for name, degree in re.findall(r"([a-z]+)(\d+)", label.partition("-sp")[0])})
+        """The mesh that has this `label`, which may have more behind it: `dp2-tp2-sp`, `pp2-interleaved4`."""
+        found = re.findall(rf"\b({'|'.join(DIMENSIONS)})(\d+)", label)
+        return cls({name: int(degree) for name, degree in found})
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.degrees.items())

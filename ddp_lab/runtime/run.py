@@ -132,7 +132,7 @@ def train_and_record(
     if not checkpoints.origin:
         require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
-    seed_everything(config.seed, ranks.data_rank)  # but dropout of its own
+    seed_everything(config.seed, ranks.drawing_rank)  # but dropout of its own
 
     def step_data() -> StepData:
         return next(batches_of_steps(config, workload, ranks, steps=1))

@@ -130,9 +130,12 @@ class ModelParallel:
 
     def whole_shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole model's tensors, by name. Collective."""
-        own = {n: self._whole_shape(n, tensor) for n, tensor in module.state_dict().items()}
-        shapes = own if self.pipeline is None else dict(ChainMap(*self._told_by_all(own)))
+        shapes = self.of_all_stages({n: self._whole_shape(n, tensor) for n, tensor in module.state_dict().items()})
         return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
+
+    def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        """By name, what a rank says of its parameters or buffers, and what other stages say of theirs. Collective."""
+        return own if self.pipeline is None else dict(ChainMap(*reversed(self._told_by_all(own))))
 
     def _own_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
         """Torch's own classes give the whole shape of what is cut, too."""

@@ -1,5 +1,6 @@
 """Runs on meshes: the short list of a sweep where `--mesh` does not name one, and the order of runs in a report."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,11 @@ from ddp_lab.runtime.config import ASYNC, SEQUENCE_PARALLEL, labelled
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL
+from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
 
 MOST_TENSOR = 4
 """Ranks of `tp` in the short list, at most: attention of workload `sample-lm` has so many heads."""
+SCHEDULE = re.compile(rf"-({'|'.join(PIPELINE_SCHEDULES)})(\d*)")
 
 
 def mesh_labels(ranks: int) -> list[str]:
@@ -42,9 +45,10 @@ def label(mesh: Mesh, run: str) -> str:
 
 def mesh_flags(setting: str) -> list[str]:
     """The flags of a label's mesh: `dp2-tp2-sp` -> `--mesh dp=2,tp=2 --sequence-parallel`."""
-    pieces = setting.partition(ASYNC)[2]
+    pieces, schedule = setting.partition(ASYNC)[2], SCHEDULE.search(setting)
     return [
         *("--mesh", str(Mesh.of_label(setting))),
+        *(["--pipeline-schedule", schedule[1], "--stages-per-rank", schedule[2] or "1"] if schedule else []),
         *["--sequence-parallel"] * (SEQUENCE_PARALLEL in setting),
         *(["--async-tensor-parallel", pieces] if pieces else []),
     ]

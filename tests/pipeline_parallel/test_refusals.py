@@ -24,7 +24,6 @@ from tests.tables import each_row
             {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
             "must be one or the other",
         ),
-        ({"mesh": "pp=2", "checkpoint_every": 2}, "--checkpoint-every and --resume"),
         ({"mesh": "pp=2", "compile": True}, "--compile"),
         ({"mesh": "tp=2,pp=2"}, "pp must stand before tp"),
     ],

@@ -15,6 +15,7 @@ import pytest
 
 import ddp
 import tensor_parallel
+from ddp_lab.commands.compare import LABEL
 from ddp_lab.runtime.checkpoint.manifest import folder_name
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.mesh import Mesh
@@ -325,3 +326,20 @@ def test_each_failure_is_one_line_and_nobody_else_can_join(tmp_path: Path) -> No
         "is killed False",
         "can be reached from elsewhere True",
     ]
+
+
+def test_sweeps_over_one_mesh_in_each_schedule_never_share_a_folder(mesh_sweep: Sweep) -> None:
+    """The schedule is in the label, and the label alone says how its run is started."""
+    for schedule, stages, behind in (
+        ("1f1b", "1", ""), ("gpipe", "1", "-gpipe"), ("interleaved", "2", "-interleaved2"), ("zb-h1", "1", "-zb-h1")
+    ):  # fmt: skip
+        mesh_sweep.run("--mesh", "pp=4", "--link", "none", "--pipeline-schedule", schedule, "--stages-per-rank", stages)
+        assert f"zero3@pp4{behind}" in mesh_sweep.asked
+        for label, arguments in mesh_sweep.asked.items():
+            assert LABEL.fullmatch(label) and mesh_setting(label) == f"pp4{behind}"
+            config = parse_config("", tensor_parallel.REGISTRY, (), arguments[3:])
+            by_label = parse_config(
+                "", tensor_parallel.REGISTRY, (), ["--ddp-choice", "tp", *mesh_flags(mesh_setting(label))]
+            )
+            for one in (config, by_label):
+                assert (one.mesh, one.pipeline_schedule, one.stages_per_rank) == ("pp=4", schedule, int(stages))

@@ -14,7 +14,7 @@ from ddp_lab.runtime.checkpoint.manifest import MANIFEST, Manifest
 from ddp_lab.runtime.checkpoint.parts import fits, part_key
 from ddp_lab.runtime.checkpoint.random_states import CUDA, TEXTS, TORCH, stored_for
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import Mesh
+from ddp_lab.runtime.mesh import DATA, TENSOR, Mesh
 from ddp_lab.strategy.ranges import cover
 
 DESCRIBED = ("parameter", "buffer")
@@ -74,21 +74,21 @@ def _problems(manifest: Manifest, files: TensorFiles) -> Iterator[str]:
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Fields that do not go with others, and why."""
-    mesh, ranks = manifest.config.get("mesh"), manifest.world_size
     try:
-        data_size = Mesh.parse(str(mesh)).data_size if mesh else ranks
+        mesh = Mesh.parse(str(manifest.config.get("mesh") or f"{DATA}={manifest.world_size}"))
     except UserError as error:
         yield "config.mesh", str(error)
-    if manifest.data_parallel_size != data_size:
+        return
+    if manifest.data_parallel_size != mesh.data_size:
         yield (
             "data_parallel_size",
-            f"{manifest.data_parallel_size} ranks, but {data_size} by world_size and config.mesh",
+            f"{manifest.data_parallel_size} ranks, but {mesh.data_size} by world_size and config.mesh",
         )
     for name, cut in manifest.cuts.items():
         if name not in manifest.parameters or not fits(cut, tuple(manifest.parameters[name].shape)):
             yield "cuts", f"{name!r} is cut otherwise than its shape allows"
-        if len(cut.ranges) != ranks // data_size:
-            yield "cuts", f"{name!r} is cut over {len(cut.ranges)} ranks instead of {ranks // data_size}"
+        if len(cut.ranges) != mesh.degree(TENSOR):
+            yield "cuts", f"{name!r} is cut over {len(cut.ranges)} ranks instead of {mesh.degree(TENSOR)}"
 
 
 def _expected(manifest: Manifest) -> Iterator[tuple[str, tuple[int, str]]]:

@@ -36,6 +36,8 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
         UnsupportedError: the optimizer keeps states that belong to no element of a parameter; the choice saves none.
     """
     folder, rank = Path(folder), dist.get_rank(strategy.everyone)
+    parts = OwnParts(strategy)
+    cuts = parts.of_all_stages(parts.cuts)
     unfinished, before = (folder.with_name(f".{folder.name}.{state}") for state in ("saving", "before"))
 
     def begin() -> None:
@@ -45,7 +47,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path) -> None:
 
     def write() -> None:
         texts = {GROUPS: json.dumps(describe_groups(strategy.optimizer)), STEPS: str(strategy.optimizer_steps)}
-        texts[CUTS] = msgspec.json.encode(OwnParts(strategy).cuts).decode()
+        texts[CUTS] = msgspec.json.encode(cuts).decode()
         write_tensors(unfinished / file_name(rank), tensors_to_save(strategy), texts)
 
     def finish() -> None:

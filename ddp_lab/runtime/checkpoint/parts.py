@@ -7,6 +7,7 @@ tensor parallelism. Ranks may hold the same part: then the first of them saves i
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,16 @@ class OwnParts:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        parallel = strategy.model_parallel
+        parallel = self._parallel = strategy.model_parallel
         named = dict(strategy.module.named_parameters())
         self.rank = parallel.tensor_rank if parallel else 0
         cuts = parallel.cuts if parallel else {}
         self.cuts = {name: cuts[name] for name in named if name in cuts}
         self.shapes = {n: self.cuts[n].whole_shape(p) if n in self.cuts else tuple(p.shape) for n, p in named.items()}
+
+    def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        """By name, what ranks say of the parameters or buffers that they hold. Collective."""
+        return self._parallel.of_all_stages(own) if self._parallel else own
 
     def owner(self, name: str) -> int:
         """The rank that saves what this one holds of a parameter."""

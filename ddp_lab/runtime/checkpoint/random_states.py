@@ -55,6 +55,6 @@ def restore_random_states(tensors: Mapping[str, Tensor], texts: Mapping[str, str
 
 
 def derive_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators, differently for each data-parallel rank and each step that a run resumes from."""
+    """Seed torch's generators, differently for each `rank` and each step that a run resumes from."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -34,6 +34,7 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.watch.phases import between_steps
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.interface import Strategy
+from ddp_lab.strategy.model_parallel import Cut
 
 
 class Checkpoints:
@@ -96,12 +97,13 @@ class Checkpoints:
         self._settings = config.as_dict() | {"train_samples": train_samples}
         if self.origin or self._saver:
             strategy.parameter_pieces()  # raises before training begins if this choice cannot be saved
+            self._model = self._whole_model()
         if not self.origin:
             return TrainingResult()
         path, manifest = self.origin.path, self.origin.manifest
         with naming(path):
             require_same_settings(manifest, self._settings)
-            require_same_model(manifest, *self._model())
+            require_same_model(manifest, *self._model[:2], type(strategy.updating_optimizer).__name__)
             strategy.relearn(first_step)
             on_every_rank(lambda: self._load(path, manifest))
         strategy.parameters_are_loaded()
@@ -129,7 +131,7 @@ class Checkpoints:
         tensors, texts = files.of_file(file_name(self._ranks.rank))
         same_ranks = self._sizes() == (manifest.world_size, manifest.data_parallel_size)
         if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
-            derive_random_states(self._settings["seed"], manifest.step, self._strategy.data_parallel_rank)
+            derive_random_states(self._settings["seed"], manifest.step, self._ranks.drawing_rank)
 
     def is_due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `--checkpoint-every` steps, and after the last one."""
@@ -184,16 +186,16 @@ class Checkpoints:
         """The number of ranks, and how many of them see different samples."""
         return self._ranks.world_size, self._strategy.data_parallel_size
 
-    def _model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], str]:
-        """Parameters, buffers, and the class of the optimizer."""
-        module, shapes = self._strategy.module, OwnParts(self._strategy).shapes
-        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes, shapes)
+    def _whole_model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], dict[str, Cut]]:
+        """Parameters, buffers, and how parameters are cut, of all stages."""
+        module, parts = self._strategy.module, OwnParts(self._strategy)
+        parameters = describe(module.named_parameters(), self._strategy.parameter_dtypes, parts.shapes)
         buffers = describe(persistent_buffers(module).items())
-        return parameters, buffers, type(self._strategy.updating_optimizer).__name__
+        return parts.of_all_stages(parameters), parts.of_all_stages(buffers), parts.of_all_stages(parts.cuts)
 
     def _manifest(self, result: TrainingResult) -> Manifest:
         strategy = self._strategy
-        parameters, buffers, optimizer = self._model()
+        parameters, buffers, cuts = self._model
         return Manifest(
             format=FORMAT,
             step=len(result.loss),
@@ -204,11 +206,11 @@ class Checkpoints:
             job=current_job(),
             config=self._settings,
             versions=self._versions,
-            optimizer=optimizer,
+            optimizer=type(strategy.updating_optimizer).__name__,
             parameter_groups=describe_groups(strategy.optimizer),
             parameters=parameters,
             buffers=buffers,
-            cuts=OwnParts(strategy).cuts,
+            cuts=cuts,
             train_loss=list(result.loss),
             step_samples=list(result.samples),
             step_time_s=list(result.step_time_s),

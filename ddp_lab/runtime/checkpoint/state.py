@@ -4,7 +4,7 @@ A rank stores flat tensors under these keys. `<start>` is the number of the firs
     parameter/<name>/<start>                      values; `<name>@<rank>` of a part (`ddp_lab.runtime.checkpoint.parts`)
     optimizer/<state>/<name>/<start>              an optimizer state with a value for each element
     optimizer_count/<state>/<name>/0              an optimizer state with one value for the parameter, such as `step`
-    buffer/<name>/0                               rank 0's persistent buffers
+    buffer/<name>/0                               persistent buffers, those of data-parallel rank 0
     loss_scale/<state>/0                          of fp16: scale and growth_tracker, the same on every rank
 """
 
@@ -87,11 +87,11 @@ def tensors_to_save(strategy: Strategy) -> dict[str, Tensor]:
                 tensors[f"optimizer/{name}/{key}"] = flat(strategy, value)[start:end]
             elif parts.rank == piece.start + start == 0:  # the same on every rank that holds some of the parameter
                 tensors[f"optimizer_count/{name}/{piece.name}/0"] = value.detach().view(1)
-    if dist.get_rank(strategy.everyone) == 0:
+    if strategy.data_parallel_rank == parts.rank == 0:  # of each stage
         buffers = persistent_buffers(strategy.module)
         tensors |= {f"buffer/{name}/0": buffer.detach().reshape(-1) for name, buffer in buffers.items()}
-        if strategy.scaler is not None:
-            tensors |= {f"loss_scale/{name}/0": value.view(1) for name, value in strategy.scaler.state().items()}
+    if dist.get_rank(strategy.everyone) == 0 and strategy.scaler is not None:
+        tensors |= {f"loss_scale/{name}/0": value.view(1) for name, value in strategy.scaler.state().items()}
     unknown = [key for key, tensor in tensors.items() if tensor.dtype not in DTYPES]
     if unknown:
         raise UnsupportedError(f"cannot save {unknown[0]}: its dtype is {tensors[unknown[0]].dtype}")

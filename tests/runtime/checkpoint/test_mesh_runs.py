@@ -21,7 +21,7 @@ from ddp_lab.strategy.model_parallel import Cut
 from tests.ranks import RankPool
 from tests.runtime.checkpoint.test_runs import records
 
-GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1, "n_positions": 16, "vocab_size": 300}
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 4, "n_positions": 16, "vocab_size": 300}
 """Of a language model with dropout."""
 
 
@@ -55,27 +55,36 @@ def record_of(folder: Path, choice: str) -> dict[str, Any]:
     return records(folder, choice)[-1]
 
 
-def test_a_run_on_a_mesh_stops_and_resumes(ranks: RankPool, tmp_path: Path, settings: dict[str, Any]) -> None:
+IN_STAGES = {"pipeline_schedule": "interleaved", "stages_per_rank": 2, "grad_accum_steps": 2, "checkpoint_async": True}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "behind", "changes"), [("dp=2,tp=2", "dp2-tp2", {}), ("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES)]
+)
+def test_a_run_on_a_mesh_stops_and_resumes(
+    ranks: RankPool, tmp_path: Path, settings: dict[str, Any], mesh: str, behind: str, changes: dict[str, Any]
+) -> None:
     """On the same mesh bit for bit, random numbers included. On another one the model is the same."""
-    on_mesh = {**settings, "mesh": "dp=2,tp=2"}
+    on_mesh, label = {**settings, "mesh": mesh, **changes}, f"zero1@{behind}"
     ranks.run(4, run_on_mesh, {**on_mesh, "output_dir": str(tmp_path / "straight")})
     stopped = {**on_mesh, "output_dir": str(tmp_path / "stopped")}
     ranks.run(4, run_on_mesh, {**stopped, "max_steps": 2})
     ranks.run(4, run_on_mesh, {**stopped, "resume": "latest"})
-    straight_end, end = (checkpoint_of(tmp_path / name, "zero1@dp2-tp2", 4) for name in ("straight", "stopped"))
+    straight_end, end = (checkpoint_of(tmp_path / name, label, 4) for name in ("straight", "stopped"))
     for rank in range(4):
         found, wanted = (load_file(path / file_name(rank)) for path in (end, straight_end))
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
     generators = [load_file(end / file_name(rank))["random/torch"] for rank in range(4)]
-    assert torch.equal(generators[0], generators[1]) and not torch.equal(generators[0], generators[2])
-    assert not record_of(tmp_path / "stopped", "zero1@dp2-tp2")["notes"]
+    assert torch.equal(generators[0], generators[1]) is ("tp" in mesh) and not torch.equal(generators[0], generators[2])
+    assert not record_of(tmp_path / "stopped", label)["notes"]
 
-    evaluation = record_of(tmp_path / "straight", "zero1@dp2-tp2")["eval"]["loss"]
+    evaluation = record_of(tmp_path / "straight", label)["eval"]["loss"]
     other = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "other"), "resume": str(end)}
     ranks.run(4, run_on_mesh, {**other, "checkpoint_every": None})
     record = record_of(tmp_path / "other", "zero3")
     assert record["eval"]["loss"] == pytest.approx(evaluation, rel=1e-5)
-    assert record["resumed_from"]["changed"] == {"choice": ["zero1", "zero3"], "mesh": ["dp=2,tp=2", None]}
+    changed = record["resumed_from"]["changed"]
+    assert (changed["choice"], changed["mesh"]) == (["zero1", "zero3"], [mesh, None])
     assert record["notes"][0].startswith("resumed after step 4 with 4 ranks instead of 4 ranks (2 data-parallel): ")
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from tests.mesh_checkpoints import PLACES, error_of_leg, run_leg, straight
 from tests.ranks import RankPool
 
-MODELS = ["lm, gpt2", "lm, gqa"]
+OVER_LAYERS = ["zero3 on tp=2", "zero3 on shard=2,tp=2", "one rank", "tp=4, whose ranks share keys", "plain"]
+OVER_LAYERS += ["zero1 on dp=2,tp=2"]
+OVER_STAGES = ["pp=4", "one rank", "zero3 on dp=2,pp=2", "zero3 on tp=2", "two stages a rank", "plain"]
+OVER_STAGES += ["zero2 on dp=2,pp=2", "another split"]
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -32,12 +35,16 @@ def elements_in(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "model", [m if m == "lm, gqa" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODELS]
+    ("model", "names"),
+    [
+        pytest.param("lm, gpt2", OVER_LAYERS, marks=pytest.mark.exhaustive),
+        ("lm, gqa", OVER_LAYERS),
+        ("lm, long, tied", OVER_STAGES),
+        pytest.param("lm, long, gpt2", OVER_STAGES, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str) -> None:
+def test_a_relay_over_meshes(ranks: RankPool, tmp_path: Path, model: str, names: list[str]) -> None:
     """Each leg loads what the one before has saved, and goes on as if there had been one rank and no stop."""
-    names = ["zero3 on tp=2", "zero3 on shard=2,tp=2", "one rank", "tp=4, whose ranks share keys", "plain"]
-    names += ["zero1 on dp=2,tp=2"]
     ((wanted, losses),) = ranks.run(1, straight, model, len(names))
     legs = []
     for leg, name in enumerate(names):
