@@ -68,8 +68,8 @@ def kind_of(module: nn.Module) -> str:
 
 
 def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
-    """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block: one of those that
-    repeat in a list, or any part of an `nn.Sequential`.
+    """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block: one
+    of those that repeat in a list, or any part of an `nn.Sequential`.
 
     Raises:
         UnsupportedError: the model is no chain of modules around one list of blocks.
