@@ -42,6 +42,7 @@ from ddp_lab.runtime.flags import add_flags
 from ddp_lab.runtime.link.speed import Link
 
 REGISTRIES = (ddp.REGISTRY, sharding.REGISTRY, tensor_parallel.REGISTRY)
+load_parallelize = tensor_parallel.REGISTRY.load_parallelize
 AS_THE_RUNNERS = (
     *("global_batch_size", "grad_accum_steps", "depth", "width"),
     *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
@@ -158,10 +159,6 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
             table.loc[label, "exposed_ms_median"] = exposed
     table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]
     return table
-
-
-def load_parallelize(name: str) -> Any:
-    return tensor_parallel.REGISTRY.load_parallelize(name)
 
 
 def load_strategy(name: str) -> Any:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
     from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
     from ddp_lab.strategy.options import StrategyOptions
-    from pipeline_parallel.own_loop import pipeline
 
 __all__ = [
     "CHOICES",
@@ -22,7 +21,6 @@ __all__ = [
     "UnsupportedError",
     "load",
     "load_checkpoint",
-    "pipeline",
     "save_checkpoint",
 ]
 
@@ -32,7 +30,6 @@ _HOMES = {
     "NonFiniteError": "ddp_lab.runtime.errors",
     "UnsupportedError": "ddp_lab.runtime.errors",
     "StrategyOptions": "ddp_lab.strategy.options",
-    "pipeline": "pipeline_parallel.own_loop",
     "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
     "save_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
 }

@@ -31,7 +31,7 @@ class Pipeline:
         stages_per_rank: int,
         tied: Tied | None,
     ) -> None:
-        self._stages, self._channels, self._tied = stages, channels, tied
+        self.stages, self._channels, self._tied = stages, channels, tied
         self._group, self._schedule, self._per_rank = group, schedule, stages_per_rank
 
     def shape(self, micro_batches: int) -> Shape:
@@ -44,12 +44,12 @@ class Pipeline:
 
     def begin(self, module: nn.Module) -> None:
         """A strategy is built over `module`, and nobody else will change `forward` of its blocks."""
-        self._stages.take_turns()
+        self.stages.take_turns()
 
     def step(self, batches: Sequence[Batch], forward: RunModel, loss_of: LossOf, backward_of: BackwardOf) -> None:
         """Forward and backward of all micro-batches. Collective over the pipeline."""
         shape, tied = self.shape(len(batches)), self._tied
-        walk = Walk(self._stages, self._channels, tied, shape, batches, forward, loss_of, backward_of)
+        walk = Walk(self.stages, self._channels, tied, shape, batches, forward, loss_of, backward_of)
         if tied is not None:
             tied.refresh()
             tied.begin()
@@ -78,11 +78,11 @@ class Pipeline:
         if self._tied is not None:
             self._tied.refresh()
         made: Any = None
-        for stage in self._stages.own:
+        for stage in self.stages.own:
             hidden = (
                 self._channels["activation", "in"].receive(key_of(stage, (args, kwargs))).tensor() if stage else None
             )
-            made = self._stages.run(stage, hidden, lambda: forward(*args, **kwargs))
+            made = self.stages.run(stage, hidden, lambda: forward(*args, **kwargs))
             if stage + 1 < self.shape(1).stages:
                 self._channels["activation", "out"].send(key_of(stage, (args, kwargs)), made)
         self._finish()

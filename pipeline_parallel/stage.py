@@ -50,10 +50,10 @@ class Stages:
     def __init__(self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int]) -> None:
         self.own = list(own)
         self._current: tuple[int, Tensor | None] = (0, None)
-        self._here: list[tuple[nn.Module, int]] = []
+        self.here: list[tuple[nn.Module, int]] = []  # what stays, with its stage
         for (name, part), stage in zip(chain, places, strict=True):
             if stage in own:
-                self._here.append((part, stage))
+                self.here.append((part, stage))
             else:
                 parent, _, child = name.rpartition(".")
                 setattr(module.get_submodule(parent), child, Elsewhere(self, stage))
@@ -61,7 +61,7 @@ class Stages:
     def take_turns(self) -> None:
         """Let each module here know when it is not its turn. The last to change their `forward`."""
         begun: set[int] = set()
-        for part, stage in self._here:
+        for part, stage in self.here:
             part.forward = partial(self._run, stage, stage not in begun, part.forward)
             begun.add(stage)
 

@@ -14,11 +14,13 @@ REGISTRY = Registry(
         "zero3": ("sharding.zero3:Zero3", "parameters too"),
         "pytorch_tp": ("reference.pytorch_tp:PyTorchTP", "parallelize_module, without dp"),
         "pytorch_fsdp_tp": ("reference.pytorch_tp:PyTorchFSDPTP", "parallelize_module, with fully_shard over dp"),
+        "pytorch_pp": ("reference.pytorch_pp:PyTorchPP", "torch.distributed.pipelining, without dp and tp"),
     },
     parallelize={
         "": "pipeline_parallel.parallelize:parallelize_for",
         "pytorch_tp": "reference.pytorch_tp:parallelize_by_torch",
         "pytorch_fsdp_tp": "reference.pytorch_tp:parallelize_by_torch",
+        "pytorch_pp": "reference.pytorch_pp:cut_by_torch",
     },
 )
 CHOICES = REGISTRY.names

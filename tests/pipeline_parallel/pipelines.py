@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import tensor_parallel
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
-from pipeline_parallel.parallelize import cut_into_stages
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, Split, global_batch, options_of
 from tests.tensor_parallel.meshes import trained
@@ -33,7 +33,8 @@ def strategy_in_pipeline(
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
         module = build(model, seed=dist.get_rank())
         settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
-        parts = cut_into_stages(module, groups, CPU, schedule, stages_per_rank)
+        config = RunConfig.of(choice=choice, mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
+        parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
         settings = replace(settings, model_parallel=parts, shard_groups=groups.shard_groups)
         yield tensor_parallel.load(choice).in_stages()(module, OPTIMIZERS[optimizer], settings, groups.data)
 

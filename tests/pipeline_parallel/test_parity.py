@@ -79,6 +79,20 @@ def test_blocks_computed_again(ranks: RankPool, choice: str, schedule: str) -> N
     check_in_pipeline(ranks, "dp=2,pp=2", choice, "lm, long", schedule, options={"activation_checkpointing": "block"})
 
 
+@each_row(
+    "mesh, model, schedule",
+    [
+        ("pp=2", "deep", "gpipe"),
+        ("pp=4", "lm, long", "1f1b"),
+        ("pp=2", "lm, long", "interleaved"),
+        ("pp=4", "deep", "zb-h1"),
+    ],
+)
+def test_torchs_own_schedules(ranks: RankPool, mesh: str, model: str, schedule: str) -> None:
+    """In two steps of other shapes."""
+    check_in_pipeline(ranks, mesh, "pytorch_pp", model, schedule, [[[2, 2, 2, 2]], [[1] * 8]])
+
+
 def test_any_number_of_stages_is_the_same_to_the_last_bit(ranks: RankPool) -> None:
     """Sums are in the order of micro-batches, so nothing is rounded in another way. (The norm adds up stages.)"""
     steps: list[Split] = [[[2, 1, 2]]] * 2

@@ -1,19 +1,22 @@
 """What cannot be cut into stages, or trained so, is refused by name."""
 
-from pathlib import Path
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from torch import nn
-from transformers import T5Config, T5Model
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
-from pipeline_parallel.parallelize import split_of
-from pipeline_parallel.partition import chain_of, cut_by_cost, partition, shared_of, stages_of
+from pipeline_parallel.parallelize import read_split
+from pipeline_parallel.partition import chain_of, cut_by_cost, shared_of, stages_of
 from pipeline_parallel.schedules import SCHEDULES
 from tests.models import build
+from tests.parity import message_of
+from tests.pipeline_parallel.pipelines import train_in_pipeline
+from tests.ranks import RankPool
 from tests.tables import each_row
 
 
@@ -38,8 +41,6 @@ def test_flags(flags: dict[str, Any], message: str) -> None:
 def test_models_and_splits() -> None:
     with pytest.raises(UserError, match="Tied has no blocks"):
         chain_of(build("tied"))
-    with pytest.raises(UserError, match="decoder needs what the encoder makes"):
-        partition(T5Model(T5Config(d_model=4, d_ff=4, d_kv=2, num_heads=2, vocab_size=8, num_layers=2)), 2)
     two_lists = nn.ModuleDict({n: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for n in ("encoder", "decoder")})
     with pytest.raises(UserError, match=r"several lists \(encoder, decoder\)"):
         chain_of(two_lists)
@@ -49,15 +50,7 @@ def test_models_and_splits() -> None:
     with pytest.raises(UserError, match=r"--pipeline-split 4,1: 2 stages of 5 blocks, but the model has 6"):
         stages_of(are_blocks, [4, 1])
     with pytest.raises(UserError, match="such as 4,6,6,4"):
-        split_of(RunConfig.of(choice="tp", mesh="pp=2", pipeline_split="4;2"))
-    for split, message in (
-        ([["first", "blocks.*"]], "1 stages are given, but the mesh has 2"),
-        ([["first", "blocks.0"], ["blocks.*", "blocks.3"]], '"blocks.3" of stage 1 matches no module that is in none'),
-        ([["first", "blocks.0"], ["blocks", "last"]], '"blocks" of stage 1 matches no module'),
-        ([["first"], ["blocks.*"]], "last.weight is in no module that a stage could hold"),
-    ):
-        with pytest.raises(UserError, match=message):
-            partition(build("deep"), 2, split)
+        read_split("4;2")
     chain[1][1][0].weight = chain[4][1][0].weight  # type: ignore[index]
     with pytest.raises(UserError, match="untie it"):
         shared_of(chain, stages_of(are_blocks, [2, 2, 2]))
@@ -70,15 +63,17 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 0], [False, *[True] * 6, False], 3) == [2, 2, 2]
 
 
-def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.toml"
-    config = RunConfig.of(choice="tp", mesh="pp=2", plan=str(plan))
-    plan.write_text('stages = [["first", "blocks.0"], ["blocks.*", "last"]]')
-    assert split_of(config) == [["first", "blocks.0"], ["blocks.*", "last"]]
-    chain, places = partition(build("deep"), 2, split_of(config))
-    assert [name for name, _ in chain] == ["first", *(f"blocks.{n}" for n in range(6)), "last"]
-    assert places == [0, 0, 1, 1, 1, 1, 1, 1]
-    for text in ("", 'stages = ["first"]'):
-        plan.write_text(text)
-        with pytest.raises(UserError, match=r"stages: Expected `array`, got .*; write for example stages ="):
-            split_of(config)
+@each_row(
+    "schedule, model, split, message",
+    [
+        ("1f1b", "lm, long", [2, 1], "micro-batches of one shape alone"),
+        ("1f1b", "deep", [2], r"torch says: Number of microbatches \(1\) must be greater than or equal to the number"),
+        ("zb-h1", "deep", [1] * 5, "torch says: Zero bubble requires the number of microbatches to be a multiple"),
+        ("gpipe", "lm, long, tied", [2, 2], "lm_head.weight and model.embed_tokens.weight: torch's stages share no"),
+    ],
+)
+def test_torchs_own_schedules(ranks: RankPool, schedule: str, model: str, split: Sequence[int], message: str) -> None:
+    for said in ranks.run(
+        2, message_of, UnsupportedError, train_in_pipeline, "pp=2", "pytorch_pp", model, [[split]], schedule
+    ):
+        assert re.search(message, said)
