@@ -26,7 +26,7 @@ class Column:
         return f"{float(value) * self.scale:,.{self.digits}f}"  # type: ignore[arg-type]
 
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """One version for all CSV files. It goes up when a column is added, removed, moved, or changes its meaning or unit."""
 
 
@@ -116,7 +116,9 @@ EXPOSURE_COLUMNS = {
     "exposed_ms": Column("exposed", "ms", "a collective ran, and no compute; the last two columns add up to it"),
     "exposed_copy_ms": Column("copies", "ms", "a memory copy ran, and neither compute nor a collective"),
     "idle_ms": Column("idle", "ms", "nothing ran"),
-    "exposed_wait_ms": Column("waiting", "ms", "exposed before the collective's last rank arrived"),
+    "exposed_wait_ms": Column(
+        "waiting", "ms", "exposed before the collective's last rank arrived, or the message for which a pipeline waits"
+    ),
     "exposed_transfer_ms": Column("transfer", "ms", "exposed after all ranks arrived, or if the last rank is unknown"),
 }
 
@@ -164,6 +166,25 @@ DIMENSION_COLUMNS = {
         "exposed", "ms/step", "exposed time that counts for the dimension: its collective was issued first", 1, 2
     ),
     "exposed_wait_ms": Column("exposed wait", "ms/step", "the part of exposed_ms before the last rank arrived", 1, 2),
+}
+
+PIPELINE_COLUMNS = {
+    "rank": EXPOSURE_COLUMNS["rank"],
+    "step": EXPOSURE_COLUMNS["step"],
+    "step_ms": Column("step", "ms", "duration of the step under the profiler"),
+    "pipeline_ms": Column("pipeline", "ms", "from the first pass of any rank of the pipeline to the last one's end"),
+    "forward_ms": Column("forward", "ms", "forward passes"),
+    "backward_ms": Column("backward", "ms", "backward passes in one"),
+    "backward_input_ms": Column("of inputs", "ms", "backward passes of inputs alone"),
+    "backward_weight_ms": Column("of weights", "ms", "the rest of these: gradients of weights"),
+    "bubble_ms": Column("bubble", "ms", "the rest of pipeline_ms; the next three columns are in it"),
+    "wait_activation_ms": Column("activations", "ms", "waiting for activations"),
+    "wait_gradient_ms": Column("gradients", "ms", "waiting for gradients"),
+    "send_ms": Column("sending", "ms", "time of the host in posting messages; 0 on a device, where they run beside"),
+    "wait_activation_from": Column("from", "", "rank whose activations it waited for"),
+    "wait_gradient_from": Column("from", "", "rank whose gradients it waited for"),
+    "bubble_pct": Column("bubble", "%", "bubble_ms as share of pipeline_ms"),
+    "ideal_bubble_pct": Column("equal stages", "%", "that share by the formula, for equal stages and instant messages"),
 }
 
 STRAGGLER_COLUMNS = {
@@ -314,6 +335,7 @@ CSV_COLUMNS = {
     "exposure.csv": EXPOSURE_COLUMNS,
     "collectives.csv": COLLECTIVE_COLUMNS,
     "dimensions.csv": DIMENSION_COLUMNS,
+    "pipeline.csv": PIPELINE_COLUMNS,
     "stragglers.csv": STRAGGLER_COLUMNS,
     "audit.csv": AUDIT_COLUMNS,
     "compare.csv": COMPARISON_COLUMNS,

@@ -17,6 +17,7 @@ from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.exposure import Exposure, exposure
 from ddp_lab.analysis.metrics.holistic import holistic_figures
 from ddp_lab.analysis.metrics.memory import memory_row
+from ddp_lab.analysis.metrics.pipeline import pipelines
 from ddp_lab.analysis.record import failure_of, profiled_ranks, read_record
 from ddp_lab.analysis.traces.collectives import KINDS
 from ddp_lab.analysis.traces.finding import OWN_NAME, Window, missing_ranks, rank_in_path
@@ -41,6 +42,7 @@ class WindowAnalysis:
     Attributes:
         summary: The table of `summary.csv`, a row a rank.
         audit: The table of `audit.csv`, a row a check; empty without a run record.
+        passes: What the ranks of pipelines did (`metrics.pipeline.pipelines`); empty in an incomplete window.
         record: The run record that belongs to the window; None for foreign traces.
         problems: What of the run cannot be used, a sentence each. A window with problems is incomplete, and has no
             figures that compare ranks.
@@ -51,6 +53,7 @@ class WindowAnalysis:
     summary: pd.DataFrame
     audit: pd.DataFrame
     exposure: Exposure
+    passes: pd.DataFrame
     record: dict[str, Any] | None
     problems: list[str]
 
@@ -92,13 +95,16 @@ def analyse_window(
     missing = [rank for rank in absent if record is None or rank in profiled_ranks(record)]
     if missing:
         problems.append(f"no trace of rank {listed(missing)}; copy the missing files here, or profile again")
+    is_complete, mesh = not (problems or absent), mesh_of(record)
+    exposed = exposure(timelines, is_complete, mesh)
     rows = [summary_row(timeline, figures[timeline.rank]) | memory_row(record, timeline.rank) for timeline in timelines]
     return WindowAnalysis(
         window=window,
         timelines=timelines,
         summary=pd.DataFrame(rows),
         audit=audit(timelines, None if record and failure_of(record) else record),
-        exposure=exposure(timelines, not (problems or absent), mesh_of(record)),
+        exposure=exposed,
+        passes=pipelines(timelines, exposed.clocks, mesh if is_complete else None),
         record=record,
         problems=problems,
     )

@@ -11,6 +11,7 @@ run, so that hidden communication is hidden wherever it is, and each moment coun
 
 A collective can move data only after its last rank has arrived. So its time on a rank is split there: *wait* until the
 last rank's arrival, then *transfer*. If the ranks' calls cannot be matched (`traces.matching`), all time is transfer.
+Of messages, it is wait where a pass of a pipeline has nothing to do before they come (`metrics.pipeline`).
 
 Bandwidth belongs to the collective, not to a rank: its payload over the time from the last arrival to the last rank's
 end. A rank that only sends may be done earlier, once its data is in the network's buffers. If a rank is done before the
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 from ddp_lab.analysis.columns import COLLECTIVE_COLUMNS, DIMENSION_COLUMNS, EXPOSURE_COLUMNS
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimension_steps, dimensions
-from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union
+from ddp_lab.analysis.metrics.pipeline import message_waits
+from ddp_lab.analysis.traces.intervals import Intervals, clip, length, minus, union, within
 from ddp_lab.analysis.traces.matching import KEY, matched_calls
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
@@ -87,12 +89,14 @@ def _split(
     exposed = minus(union(np.concatenate([timeline.intervals("communication"), spans])), compute)
     copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
     wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
-    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float))
+    messages = message_waits(timeline)
+    cells, owner = _lay(exposed, spans, np.concatenate([wait_ends.to_numpy(float), messages.ravel()]))
     us = cells[:, 1] - cells[:, 0]
     waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
     exposed_us, waited_us = (
         np.bincount(owner[chosen], us[chosen], minlength=len(calls)) for chosen in (owner >= 0, waits)
     )
+    waits |= within(cells[:, 0], messages)
     begun = np.sort(timeline.intervals("compute")[:, 0])
     starts_within = np.searchsorted(begun, spans[:, 1]) - np.searchsorted(begun, spans[:, 0], "right")
     is_matched = calls["is_matched"]
@@ -133,8 +137,8 @@ def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -
     for index in range(len(calls) - 1, -1, -1):  # backwards, so that the first issued wins
         first, last = np.searchsorted(edges, calls[index])
         owner[first:last] = index
-    begun, ended = (np.searchsorted(exposed[:, side], cells[:, 0], "right") for side in (0, 1))
-    return cells[begun > ended], owner[begun > ended]
+    kept = within(cells[:, 0], exposed)
+    return cells[kept], owner[kept]
 
 
 def _backward_ends(timeline: RankTimeline) -> dict[int, float]:

@@ -3,7 +3,9 @@
 import pandas as pd
 
 from ddp_lab.analysis.columns import STRAGGLER_COLUMNS
+from ddp_lab.analysis.mesh import EVERYONE
 from ddp_lab.analysis.metrics.exposure import Exposure
+from ddp_lab.analysis.metrics.pipeline import PIPELINE
 
 WORTH_NAMING = 0.01
 """A rank is named if it costs each of the others at least this share of a step."""
@@ -11,7 +13,7 @@ WORTH_NAMING = 0.01
 
 def stragglers(exposure: Exposure) -> pd.DataFrame:
     """A row a rank and step (`STRAGGLER_COLUMNS`), over the collectives that could be matched."""
-    calls = exposure.collectives.dropna(subset=["late_rank"])
+    calls = _comparable(exposure.collectives)
     is_late = calls["late_rank"] == calls["rank"]
     late = calls[is_late].groupby(["rank", "step"])["lateness_ms"]
     costs = calls[~is_late].groupby(["late_rank", "step"])["exposed_wait_ms"].sum().rename_axis(["rank", "step"])
@@ -26,6 +28,16 @@ def stragglers(exposure: Exposure) -> pd.DataFrame:
     for name, values in figures.items():
         table[name] = values.reindex(places).fillna(0).to_numpy(float)
     return table.astype({"collectives": int, "last": int})[list(STRAGGLER_COLUMNS)]
+
+
+def has_stages(calls: pd.DataFrame) -> bool:
+    return bool((calls["dimension"] == PIPELINE).any())
+
+
+def _comparable(calls: pd.DataFrame) -> pd.DataFrame:
+    """The matched ones, but for those of several stages of a pipeline: its schedule says in which order these come."""
+    across = (PIPELINE, EVERYONE) if has_stages(calls) else ()
+    return calls[calls["late_rank"].notna() & ~calls["dimension"].isin(across)]
 
 
 def by_rank(table: pd.DataFrame) -> pd.DataFrame:
@@ -45,7 +57,7 @@ def by_rank(table: pd.DataFrame) -> pd.DataFrame:
 def verdict(exposure: Exposure, ranks: pd.DataFrame) -> str:
     """A sentence on the rank that costs the others most, from the table of `by_rank`."""
     worst = ranks.nlargest(1, "costs_ms").iloc[0]
-    calls, steps = exposure.collectives, exposure.steps
+    calls, steps = _comparable(exposure.collectives), exposure.steps
     waiting = calls[(calls["late_rank"] == worst["rank"]) & (calls["rank"] != worst["rank"])]
     step_ms, others = steps["step_ms"].mean(), waiting["rank"].nunique()
     each_ms = worst["costs_ms"] / others if others else 0.0

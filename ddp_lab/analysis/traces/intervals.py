@@ -28,12 +28,13 @@ def minus(first: Intervals, second: Intervals) -> Intervals:
     """The moments of `first` that are not in `second`; both disjoint and in order, as `union` makes them."""
     edges = np.unique(np.concatenate([first.ravel(), second.ravel()]))
     begins, ends = edges[:-1], edges[1:]
-    in_first, in_second = (
-        np.searchsorted(cut[:, 0], begins, "right") > np.searchsorted(cut[:, 1], begins, "right")
-        for cut in (first, second)
-    )
-    kept = in_first & ~in_second
+    kept = within(begins, first) & ~within(begins, second)
     return union(np.column_stack([begins[kept], ends[kept]]))
+
+
+def within(moments: NDArray[np.float64], intervals: Intervals) -> NDArray[np.bool_]:
+    """Which moments are in `intervals`, which are disjoint and in order."""
+    return np.searchsorted(intervals[:, 0], moments, "right") > np.searchsorted(intervals[:, 1], moments, "right")
 
 
 def clip(intervals: Intervals, start: float, end: float) -> Intervals:

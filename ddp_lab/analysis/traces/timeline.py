@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ddp_lab.analysis.errors import TraceError
 from ddp_lab.analysis.traces.collectives import gloo_collectives, only_group
@@ -40,7 +41,7 @@ class RankTimeline:
     Attributes:
         kind: `cpu` (operators and Gloo spans, lowered to kernels) or `cuda` (device kernels as recorded).
         steps: Columns number, start, end: the analysed optimizer steps, as the host went through them.
-        phases: Columns name, start, end: forward, backward, gradient_sync, optimizer.
+        phases: Columns name, start, end: forward, backward, gradient_sync, optimizer, and actions of a pipeline.
         kernels: Columns lane (`compute`, `communication`, `memory`), stream, name, start, end, launch (the moment at
             which the host issued it; NaN if unknown). All that the analysed steps issued, and all that ran beside it.
         collectives: Columns kind, start, end, bytes (NaN if unknown), group (empty if unknown), group_size (the same),
@@ -74,8 +75,12 @@ class RankTimeline:
     def collectives_by_step(self) -> pd.DataFrame:
         """`collectives` in the order of issue, with a column step: the number of the step that issued each."""
         calls = self.collectives.sort_values("issued", kind="stable")
-        place = np.searchsorted(self.steps["start"].to_numpy(), calls["issued"].to_numpy(), side="right") - 1
-        return calls.assign(step=self.steps["number"].to_numpy()[place])
+        return calls.assign(step=self.step_at(calls["issued"]))
+
+    def step_at(self, moments: "pd.Series[float]") -> NDArray[np.int64]:
+        """The number of the step in which the host was at each of `moments`, none of which is before the first."""
+        place = np.searchsorted(self.steps["start"].to_numpy(), moments.to_numpy(), side="right") - 1
+        return self.steps["number"].to_numpy()[place]
 
 
 def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> RankTimeline:
@@ -111,7 +116,8 @@ def build_timeline(trace: RankTrace, rank: int, include_last_step: bool) -> Rank
         on_streams = device_collectives(events[on_device], events, info, world_size or 0)
         collectives = pd.concat([collectives, on_streams], ignore_index=True)
     collectives = collectives[collectives["issued"].between(begin, end)]
-    phases = events[events["name"].isin(PHASES) & (events["cat"] == "user_annotation")]
+    is_phase = events["name"].isin(PHASES) | events["name"].str.startswith("pipeline ")
+    phases = events[is_phase & (events["cat"] == "user_annotation")]
     return RankTimeline(
         rank=rank,
         world_size=world_size,

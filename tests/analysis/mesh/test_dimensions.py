@@ -12,6 +12,7 @@ from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
+from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.record import checked
 from ddp_lab.analysis.traces.groups import ranks_of, shown
 from ddp_lab.runtime.errors import UserError
@@ -130,3 +131,11 @@ def test_the_audit_tells_dimensions_apart() -> None:
     unmarked = [replace(each, collectives=each.collectives.assign(group="")) for each in made]
     assert failing(swapped, unmarked) == set()  # the trace does not say: by kind, as without a mesh
     assert dimensions(pd.Series(["", "ranks 0,3"]), SQUARE).tolist() == ["", ""]
+
+
+def test_stages_of_a_pipeline_are_no_stragglers() -> None:
+    """Rank 1 is 10 late for rank 0, with which it shares layers, or a pipeline. Over dp nobody is late."""
+    made = on_square({0: 10, 1: 20, 2: 10, 3: 10})
+    for mesh, counted, late in ((SQUARE, 2, 0.01), ({"dp": 2, "pp": 2}, 1, 0)):
+        table = stragglers(exposure(made, True, mesh)).set_index("rank")
+        assert table["collectives"].eq(counted).all() and table.loc[1, "lateness_ms"] == pytest.approx(late)

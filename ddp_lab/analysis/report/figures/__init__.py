@@ -12,12 +12,16 @@ from ddp_lab.analysis.report.page import readable
 COLOURS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
+    "backward_input": "#332288",
+    "backward_weight": "#44AA99",
     "optimizer": "#009E73",
     "other compute": "#8C8C8C",
     "compute": "#0072B2",
     "communication": "#E69F00",
+    "send": "#E69F00",
     "exposed": "#D55E00",
     "idle": "var(--idle)",
+    "bubble": "var(--idle)",
     "memory copy": "#CC79A7",
 }
 """Phases and kinds of time."""
@@ -35,7 +39,12 @@ LINE_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377"
 """Lines that stand for a choice each."""
 BAR_HEIGHT_PX = 28
 LANE_HEIGHT_PX = 30
-LANE_NAMES = {"exposed": "exposed communication", "communication": "collective"}
+LANE_NAMES = {
+    "exposed": "exposed communication",
+    "communication": "collective",
+    "backward_input": "backward of inputs",
+    "backward_weight": "backward of weights",
+}
 
 
 def styled(figure: go.Figure) -> go.Figure:

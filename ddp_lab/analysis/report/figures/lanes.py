@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ddp_lab.analysis.mesh import Mesh
 from ddp_lab.analysis.metrics.dimensions import dimensions
-from ddp_lab.analysis.traces.intervals import Intervals, bridge, clip, minus, union
+from ddp_lab.analysis.traces.intervals import Intervals, bridge, clip, minus, union, within
 from ddp_lab.analysis.traces.timeline import PHASES, RankTimeline
 
 SMALLEST_GAP_US = 30.0
@@ -86,7 +86,7 @@ def gap_to_close(shown: Sequence[tuple[RankTimeline, int]]) -> float:
     return gap
 
 
-def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
+def phase_of(timeline: RankTimeline, moments: NDArray[np.float64]) -> NDArray[np.object_]:
     """The phase of compute that starts at each of `moments`.
 
     On a device it is always `compute`, since a kernel may run after the phase that launched it.
@@ -95,8 +95,7 @@ def phase_of(timeline: RankTimeline, moments: Intervals) -> NDArray[np.object_]:
     for name in PHASES if timeline.kind == "cpu" else ():
         if name != "gradient_sync":
             spans = union(timeline.phases.loc[timeline.phases["name"] == name, ["start", "end"]].to_numpy(float))
-            inside = np.searchsorted(spans[:, 0], moments, "right") > np.searchsorted(spans[:, 1], moments, "right")
-            phase[inside & (phase == "other compute")] = name
+            phase[within(moments, spans) & (phase == "other compute")] = name
     return phase
 
 

@@ -24,7 +24,10 @@ from ddp_lab.analysis.report.figures.lanes import (
 from ddp_lab.analysis.traces.intervals import Intervals, clip
 from ddp_lab.analysis.traces.timeline import RankTimeline
 
-TEXT_COLOURS = {"backward": "white", "compute": "white", "idle": "var(--ink)"}
+TEXT_COLOURS = {
+    **dict.fromkeys(("backward", "backward_input", "compute"), "white"),
+    **dict.fromkeys(("idle", "bubble"), "var(--ink)"),
+}
 """Of text on a bar; black on all others."""
 STREAM_NAMES = {"compute": "kernels", "communication": "collectives", "memory": "copies"}
 PARTS_OF_LANES = {"communication": "communication", "memory": "memory copy"}

@@ -5,7 +5,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import BUCKET_COLUMNS, EXPOSURE_COLUMNS, Column
 from ddp_lab.analysis.metrics.buckets import MOST_PLACES, buckets
 from ddp_lab.analysis.metrics.exposure import Exposure
-from ddp_lab.analysis.metrics.stragglers import by_rank, stragglers, verdict
+from ddp_lab.analysis.metrics.stragglers import by_rank, has_stages, stragglers, verdict
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
 from ddp_lab.analysis.report.figures.times import parts_figure
 from ddp_lab.analysis.report.page import Section, drawing, table
@@ -35,8 +35,8 @@ def exposure_sections(exposure: Exposure) -> list[Section]:
         Section(
             "Exposed communication",
             "Means over the analysed steps; the parts add up to the step. Waiting: a collective runs, compute does "
-            "not, and the last rank has not arrived. Transfer: the same after its arrival. exposure.csv has every step."
-            + unmatched(exposure.collectives),
+            "not, and the last rank or a pipeline's message has not arrived. Transfer: the same after its arrival. "
+            "exposure.csv has every step." + unmatched(exposure.collectives),
             table=table("exposure", abridged(mean, ranks), EXPOSURE_COLUMNS),
             figure=drawing(parts_figure([f"rank {rank}" for rank in drawn["rank"]], drawn)),
         )
@@ -60,7 +60,10 @@ def unmatched(calls: pd.DataFrame) -> str:
         if (calls["group"] == "").any()
         else "not every rank of their group has one, or they are messages between two ranks"
     )
-    return f" {100 * share:.0f} % of the calls could not be matched over ranks ({why}): all their time is transfer."
+    return (
+        f" {100 * share:.0f} % of the calls could not be matched over ranks ({why}): all their time is transfer, but "
+        "for what a pipeline waits for."
+    )
 
 
 def straggler_section(exposure: Exposure) -> Section:
@@ -68,7 +71,10 @@ def straggler_section(exposure: Exposure) -> Section:
     late = stragglers(exposure)
     heading = "Who was late"
     if not late["collectives"].any():
-        return Section(heading, "Unknown: no collective could be matched over ranks.")
+        between = (
+            " Which stage of a pipeline comes last, its schedule says." if has_stages(exposure.collectives) else ""
+        )
+        return Section(heading, f"Unknown: no collective could be matched over ranks.{between}")
     ranks = by_rank(late)
     by_chance = 100 * late["last"].sum() / late["collectives"].sum()
     text = verdict(exposure, ranks)

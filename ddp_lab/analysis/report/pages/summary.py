@@ -9,6 +9,7 @@ from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
 from ddp_lab.analysis.mesh import Mesh, mesh_of
+from ddp_lab.analysis.metrics.pipeline import pipeline_steps
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.record import failure_of
 from ddp_lab.analysis.report.figures.lanes import kernels_sentence
@@ -18,6 +19,7 @@ from ddp_lab.analysis.report.page import Section, drawing, render, table, write_
 from ddp_lab.analysis.report.pages.exposure import exposure_sections
 from ddp_lab.analysis.report.pages.heads import labels
 from ddp_lab.analysis.report.pages.mesh import mesh_section
+from ddp_lab.analysis.report.pages.pipeline import pipeline_section
 from ddp_lab.analysis.report.pages.ranks import abridged, ranks_section, representatives
 from ddp_lab.analysis.report.pages.tables import audit_table, collectives_table, dimensions_table, memory_table
 from ddp_lab.analysis.summary import WindowAnalysis
@@ -46,6 +48,7 @@ def write_summary(analysis: WindowAnalysis, choice: str, folder: Path) -> Path:
     write_csv(folder / "exposure.csv", analysis.exposure.steps)
     write_csv(folder / "collectives.csv", analysis.exposure.collectives)
     write_csv(folder / "dimensions.csv", analysis.exposure.dimensions)
+    write_csv(folder / "pipeline.csv", pipeline_steps(analysis.passes, analysis.exposure.steps))
     write_csv(folder / "stragglers.csv", stragglers(analysis.exposure))
     page = folder / "summary.html"
     write_page(page, summary_page(analysis, choice))
@@ -70,6 +73,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
     sections = [
         *([ranks_section(steps, ranks)] if len(drawn) < len(analysis.summary) else []),
         lanes_section(timelines, numbers[-1], mesh),
+        *pipeline_section(analysis.passes, pipeline_steps(analysis.passes, steps), list(ranks)),
         Section(
             "Where the time went",
             "By Holistic Trace Analysis (HTA). Exposed: communication ran and compute did not. Overlap: the share of "

@@ -1,0 +1,114 @@
+"""Pipelines: what each rank did of which micro-batch, for whom it waited, and its bubble.
+
+A run leaves a range in the profile for each action of its schedule: `pipeline F2.5` is the forward pass of micro-batch
+5 through stage 2, and within it `pipeline wait RA2.5` is waiting for what the stage before makes of it.
+
+On a CPU these are times of the training thread. On a device a pass lasts from its first compute kernel to its last, and
+it has waited where no pass ran before it, but communication did. Sends run beside compute there, and have no time.
+"""
+
+import numpy as np
+import pandas as pd
+
+from ddp_lab.analysis.columns import PIPELINE_COLUMNS
+from ddp_lab.analysis.mesh import Mesh, coordinates
+from ddp_lab.analysis.traces.intervals import Intervals, clip, union
+from ddp_lab.analysis.traces.timeline import RankTimeline
+
+PIPELINE = "pp"
+"""The dimension of the mesh."""
+NAME = r"^pipeline (?P<waits>wait )?(?P<kind>[A-Z]{1,2})(?P<stage>\d{1,6})\.(?P<micro_batch>\d{1,6})$"
+PASSES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+PARTS = PASSES | {"wait RA": "wait_activation", "wait RG": "wait_gradient", "SA": "send", "SG": "send"}
+SENDERS = {"wait_activation": -1, "wait_gradient": 1}
+"""How far away the stage is that sends what a part waits for."""
+COLUMNS = ["rank", "pipeline", "sender", "step", "part", "stage", "micro_batch", "start", "end"]
+
+
+def actions(timeline: RankTimeline) -> pd.DataFrame:
+    """What a rank did, in order: `COLUMNS` without pipeline and sender; part is of `PARTS`, times in us are its own."""
+    found = timeline.phases.join(timeline.phases["name"].str.extract(NAME)).dropna(subset=["kind"])
+    found["part"] = (found["waits"].fillna("") + found["kind"]).map(PARTS)
+    inside = found["start"].between(timeline.steps["start"].iloc[0], timeline.steps["end"].iloc[-1])
+    found = found[found["part"].notna() & inside].reset_index(drop=True)
+    found = found.astype({"stage": int, "micro_batch": int}).assign(step=timeline.step_at(found["start"]))
+    if timeline.kind == "cuda":
+        found = _on_device(timeline, found[found["part"].isin(PASSES.values())].reset_index(drop=True))
+    else:  # a pass begins when it has waited
+        has_waited = ~found["part"].isin(SENDERS) & found["part"].shift(-1).isin(SENDERS)
+        found["start"] = found["start"].where(~has_waited, found["end"].shift(-1))
+    return found.assign(rank=timeline.rank).reindex(columns=COLUMNS)
+
+
+def _on_device(timeline: RankTimeline, passes: pd.DataFrame) -> pd.DataFrame:
+    """When the device ran what the host's `passes` launched, and when it waited in front of them."""
+    kernels = timeline.kernels[timeline.kernels["lane"] == "compute"].dropna(subset=["launch"])
+    place = np.searchsorted(passes["start"].to_numpy(), kernels["launch"].to_numpy(), side="right") - 1
+    inside = (place >= 0) & (kernels["launch"].to_numpy() <= np.append(passes["end"].to_numpy(), -np.inf)[place])
+    of_pass = kernels[inside].groupby(place[inside])
+    ran = passes.assign(start=of_pass["start"].min(), end=of_pass["end"].max()).dropna(subset=["start"])
+    sent, free, waits = union(timeline.intervals("communication")), ran["end"].cummax().shift(), []
+    for one, before in zip(ran.to_dict("records"), free.fillna(timeline.windows[0, 0]), strict=True):
+        part = {"forward": "wait_activation", "backward_weight": None}.get(one["part"], "wait_gradient")
+        gap = clip(sent, before, one["start"])
+        if part and len(gap):
+            waits.append(one | {"part": part, "start": before, "end": gap[-1, 1]})
+    return pd.concat([ran, pd.DataFrame(waits, columns=ran.columns)]).sort_values("start", kind="stable")
+
+
+def message_waits(timeline: RankTimeline) -> Intervals:
+    """When a rank waited for messages, on its own clock."""
+    found = actions(timeline)
+    return union(found.loc[found["part"].isin(SENDERS), ["start", "end"]].to_numpy(float))
+
+
+def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | None) -> pd.DataFrame:
+    """The `actions` of all ranks on one clock, with the number of its pipeline, and the sender that it waits for.
+    Empty without a mesh that has a pipeline.
+
+    Args:
+        clocks: Columns rank and offset_ms.
+    """
+    if mesh is None or mesh.get(PIPELINE, 1) == 1:
+        return pd.DataFrame(columns=COLUMNS)
+    table = pd.concat(map(actions, timelines), ignore_index=True)
+    places = {each.rank: str(coordinates(mesh, each.rank) | {PIPELINE: 0}) for each in timelines}
+    table["pipeline"] = pd.factorize(table["rank"].map(places))[0]
+    ahead = table["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000
+    table[["start", "end"]] = table[["start", "end"]].sub(ahead, axis="index")
+    home = table.drop_duplicates(["pipeline", "stage"]).set_index(["pipeline", "stage"])["rank"]
+    sends = pd.MultiIndex.from_arrays([table["pipeline"], table["stage"] + table["part"].map(SENDERS)])
+    table["sender"] = home.reindex(sends).to_numpy()
+    return table[table["sender"].notna() | ~table["part"].isin(SENDERS)]
+
+
+def pipeline_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """A row a rank and step (`PIPELINE_COLUMNS`).
+
+    Args:
+        table: From `pipelines`.
+        steps: Columns rank, step, step_ms.
+    """
+    rows = []
+    for (_, step), of_step in table.groupby(["pipeline", "step"]):
+        ran = of_step[of_step["part"].isin(PASSES.values())]
+        begin, end = ran["start"].min(), ran["end"].max()
+        ideal, ms = 100 * ideal_bubble(of_step), (end - begin) / 1000
+        for rank, own in of_step.groupby("rank"):
+            took = (own["end"].clip(lower=begin) - own["start"].clip(lower=begin)).groupby(own["part"]).sum() / 1000
+            row = {"rank": rank, "step": step, "pipeline_ms": ms, "ideal_bubble_pct": ideal}
+            row |= {f"{part}_ms": took.get(part, 0.0) for part in PARTS.values()}
+            row |= {f"{part}_from": own.loc[own["part"] == part, "sender"].max() for part in SENDERS}
+            bubble = ms - sum(row[f"{part}_ms"] for part in PASSES.values())
+            rows.append(row | {"bubble_ms": bubble, "bubble_pct": 100 * bubble / ms})
+    found = pd.DataFrame(rows, columns=[name for name in PIPELINE_COLUMNS if name != "step_ms"])
+    return found.merge(steps[["rank", "step", "step_ms"]], on=["rank", "step"])[list(PIPELINE_COLUMNS)]
+
+
+def ideal_bubble(of_step: pd.DataFrame) -> float:
+    """The share of a step of a pipeline that is bubble, where all stages and products take equally long, and messages
+    no time. A forward pass is one product, a backward pass two."""
+    ranks, stages, micro_batches = (of_step[name].nunique() for name in ("rank", "stage", "micro_batch"))
+    products = 1 if (of_step["part"] == "backward_weight").any() else 3
+    bubble = products * (ranks - 1) * ranks / stages
+    return float(bubble / (3 * micro_batches + bubble))

@@ -1,0 +1,77 @@
+"""The section of the summary page on a pipeline: its lanes, its bubble, and who waits for whom."""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from ddp_lab.analysis.columns import PIPELINE_COLUMNS
+from ddp_lab.analysis.metrics.pipeline import PASSES, SENDERS
+from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes
+from ddp_lab.analysis.report.page import Section, drawing, table
+from ddp_lab.analysis.report.pages.ranks import MOST_RANKS, abridged
+from ddp_lab.analysis.traces.intervals import minus, union
+
+MADE = {"wait_activation": "activations", "wait_gradient": "gradients"}
+
+
+def pipeline_section(passes: pd.DataFrame, steps: pd.DataFrame, ranks: list[int]) -> list[Section]:
+    """None without a pipeline.
+
+    Args:
+        passes: From `metrics.pipeline.pipelines`.
+        steps: From `metrics.pipeline.pipeline_steps`.
+        ranks: Whose rows the table shows.
+    """
+    if steps.empty:
+        return []
+    mean, number = steps.drop(columns="step").groupby("rank").mean().reset_index(), steps["step"].max()
+    last = passes[(passes["step"] == number) & ((passes["pipeline"] == 0) | (len(mean) <= MOST_RANKS))]
+    text = (
+        f"{verdict(mean)} The lanes are of step {number}: numbers are those of micro-batches. The table has means over "
+        "the analysed steps; pipeline.csv has every step."
+    )
+    shown = table("pipeline", abridged(mean, ranks), PIPELINE_COLUMNS)
+    return [Section("Pipeline", text, table=shown, figure=drawing(pipeline_figure(last)))]
+
+
+def verdict(mean: pd.DataFrame) -> str:
+    """Sentences on the bubble, on the rank that computes longest, and on those that wait longest.
+
+    Args:
+        mean: Of the table of `pipeline_steps`, by rank.
+    """
+    waits = [
+        (row[f"{part}_ms"], f"rank {row['rank']:.0f} for {MADE[part]} of rank {row[f'{part}_from']:.0f}")
+        for row in mean.to_dict("records")
+        for part in SENDERS
+        if row[f"{part}_ms"] > 0
+    ]
+    computed = mean[[f"{part}_ms" for part in PASSES.values()]].sum(axis="columns")
+    waited = "; ".join(f"{who}: {ms:.1f} ms a step" for ms, who in sorted(waits, reverse=True)[:4])
+    return (
+        f"Bubble: {mean['bubble_pct'].mean():.1f} % of the time from the first pass to the last, "
+        f"{100 * mean['bubble_ms'].sum() / mean['step_ms'].sum():.1f} % of the step. With equal stages and instant "
+        f"messages it is {mean['ideal_bubble_pct'].mean():.1f} %. Rank {mean['rank'].iloc[int(computed.argmax())]} "
+        f"computes longest: {computed.max():.1f} ms a step, {100 * (computed.max() / computed.mean() - 1):.0f} % above "
+        f"the mean. Who waits for whom: {waited or 'nobody'}."
+    )
+
+
+def pipeline_figure(of_step: pd.DataFrame) -> go.Figure:
+    """A lane a rank, each pass with its micro-batch's number. `of_step`: columns as of `pipelines`, of one step."""
+    ran = of_step[of_step["part"].isin(PASSES.values())]
+    begin, length = ran["start"].min(), ran["end"].max() - ran["start"].min()
+    shown = of_step.assign(start=(of_step["start"] - begin).clip(lower=0), end=of_step["end"] - begin, edge="")
+    shown["lane"], shown["text"] = "rank " + shown["rank"].astype(str), shown["micro_batch"].astype(str)
+    shown["about"] = "stage " + shown["stage"].astype(str)
+    waits = shown["part"].isin(SENDERS)
+    sender = shown.loc[waits, "sender"].astype(int).astype(str)
+    shown.loc[waits, "text"] = "waits for " + shown["part"].map(MADE) + " " + shown["text"] + " of rank " + sender
+    shown.loc[waits, "part"] = "bubble"
+    bars = [shown[shown["end"] > shown["start"]]]
+    for lane, own in bars[0].groupby("lane"):
+        rest = minus(np.array([[0.0, length]]), union(own[["start", "end"]].to_numpy(float)))
+        bubble = pd.DataFrame(rest, columns=["start", "end"])
+        bars.append(bubble.assign(lane=lane, part="bubble", text="bubble", about="", edge=""))
+    lanes = {lane: lane for lane in shown.sort_values(["pipeline", "rank"])["lane"]}
+    return drawn_lanes(pd.concat(bars), lanes, length).update_xaxes(title="ms since the first pass began")
