@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ddp_lab.runtime.checkpoint.of_strategy import load_checkpoint, save_checkpoint
     from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
     from ddp_lab.strategy.options import StrategyOptions
+    from pipeline_parallel.own_loop import pipeline
 
 __all__ = [
     "CHOICES",
@@ -21,6 +22,7 @@ __all__ = [
     "UnsupportedError",
     "load",
     "load_checkpoint",
+    "pipeline",
     "save_checkpoint",
 ]
 
@@ -30,6 +32,7 @@ _HOMES = {
     "NonFiniteError": "ddp_lab.runtime.errors",
     "UnsupportedError": "ddp_lab.runtime.errors",
     "StrategyOptions": "ddp_lab.strategy.options",
+    "pipeline": "pipeline_parallel.own_loop",
     "load_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
     "save_checkpoint": "ddp_lab.runtime.checkpoint.of_strategy",
 }

@@ -45,7 +45,9 @@ class Channel:
         if key not in self._forms:
             self._forms[key] = tensor.dtype, list(tensor.shape)
             numbers = [DTYPES.index(tensor.dtype), *tensor.shape]
-            self._post(torch.tensor(numbers + [-1] * (TOLD - len(numbers)), device=self._exchange_device))
+            self._post(
+                torch.tensor(numbers + [-1] * (TOLD - len(numbers)), dtype=torch.int64, device=self._exchange_device)
+            )
         self._post(tensor.detach().contiguous())
 
     def _post(self, tensor: Tensor) -> None:
@@ -136,7 +138,7 @@ def open_channels(
             channel = Channel(group, sorted(ends).index(ends[0]), device)
             found[what, "out" if rank == ends[0] else "in"] = channel
             if rank == ends[0]:
-                channel.send("opening", torch.zeros(1, device=device))
+                channel.send("opening", torch.zeros(1, dtype=torch.float32, device=device))
                 channel.finish()
             else:
                 channel.receive("opening").tensor()

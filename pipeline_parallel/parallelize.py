@@ -1,8 +1,9 @@
 """Cuts a model into the stages of a pipeline, one or more for each rank."""
 
 import re
-from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,12 +14,13 @@ from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.channels import open_channels
-from pipeline_parallel.partition import chain_of, costs_of, cut_by_cost, shared_of, stages_of
+from pipeline_parallel.partition import Split, partition, shared_of
 from pipeline_parallel.runner import Pipeline
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import tie
 from tensor_parallel.parallelize import parallelize_for as cut_layers
+from tensor_parallel.plan import STAGES, read_toml
 
 
 def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
@@ -37,18 +39,28 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         device,
         config.pipeline_schedule,
         config.stages_per_rank,
-        read_split(config.pipeline_split) if config.pipeline_split else None,
+        split_of(config),
     )
 
 
-def read_split(text: str) -> list[int]:
-    """
+def split_of(config: RunConfig) -> Split | None:
+    """How a run's settings cut its model.
+
     Raises:
-        UserError: it is no list of numbers.
+        UserError: they cannot be read.
     """
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--pipeline-split {text}: write the number of blocks in each stage, such as 4,6,6,4")
-    return [int(part) for part in text.split(",")]
+    if config.pipeline_split:
+        if not re.fullmatch(r"\d+(,\d+)*", config.pipeline_split):
+            wrong = f"--pipeline-split {config.pipeline_split}"
+            raise UserError(f"{wrong}: write the number of blocks in each stage, such as 4,6,6,4")
+        return [int(part) for part in config.pipeline_split.split(",")]
+    if config.plan is None or (config.cuts_layers and STAGES not in read_toml(Path(config.plan))):
+        return None
+    try:
+        return msgspec.convert(read_toml(Path(config.plan)).get(STAGES), list[list[str]])
+    except msgspec.ValidationError as error:
+        example = 'stages = [["embed", "layers.0"], ["layers.1", "head"]]'
+        raise UserError(f"--plan {config.plan}: {STAGES}: {error}; write for example {example}") from error
 
 
 def cut_into_stages(
@@ -57,13 +69,13 @@ def cut_into_stages(
     device: torch.device,
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
-    split: Sequence[int] | None = None,
+    split: Split | None = None,
 ) -> ModelParallel:
     """Leave of `module` what belongs to this rank's stages, in place. Rank 0's parameters win. Collective.
 
     Args:
         schedule: One of `SCHEDULES`.
-        split: The number of blocks in each stage. Default: cut by cost.
+        split: Of blocks over stages. Default: by cost.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -75,16 +87,11 @@ def cut_into_stages(
     assert group is not None, "the mesh has pp"
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.model)
-    chain, are_blocks = chain_of(module)
-    split = split or cut_by_cost(costs_of(chain), are_blocks, ranks * stages_per_rank)
-    if len(split) != ranks * stages_per_rank:
-        wanted = f"{ranks} ranks x {stages_per_rank} = {ranks * stages_per_rank}"
-        raise UnsupportedError(f"--pipeline-split: {len(split)} numbers for {wanted} stages")
-    places = stages_of(are_blocks, split)
+    chain, places = partition(module, ranks * stages_per_rank, split)
     shared = shared_of(chain, places)
     is_ring, timeout = stages_per_rank > 1, timeout_of(groups.everyone)
     channels = open_channels(pipelines_of(groups), device, is_ring, bool(shared), timeout)
-    stages = Stages(module, chain, places, range(rank, len(split), ranks))
+    stages = Stages(module, chain, places, range(rank, ranks * stages_per_rank, ranks))
     tied = tie(shared, module, channels, rank, ranks)
     pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
     aliases = {name: names[0] for names in shared.values() for name in names[1:]}

@@ -7,39 +7,87 @@ so the chain is cut where the slowest stage is fastest.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks, parts_around
+from tensor_parallel.plan import enclosing, matches
 
 Chain = list[tuple[str, nn.Module]]
 """Modules in the order in which a forward pass calls them, each with its name in the model."""
 
 
-def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
-    """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block.
+Split = Sequence[int] | Sequence[Sequence[str]]
+"""For each stage the number of its blocks, or the names of its modules, in which `*` is any part of a name."""
+
+
+def partition(module: nn.Module, stages: int, split: Split | None = None) -> tuple[Chain, list[int]]:
+    """The chain of a model, and the stage of each of its modules. Default: cut by cost.
 
     Raises:
-        UnsupportedError: the model is no chain of modules around one list of blocks.
+        UnsupportedError: the model, or `split`, cannot be cut into so many stages.
     """
-    kind, blocks = type(module).__name__, set(find_blocks(module))
-    if not blocks:
-        raise UnsupportedError(f"--mesh with pp: {kind} has no blocks, two or more modules of one class in a list")
-    chain = [(name, part) for name, part in parts_around(module, blocks) if part.state_dict()]
-    lists = list(dict.fromkeys(name.rpartition(".")[0] for name, part in chain if part in blocks))
-    if len(lists) > 1:
+    if split and len(split) != stages:
+        raise UnsupportedError(f"--mesh with pp: {len(split)} stages are given, but the mesh has {stages}")
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"--mesh with pp: {kind} has blocks in several lists ({', '.join(lists)}), and is no chain"
+            f"--mesh with pp: each block of {kind_of(module)}'s decoder needs what the encoder makes"
         )
+    if split and not isinstance(split[0], int):
+        chain, places = _listed(module, cast(Sequence[Sequence[str]], split))
+    else:
+        chain, are_blocks = chain_of(module)
+        of_blocks = cast(Sequence[int], split) or cut_by_cost(costs_of(chain), are_blocks, stages)
+        places = stages_of(are_blocks, of_blocks)
     inside = {tensor for _, part in chain for tensor in part.state_dict(keep_vars=True).values()}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor not in inside:
             raise UnsupportedError(f"--mesh with pp: {name} is in no module that a stage could hold; put it into one")
+    return chain, places
+
+
+def _listed(module: nn.Module, split: Sequence[Sequence[str]]) -> tuple[Chain, list[int]]:
+    names = [name for name, _ in module.named_modules()]
+    found: dict[str, int] = {}
+    for stage, patterns in enumerate(split):
+        for pattern in patterns:
+            free = (name for name in names if name not in found and not enclosing(name, found))
+            matching = [
+                name for name in free if matches(name, pattern) and not any(enclosing(f, [name]) for f in found)
+            ]
+            if not matching:
+                raise UnsupportedError(f'--plan: "{pattern}" of stage {stage} matches no module that is in none yet')
+            found |= dict.fromkeys(matching, stage)
+    return [(name, module.get_submodule(name)) for name in found], list(found.values())
+
+
+def kind_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
+    """The modules that hold a model's parameters and saved buffers, in order, and for each whether it is a block: one
+    of those that repeat in a list, or any part of an `nn.Sequential`.
+
+    Raises:
+        UnsupportedError: the model is no chain of modules around one list of blocks.
+    """
+    kind, blocks = kind_of(module), set(find_blocks(module))
+    holders = [part for part in module.modules() if not blocks.isdisjoint(part.children())]
+    if len(holders) != 1 or isinstance(holders[0], nn.Sequential):
+        around = [part for part in module.modules() if isinstance(part, nn.Sequential) and blocks <= {*part.modules()}]
+        blocks = set((around[-1] if blocks else around[0]).children()) if around else blocks
+    if not blocks:
+        raise UnsupportedError(f"--mesh with pp: {kind} has no blocks, two or more modules of one class in a list")
+    chain = [(name, part) for name, part in parts_around(module, blocks) if part.state_dict()]
     are_blocks = [part in blocks for _, part in chain]
+    lists = list(dict.fromkeys(name.rpartition(".")[0] for name, part in chain if part in blocks))
     first, last = are_blocks.index(True), len(are_blocks) - are_blocks[::-1].index(True)
-    if not all(are_blocks[first:last]):
-        raise UnsupportedError(f"--mesh with pp: {kind} holds others between its blocks, and is no chain")
+    if len(lists) > 1 or not all(are_blocks[first:last]):
+        between = f"blocks in several lists ({', '.join(lists)})" if len(lists) > 1 else "parameters between its blocks"
+        raise UnsupportedError(f"--mesh with pp: {kind} has {between}; list the modules of each stage in a --plan")
     return chain, are_blocks
 
 

@@ -151,19 +151,31 @@ def plan_of(module: nn.Module, size: int) -> Plan:
     return {pattern: style for pattern, style in plan.items() if any(matches(name, pattern) for name in names)}
 
 
+STAGES = "stages"
+"""The key of a plan under which stages of a pipeline stand (`pipeline_parallel`)."""
+
+
 def read_plan(path: Path) -> Plan:
     """A plan from a TOML file: `"layers.*.wq" = "column"`, or `{ style = "column", heads = 8 }`.
 
     Raises:
         UserError: it cannot be read; names the line of the plan.
     """
+    content = read_toml(path)
+    return {pattern: _style(path, pattern, value) for pattern, value in content.items() if pattern != STAGES}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: it is no TOML file.
+    """
     try:
-        content = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--plan {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"--plan {path}: not a TOML file: {error}") from error
-    return {pattern: _style(path, pattern, value) for pattern, value in content.items()}
 
 
 def _style(path: Path, pattern: str, value: Any) -> Style:

@@ -42,7 +42,10 @@ RULES: Rules = (
         f"--async-tensor-parallel with --activation-checkpointing {SELECTIVE}: must be one or the other, since"
         " products in pieces are not kept",
     ),
-    (lambda c: c.cuts_layers or c.plan is None, "--plan {0.plan}: must be with --mesh and tp above 1"),
+    (
+        lambda c: c.plan is None or ((c.cuts_layers or c.has_stages) and not c.pipeline_split),
+        "--plan {0.plan}: must be with --mesh and tp or pp above 1, and without --pipeline-split",
+    ),
     (
         lambda c: not (c.cuts_layers and c.strategy.compile),
         "--compile: must be without tp, whose collectives would be in the graph",

@@ -230,7 +230,28 @@ def timeout_of(group: "dist.ProcessGroup") -> timedelta:
 
 @contextmanager
 def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[MeshGroups]:
-    """Within this context the groups of a mesh of all ranks exist. Collective.
+    """Within this context the groups of a mesh of all ranks exist (`open_groups`). Collective."""
+    with closing_groups():
+        yield open_groups(mesh, device_type, no_parts)
+
+
+@contextmanager
+def closing_groups() -> Iterator[None]:
+    """Groups that are opened within this context end with it."""
+    import torch.distributed as dist
+
+    before = set(dist.distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        for group in set(dist.distributed_c10d._world.pg_map) - before:
+            if group.size() < dist.get_world_size():  # the others may have been made of the group of all ranks
+                dist.destroy_process_group(group)
+        gc.collect()  # Gloo's threads end with the last object that holds their group, perhaps a circle of them
+
+
+def open_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> MeshGroups:
+    """The groups of a mesh of all ranks. Collective.
 
     All meshes have a data dimension and tp here, even of one rank, so that nobody must ask which there are.
 
@@ -248,7 +269,6 @@ def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[Me
     if not degrees.keys() & set(DATA_DIMENSIONS):
         degrees = {DATA: 1, **degrees}
     degrees.setdefault(TENSOR, 1)
-    before = set(dist.distributed_c10d._world.pg_map)
     device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     parts = {name: device_mesh.get_group(name) for name in degrees}
 
@@ -261,12 +281,6 @@ def mesh_groups(mesh: Mesh, device_type: str, no_parts: str = "") -> Iterator[Me
     timeout = timeout_of(everyone)  # new groups have torch's default
     for group in {*parts.values(), data, model} - {everyone}:
         dist.set_timeout(timeout, group)
-    try:
-        sharded = parts.get(SHARD), parts.get(REPLICATE)
-        cut = model, parts[TENSOR], everyone, parts.get(PIPELINE)
-        yield MeshGroups(mesh, device_mesh, data, *cut, *sharded, no_parts)
-    finally:
-        for group in set(dist.distributed_c10d._world.pg_map) - before:
-            if group.size() < everyone.size():  # the others may have been made of the group of all ranks
-                dist.destroy_process_group(group)
-        gc.collect()  # Gloo's threads end with the last object that holds their group, perhaps a circle of them
+    sharded = parts.get(SHARD), parts.get(REPLICATE)
+    cut = model, parts[TENSOR], everyone, parts.get(PIPELINE)
+    return MeshGroups(mesh, device_mesh, data, *cut, *sharded, no_parts)

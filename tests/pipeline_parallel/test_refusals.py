@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
+from transformers import T5Config, T5Model
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
-from pipeline_parallel.parallelize import read_split
-from pipeline_parallel.partition import chain_of, cut_by_cost, shared_of, stages_of
+from pipeline_parallel.parallelize import split_of
+from pipeline_parallel.partition import chain_of, cut_by_cost, partition, shared_of, stages_of
 from pipeline_parallel.schedules import SCHEDULES
 from tests.models import build
 from tests.parity import message_of
@@ -41,6 +43,8 @@ def test_flags(flags: dict[str, Any], message: str) -> None:
 def test_models_and_splits() -> None:
     with pytest.raises(UserError, match="Tied has no blocks"):
         chain_of(build("tied"))
+    with pytest.raises(UserError, match="decoder needs what the encoder makes"):
+        partition(T5Model(T5Config(d_model=4, d_ff=4, d_kv=2, num_heads=2, vocab_size=8, num_layers=2)), 2)
     two_lists = nn.ModuleDict({n: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for n in ("encoder", "decoder")})
     with pytest.raises(UserError, match=r"several lists \(encoder, decoder\)"):
         chain_of(two_lists)
@@ -50,7 +54,15 @@ def test_models_and_splits() -> None:
     with pytest.raises(UserError, match=r"--pipeline-split 4,1: 2 stages of 5 blocks, but the model has 6"):
         stages_of(are_blocks, [4, 1])
     with pytest.raises(UserError, match="such as 4,6,6,4"):
-        read_split("4;2")
+        split_of(RunConfig.of(choice="tp", mesh="pp=2", pipeline_split="4;2"))
+    for split, message in (
+        ([["first", "blocks.*"]], "1 stages are given, but the mesh has 2"),
+        ([["first", "blocks.0"], ["blocks.*", "blocks.3"]], '"blocks.3" of stage 1 matches no module that is in none'),
+        ([["first", "blocks.0"], ["blocks", "last"]], '"blocks" of stage 1 matches no module'),
+        ([["first"], ["blocks.*"]], "last.weight is in no module that a stage could hold"),
+    ):
+        with pytest.raises(UserError, match=message):
+            partition(build("deep"), 2, split)
     chain[1][1][0].weight = chain[4][1][0].weight  # type: ignore[index]
     with pytest.raises(UserError, match="untie it"):
         shared_of(chain, stages_of(are_blocks, [2, 2, 2]))
@@ -61,6 +73,20 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     """A head that costs two blocks takes the place of two."""
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 2], [False, *[True] * 6, False], 4) == [1, 2, 2, 1]
     assert cut_by_cost([0, 1, 1, 1, 1, 1, 1, 0], [False, *[True] * 6, False], 3) == [2, 2, 2]
+
+
+def test_a_plan_lists_the_modules_of_each_stage(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    config = RunConfig.of(choice="tp", mesh="pp=2", plan=str(plan))
+    plan.write_text('stages = [["first", "blocks.0"], ["blocks.*", "last"]]')
+    assert split_of(config) == [["first", "blocks.0"], ["blocks.*", "last"]]
+    chain, places = partition(build("deep"), 2, split_of(config))
+    assert [name for name, _ in chain] == ["first", *(f"blocks.{n}" for n in range(6)), "last"]
+    assert places == [0, 0, 1, 1, 1, 1, 1, 1]
+    for text in ("", 'stages = ["first"]'):
+        plan.write_text(text)
+        with pytest.raises(UserError, match=r"stages: Expected `array`, got .*; write for example stages ="):
+            split_of(config)
 
 
 @each_row(

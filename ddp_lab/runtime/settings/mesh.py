@@ -53,7 +53,9 @@ class MeshSettings:
         metavar="N,N,...",
     )
     plan: str | None = _mesh(
-        None, "with tp, TOML file that says which module is cut how, for models that have no plan here"
+        None,
+        "TOML file: with tp which module is cut how, for models that have no plan here; with pp which modules are in "
+        "each stage (docs/how-it-works/pipeline_parallel.md)",
     )
 
     @property

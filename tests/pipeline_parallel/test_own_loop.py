@@ -1,0 +1,101 @@
+"""A pipeline in a training loop of one's own, over a plain `nn.Sequential`."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import ddp_lab
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import closing_groups
+from tests.ranks import RankPool
+from tests.tables import each_row
+
+SAMPLES = 8
+
+
+class WithLoss(nn.Module):
+    """The loss belongs to the last stage, so it is the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()]
+        self.body = nn.Sequential(*layers, nn.Linear(16, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=cross_entropy(self.body(x), y))
+
+
+def batches_of(step: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(step)
+    x, y = torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,))
+    return [{"x": x[first : first + 2], "y": y[first : first + 2]} for first in range(0, SAMPLES, 2)]
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split: Any) -> tuple[list[float], Any, float]:
+    torch.manual_seed(0)
+    model, losses = WithLoss(), []
+    with closing_groups():
+        stages = ddp_lab.pipeline(model, mesh, schedule, stages_per_rank, split)
+        strategy = stages.load(choice)(model, optimizer_of)
+        ranks, rank = strategy.data_parallel_size, strategy.data_parallel_rank
+        for step in range(3):
+            losses.append(strategy.forward_backward(batches_of(step)[rank::ranks]).item())
+            strategy.clip_grad_norm_(0.5)
+            strategy.step()
+            strategy.zero_grad()
+        with torch.no_grad():
+            return losses, strategy.full_state_dict(), strategy(**batches_of(9)[0]).loss.item()
+
+
+def one_process() -> tuple[list[float], Any, float]:
+    torch.manual_seed(0)
+    model, losses = WithLoss(), []
+    optimizer = optimizer_of(model.parameters())
+    for step in range(3):
+        whole = {name: torch.cat([batch[name] for batch in batches_of(step)]) for name in ("x", "y")}
+        losses.append((loss := model(**whole).loss).item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return losses, model.state_dict(), model(**batches_of(9)[0]).loss.item()
+
+
+@each_row(
+    "mesh, choice, schedule, stages_per_rank, split",
+    [
+        ("pp=2", "zero1", "1f1b", 1, None),
+        ("pp=2", "tp", "interleaved", 2, [1, 1, 2, 1]),
+        ("dp=2,pp=2", "zero2", "zb-h1", 1, [["body.0", "body.2", "body.3"], ["body.4", "body.6"]]),
+    ],
+)
+def test_a_sequence_in_an_own_loop(
+    ranks: RankPool, mesh: str, choice: str, schedule: str, stages_per_rank: int, split: Any
+) -> None:
+    size = 4 if "dp" in mesh else 2
+    wanted_losses, wanted_state, wanted_answer = one_process()
+    found = ranks.run(size, own_loop, mesh, choice, schedule, stages_per_rank, split)
+    for losses, _, answer in found:
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        assert answer == pytest.approx(wanted_answer, rel=1e-5)
+    for name, tensor in wanted_state.items():
+        torch.testing.assert_close(found[0][1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_refused() -> None:
+    for arguments, message in (
+        (("dp=2",), "needs pp above 1"),
+        (("pp=2", "interleaved"), "interleaved, 1 stages a rank"),
+        (("pp=2", "1f1b2"), "must be one of gpipe, 1f1b"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ddp_lab.pipeline(WithLoss(), *arguments)
