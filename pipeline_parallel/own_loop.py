@@ -1,21 +1,20 @@
 """Pipelines in a training loop of your own (docs/own-loop.md)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.runtime.cli import unknown_name
+from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh, MeshGroups, open_groups
+from ddp_lab.runtime.mesh import Mesh, MeshGroups, open_groups
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.options import StrategyOptions
 from pipeline_parallel.parallelize import cut_into_stages
 from pipeline_parallel.partition import Split
-from pipeline_parallel.schedules import SCHEDULES
 from tensor_parallel import REGISTRY
 
 CHOICES = tuple(name for name in REGISTRY.names if not name.startswith("pytorch"))
@@ -25,33 +24,25 @@ CHOICES = tuple(name for name in REGISTRY.names if not name.startswith("pytorch"
 class OwnPipeline:
     """A model that is cut into stages, and the ranks that hold them."""
 
+    module: nn.Module
     groups: MeshGroups
     parts: ModelParallel
 
-    def load(self, choice: str) -> Callable[..., Strategy]:
-        """What makes a strategy over a rank's stages, as `ddp_lab.load` does over a whole model: call it with the
-        model, `make_optimizer` and options.
+    def strategy(self, choice: str, make_optimizer: MakeOptimizer, options: StrategyOptions | None = None) -> Strategy:
+        """The strategy over a rank's stages, as `ddp_lab.load(choice)` makes one over a whole model.
 
         Raises:
             UserError: no pipeline runs under a strategy of this name.
         """
         if choice not in CHOICES:
             raise UserError(unknown_name("strategy", choice, CHOICES))
-
-        def build(module: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions | None = None) -> Strategy:
-            sharded = self.groups.shard_groups
-            settings = replace(options or StrategyOptions(), model_parallel=self.parts, shard_groups=sharded)
-            return REGISTRY.load(choice).in_stages()(module, make_optimizer, settings, self.groups.data)
-
-        return build
+        sharded = self.groups.shard_groups
+        settings = replace(options or StrategyOptions(), model_parallel=self.parts, shard_groups=sharded)
+        return REGISTRY.load(choice).in_stages()(self.module, make_optimizer, settings, self.groups.data)
 
 
 def pipeline(
-    module: nn.Module,
-    mesh: str,
-    schedule: str = "1f1b",
-    stages_per_rank: int = 1,
-    split: Split | None = None,
+    module: nn.Module, mesh: str, schedule: str = "1f1b", stages_per_rank: int = 1, split: Split | None = None
 ) -> OwnPipeline:
     """Cut `module` into stages in place, over the ranks of the job. Rank 0's parameters win. Collective.
 
@@ -63,15 +54,13 @@ def pipeline(
             Default: cut by cost.
 
     Raises:
-        UserError: mesh, schedule or model cannot be run so; says why.
+        UserError: mesh, schedule or model cannot be run so; says why, in the words of the command line.
     """
+    config = RunConfig.of(choice="tp", mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
     degrees = Mesh.parse(mesh)
-    if degrees.degree(PIPELINE) == 1 or degrees.degree(TENSOR) > 1:
+    if not config.has_stages or config.cuts_layers:
         raise UserError(f"mesh {mesh}: a pipeline of your own needs pp above 1, and no tp")
-    if schedule not in SCHEDULES or (schedule == "interleaved") != (stages_per_rank > 1):
-        known = f"schedule must be one of {', '.join(SCHEDULES)}"
-        raise UserError(f"{schedule}, {stages_per_rank} stages a rank: {known}; interleaved has 2 stages or more")
     degrees.require_ranks(dist.get_world_size(), dist.get_world_size())
     device = next(module.parameters()).device
     groups = open_groups(degrees, device.type)
-    return OwnPipeline(groups, cut_into_stages(module, groups, device, schedule, stages_per_rank, split))
+    return OwnPipeline(module, groups, cut_into_stages(module, groups, device, schedule, stages_per_rank, split))

@@ -14,11 +14,11 @@ from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.channels import open_channels
-from pipeline_parallel.partition import Split, partition, shared_of
+from pipeline_parallel.partition import Split, partition
 from pipeline_parallel.runner import Pipeline
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.stage import Stages
-from pipeline_parallel.tied import tie
+from pipeline_parallel.tied import shared_of, tie
 from tensor_parallel.parallelize import parallelize_for as cut_layers
 from tensor_parallel.plan import STAGES, read_toml
 
@@ -33,14 +33,8 @@ def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, de
         return cut_layers(module, config, groups, device)
     if groups.mesh.degree(TENSOR) > 1:
         raise UnsupportedError("--mesh with pp and tp: a stage's layers are not cut yet; take one of the two")
-    return cut_into_stages(
-        module,
-        groups,
-        device,
-        config.pipeline_schedule,
-        config.stages_per_rank,
-        split_of(config),
-    )
+    schedule, stages_per_rank = config.pipeline_schedule, config.stages_per_rank
+    return cut_into_stages(module, groups, device, schedule, stages_per_rank, split_of(config))
 
 
 def split_of(config: RunConfig) -> Split | None:

@@ -13,12 +13,10 @@ from torch import nn
 
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.strategy.blocks import find_blocks, parts_around
-from tensor_parallel.plan import enclosing, matches
+from tensor_parallel.plan import matches
 
 Chain = list[tuple[str, nn.Module]]
 """Modules in the order in which a forward pass calls them, each with its name in the model."""
-
-
 Split = Sequence[int] | Sequence[Sequence[str]]
 """For each stage the number of its blocks, or the names of its modules, in which `*` is any part of a name."""
 
@@ -53,14 +51,16 @@ def _listed(module: nn.Module, split: Sequence[Sequence[str]]) -> tuple[Chain, l
     found: dict[str, int] = {}
     for stage, patterns in enumerate(split):
         for pattern in patterns:
-            free = (name for name in names if name not in found and not enclosing(name, found))
-            matching = [
-                name for name in free if matches(name, pattern) and not any(enclosing(f, [name]) for f in found)
-            ]
+            matching = [name for name in names if matches(name, pattern) and not any(overlap(name, f) for f in found)]
             if not matching:
                 raise UnsupportedError(f'--plan: "{pattern}" of stage {stage} matches no module that is in none yet')
             found |= dict.fromkeys(matching, stage)
     return [(name, module.get_submodule(name)) for name in found], list(found.values())
+
+
+def overlap(name: str, other: str) -> bool:
+    """Whether one of two modules is the other, or holds it."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
 def kind_of(module: nn.Module) -> str:
@@ -89,29 +89,6 @@ def chain_of(module: nn.Module) -> tuple[Chain, list[bool]]:
         between = f"blocks in several lists ({', '.join(lists)})" if len(lists) > 1 else "parameters between its blocks"
         raise UnsupportedError(f"--mesh with pp: {kind} has {between}; list the modules of each stage in a --plan")
     return chain, are_blocks
-
-
-Shared = dict[nn.Parameter, list[str]]
-"""Parameters that the first and the last stage share: their names, that of the first stage first."""
-
-
-def shared_of(chain: Chain, places: Sequence[int]) -> Shared:
-    """
-    Raises:
-        UnsupportedError: other stages share one.
-    """
-    found: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for (name, part), stage in zip(chain, places, strict=True):
-        for own, parameter in part.named_parameters(remove_duplicate=False):
-            found.setdefault(parameter, []).append((stage, f"{name}.{own}"))
-    shared = {p: held for p, held in found.items() if len({stage for stage, _ in held}) > 1}
-    for held in shared.values():
-        if {stage for stage, _ in held} != {0, places[-1]}:
-            names = " and ".join(name for _, name in held)
-            raise UnsupportedError(
-                f"--mesh with pp: {names} are one parameter of stages that do not share one; untie it"
-            )
-    return {parameter: [name for _, name in held] for parameter, held in shared.items()}
 
 
 def costs_of(chain: Chain) -> list[int]:

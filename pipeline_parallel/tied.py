@@ -5,13 +5,35 @@ stage has a copy. What backward adds up for the copy goes to the first stage at 
 own before it is reduced over ranks with other samples. Before a step, the copy gets the new values.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from pipeline_parallel.channels import Channels, Receipt
-from pipeline_parallel.partition import Shared
+from pipeline_parallel.partition import Chain
+
+Shared = dict[nn.Parameter, list[str]]
+"""Parameters that the first and the last stage share: their names, that of the first stage first."""
+
+
+def shared_of(chain: Chain, places: Sequence[int]) -> Shared:
+    """
+    Raises:
+        UnsupportedError: other stages share one.
+    """
+    found: dict[nn.Parameter, dict[str, int]] = defaultdict(dict)
+    for (name, part), stage in zip(chain, places, strict=True):
+        for own, parameter in part.named_parameters(remove_duplicate=False):
+            found[parameter][f"{name}.{own}"] = stage
+    shared = {parameter: held for parameter, held in found.items() if len(set(held.values())) > 1}
+    for held in shared.values():
+        if set(held.values()) != {0, places[-1]}:
+            names = " and ".join(held)
+            raise UnsupportedError(f"--mesh with pp: {names} are one parameter of stages that may not share; untie it")
+    return {parameter: list(held) for parameter, held in shared.items()}
 
 
 class Tied:

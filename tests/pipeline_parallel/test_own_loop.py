@@ -44,7 +44,7 @@ def own_loop(mesh: str, choice: str, schedule: str, stages_per_rank: int, split:
     model, losses = WithLoss(), []
     with closing_groups():
         stages = ddp_lab.pipeline(model, mesh, schedule, stages_per_rank, split)
-        strategy = stages.load(choice)(model, optimizer_of)
+        strategy = stages.strategy(choice, optimizer_of)
         ranks, rank = strategy.data_parallel_size, strategy.data_parallel_rank
         for step in range(3):
             losses.append(strategy.forward_backward(batches_of(step)[rank::ranks]).item())
@@ -94,8 +94,8 @@ def test_a_sequence_in_an_own_loop(
 def test_what_is_refused() -> None:
     for arguments, message in (
         (("dp=2",), "needs pp above 1"),
-        (("pp=2", "interleaved"), "interleaved, 1 stages a rank"),
-        (("pp=2", "1f1b2"), "must be one of gpipe, 1f1b"),
+        (("pp=2", "interleaved"), "must be at least 2 stages a rank with interleaved"),
+        (("pp=2", "1f1b2"), "gpipe, 1f1b, interleaved"),
     ):
         with pytest.raises(UserError, match=message):
             ddp_lab.pipeline(WithLoss(), *arguments)

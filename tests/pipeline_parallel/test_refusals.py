@@ -13,8 +13,9 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UnsupportedError, UserError
 from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
 from pipeline_parallel.parallelize import split_of
-from pipeline_parallel.partition import chain_of, cut_by_cost, partition, shared_of, stages_of
+from pipeline_parallel.partition import chain_of, cut_by_cost, partition, stages_of
 from pipeline_parallel.schedules import SCHEDULES
+from pipeline_parallel.tied import shared_of
 from tests.models import build
 from tests.parity import message_of
 from tests.pipeline_parallel.pipelines import train_in_pipeline
