@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from itertools import pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,11 @@ class Channel:
                 torch.tensor(numbers + [-1] * (TOLD - len(numbers)), dtype=torch.int64, device=self._exchange_device)
             )
         self._post(tensor.detach().contiguous())
+
+    def nbytes(self, key: Hashable) -> int:
+        """Of a message that has been here."""
+        dtype, shape = self._forms[key]
+        return dtype.itemsize * prod(shape)
 
     def _post(self, tensor: Tensor) -> None:
         work = dist.isend(tensor, group=self._group, group_dst=1 - self._source)

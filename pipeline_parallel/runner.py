@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.mesh import PIPELINE
+from ddp_lab.strategy.accounting import Collective
 from pipeline_parallel.actions import Action, Compute, Shape, with_messages
 from pipeline_parallel.channels import Channels
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import Tied
-from pipeline_parallel.walk import BackwardOf, Batch, LossOf, RunModel, Walk, key_of
+from pipeline_parallel.walk import CHANNEL_OF, BackwardOf, Batch, LossOf, RunModel, Walk, key_of
 
 
 class Pipeline:
@@ -33,6 +35,7 @@ class Pipeline:
     ) -> None:
         self.stages, self._channels, self._tied = stages, channels, tied
         self._group, self._schedule, self._per_rank = group, schedule, stages_per_rank
+        self._latest: Batch | None = None
 
     def shape(self, micro_batches: int) -> Shape:
         return Shape(self._group.size(), micro_batches, self._per_rank)
@@ -48,7 +51,7 @@ class Pipeline:
 
     def step(self, batches: Sequence[Batch], forward: RunModel, loss_of: LossOf, backward_of: BackwardOf) -> None:
         """Forward and backward of all micro-batches. Collective over the pipeline."""
-        shape, tied = self.shape(len(batches)), self._tied
+        shape, tied, self._latest = self.shape(len(batches)), self._tied, batches[-1]
         walk = Walk(self.stages, self._channels, tied, shape, batches, forward, loss_of, backward_of)
         if tied is not None:
             tied.refresh()
@@ -57,6 +60,15 @@ class Pipeline:
         if tied is not None:
             tied.end()
         self._finish()
+
+    def expected_traffic(self, micro_batches: int) -> list[Collective]:
+        """See `ddp_lab.strategy.model_parallel.Pipeline`. Empty before the first step."""
+        if self._latest is None:
+            return []
+        messages = [action for action in self.actions(micro_batches) if not action.kind.computes]
+        hidden = [self._channels[CHANNEL_OF[one.kind]].nbytes(key_of(one.stage, self._latest)) for one in messages]
+        sizes = {"activations": hidden, "gradients": self._tied.sizes() if self._tied else []}
+        return [Collective("send_recv", len(own), sum(own), 2, what, PIPELINE) for what, own in sizes.items() if own]
 
     def _finish(self) -> None:
         """Wait until nothing that this rank has sent is on its way."""

@@ -62,6 +62,11 @@ class Tied:
             else:
                 tensor.data = self._values.receive(index).tensor()
 
+    def sizes(self) -> list[int]:
+        """Bytes of each message of a step."""
+        trained = [self._gradients.nbytes(index) for index, t in enumerate(self._tensors) if t.requires_grad]
+        return [*map(self._values.nbytes, range(len(self._tensors))), *trained]
+
     def begin(self) -> None:
         """A step begins."""
         trained = [(index, tensor) for index, tensor in enumerate(self._tensors) if tensor.requires_grad]

@@ -44,10 +44,12 @@ class StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(part for part, of_stage in stages.here if of_stage == stage)
         self.run_model: Any = None  # the whole model, as a strategy runs it in a step
+        self.sizes: list[int] = []  # bytes of what comes in from another stage, and goes out, for a micro-batch
         self._run_stage = partial(stages.run, stage)
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor:
         made = self._run_stage(received[0] if received else None, lambda: self.run_model(**batch))
+        self.sizes = [hidden.nbytes for hidden in (*received, made) if isinstance(hidden, Tensor)]
         return made if isinstance(made, Tensor) else made.loss
 
 
@@ -55,7 +57,7 @@ class TorchPipeline:
     """Trains by torch, and evaluates by `own` (`ddp_lab.strategy.model_parallel.Pipeline`)."""
 
     def __init__(self, own: Pipeline, schedule: str, make_stage: Any) -> None:
-        self.begin, self.answer, self._schedule = own.begin, own.answer, schedule
+        self.begin, self.answer, self._schedule, self._ranks = own.begin, own.answer, schedule, own.shape(1).ranks
         self._modules = [StageModule(own.stages, stage) for stage in own.stages.own]
         self._make_stages = lambda: list(map(make_stage, self._modules, own.stages.own))
         self._made: dict[Any, Any] = {}  # torch's schedules, by number and shape of micro-batches
@@ -84,6 +86,11 @@ class TorchPipeline:
         indices = torch.arange(len(batches), dtype=torch.int64, device="cpu")
         with backward_of(True):
             schedule.step(kwarg_mbs=list(batches), target_mbs=list(indices), return_outputs=False)
+
+    def expected_traffic(self, micro_batches: int) -> list[Collective]:
+        """See `pipeline_parallel`'s. Torch sends in the group of all stages."""
+        sizes = 2 * micro_batches * [size for module in self._modules for size in module.sizes]
+        return [Collective("send_recv", len(sizes), sum(sizes), self._ranks, "activations", PIPELINE)] if sizes else []
 
     def _make(self, micro_batches: int) -> Any:
         try:

@@ -99,7 +99,9 @@ SETTINGS = layout(
     namespace={"__post_init__": ranks_exist},
 )
 TRAFFIC = layout(
-    "Traffic", {Line: "kind", Count: "count payload_bytes"}, {Count: {"group_size": 0}, Line: {"dimension": ""}}
+    "Traffic",
+    {Line: "kind", Count: "count payload_bytes"},
+    {Count: {"group_size": 0}, Line: {"dimension": ""}, Count | None: or_none("rank")},
 )
 PHASE = layout("Phase", {str: "name", Milliseconds: "start_ms end_ms"}, {})
 TIMELINE = layout(

@@ -17,13 +17,16 @@ class Collective:
     """Collectives of one kind and purpose that one rank issues in one optimizer step.
 
     Attributes:
-        kind: `all_reduce`, `broadcast`, `reduce`, `all_gather`, `reduce_scatter`, `scatter` or `all_to_all`.
+        kind: `all_reduce`, `broadcast`, `reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`,
+            or `send_recv` for messages.
         count: Number of calls.
         payload_bytes: Bytes of all `count` calls together. As in nccl-tests, the size of a call is the tensor for
-            all-reduce, broadcast and reduce, and the whole (gathered or scattered) tensor for the others.
+            all-reduce, broadcast and reduce, the whole (gathered or scattered) tensor for the others, and of messages
+            those sent and those received.
         group_size: Ranks in the process group.
         purpose: `gradients`, `parameters`, `activations`, `buffers` or `bookkeeping`.
         dimension: Of the mesh, over whose ranks they are: empty for those that see different samples, or `EVERYONE`.
+        rank: Who issues them, where stages differ. Default: every rank.
     """
 
     kind: str
@@ -32,15 +35,19 @@ class Collective:
     group_size: int
     purpose: str
     dimension: str = ""
+    rank: int | None = None
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends on average: the least that each kind needs (nccl-tests, PERFORMANCE.md)."""
+        """Bytes that a rank sends on average: the least that each kind needs (nccl-tests, PERFORMANCE.md). Of messages,
+        what it receives is as much."""
         others, size = self.group_size - 1, self.group_size
-        share = {"all_reduce": 2 * others / size, "scatter": others / size**2}.get(self.kind, others / size)
+        share = {"all_reduce": 2 * others / size, "scatter": others / size**2, "send_recv": 1 / 2}.get(
+            self.kind, others / size
+        )
         return self.payload_bytes * share
 
-    def as_dict(self) -> dict[str, str | int | float]:
+    def as_dict(self) -> dict[str, str | int | float | None]:
         return {**asdict(self), "wire_bytes": self.wire_bytes}
 
 

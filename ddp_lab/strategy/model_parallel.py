@@ -84,6 +84,9 @@ class Pipeline(Protocol):
             backward_of: The context of a backward pass. Its argument: whether this is the last one of its stage.
         """
 
+    def expected_traffic(self, micro_batches: int) -> list[Collective]:
+        """The messages of this rank in a step of so many micro-batches, of the shape that the latest had."""
+
     def answer(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the whole model answers, on all ranks, without gradients. Collective."""
 
@@ -111,8 +114,9 @@ class ModelParallel:
     traffic: Callable[[int], list[Collective]] = field(default=lambda micro_batches: [])
 
     def expected_traffic(self, micro_batches: int) -> list[Collective]:
-        """The same, with the name of the dimension."""
-        return [replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)]
+        """The same, with the name of the dimension, and what stages send to each other."""
+        messages = self.pipeline.expected_traffic(micro_batches) if self.pipeline else []
+        return [*(replace(one, dimension=TENSOR) for one in self.traffic(micro_batches)), *messages]
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

@@ -5,7 +5,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
 from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
-from ddp_lab.runtime.watch.cause import COMPLETED, FAILED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.watch.cause import FAILED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.phases import start_s
 from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.accounting import Collective, ModelSize
@@ -92,19 +93,26 @@ class RunSoFar:
     def _expected_traffic(self) -> list[Collective]:
         clips = self.config.clip_grad_norm is not None
         traffic = self._begun.strategy.expected_traffic(self.config.grad_accum_steps, clips)
-        return on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
+        rank = self._begun.ranks.rank if self._begun.strategy.is_in_pipeline else None
+        named = on_mesh(traffic, Mesh.parse(self.config.mesh) if self.config.mesh else None)
+        return [replace(one, rank=rank) for one in named]
 
     def _statistics(self) -> dict[str, float | None]:
         earlier = self.resumed_from["step"] if self.resumed_from else 0
         return step_statistics(self.result.whole_steps(), earlier, self._begun.strategy.settling_steps)
 
     def gather_throughput(self) -> None:
-        """Ask each rank for its own. Collective."""
+        """Ask each rank for its own, and for its traffic if stages differ. Collective."""
         statistics, rank = self._statistics(), self._begun.ranks.rank
         names = ("samples_per_second", "tokens_per_second")
         mine = {"rank": rank} | {name: statistics[f"own_{name}"] for name in names}
         self.throughput = [{} for _ in range(self._begun.ranks.world_size)]
         dist.all_gather_object(self.throughput, mine)
+        self._traffic = self._expected_traffic()
+        if self._begun.strategy.is_in_pipeline:
+            told: list[list[Collective]] = [[]] * self._begun.ranks.world_size
+            dist.all_gather_object(told, self._traffic)
+            self._traffic = list(chain.from_iterable(told))
 
     @property
     def step(self) -> int | None:
@@ -114,12 +122,11 @@ class RunSoFar:
     def record(self, ending: Ending) -> dict[str, Any]:
         """The run record; `docs/run-record.md` explains each field. Training must have begun.
 
-        A run that ends early records the traffic that was expected after its last step: its training thread may be
-        stuck in a collective, and then DDP cannot be asked for its buckets.
+        A run that ends early records the traffic that was expected after its last step, of stages that of this rank:
+        its training thread may be stuck in a collective, and then nobody can be asked.
         """
         ranks, strategy, optimizer, size, workload, flops = self._begun
         result = self.result.whole_steps()
-        traffic = self._expected_traffic() if ending.how == COMPLETED else self._traffic
         statistics, has_tokens = self._statistics(), any(result.tokens)
         rate = statistics["samples_per_second"]
         link = Link.parse(self.config.link)
@@ -145,7 +152,7 @@ class RunSoFar:
             "shards": sorted(strategy.shards),
             "settling_steps": strategy.settling_steps,
             "compile": strategy.compiled.as_record() if strategy.compiled else None,
-            "expected_traffic": [collective.as_dict() for collective in traffic],
+            "expected_traffic": [collective.as_dict() for collective in self._traffic],
             "start_s": dict(start_s),
             "train_samples": len(workload.train),
             "step_samples": result.samples,

@@ -128,6 +128,9 @@ def test_the_audit_tells_dimensions_apart() -> None:
 
     assert failing(right, made) == set()
     assert failing(swapped, made) == {"dp all-reduce: payload", "tp all-reduce: payload"}
+    assert failing([{**part, "rank": rank} for part in right for rank in range(2)], made) == set()
+    assert failing([{**part, "rank": 0} for part in right], made) == set(), "nothing is known of rank 1"
+    assert failing([{**part, "rank": int(part in swapped[:1])} for part in [*right, *swapped]], made)
     unmarked = [replace(each, collectives=each.collectives.assign(group="")) for each in made]
     assert failing(swapped, unmarked) == set()  # the trace does not say: by kind, as without a mesh
     assert dimensions(pd.Series(["", "ranks 0,3"]), SQUARE).tolist() == ["", ""]
