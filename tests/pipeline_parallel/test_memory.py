@@ -1,0 +1,98 @@
+"""What a rank of a pipeline holds for backward is what its schedule says, to the byte."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ddp_lab.strategy.interface import Strategy
+from pipeline_parallel.actions import Action, Kind, Shape
+from pipeline_parallel.checks import lists_of, most_in_flight
+from pipeline_parallel.schedules import SCHEDULES
+from pipeline_parallel.walk import Walk
+from tests.models import make_batch
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.ranks import RankPool
+from tests.tables import each_row
+
+MODEL, SAMPLES, RANKS, MICRO_BATCHES = "deep", 2, 3, 6
+HIDDEN = 4 * 20 * SAMPLES
+"""Bytes of the hidden states of a micro-batch."""
+Held = list[tuple[Action, int]]
+
+
+class Saved:
+    """A tensor that autograd has saved. Nobody else holds this object."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextmanager
+def measured(strategy: Strategy) -> Iterator[Held]:
+    """After each action, bytes of what autograd and products of weights have saved, without the weights themselves."""
+    saved: WeakSet[Saved] = WeakSet()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in strategy.module.parameters()}
+    found: Held = []
+    plain = Walk._do
+
+    def do(walk: Walk, action: Action) -> None:
+        plain(walk, action)
+        products = [product for left in walk._left.values() for _, product in left._left]
+        kept = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *kept]}
+        found.append((action, sum(each.nbytes() for place, each in storages.items() if place not in weights)))
+
+    def pack(tensor: Tensor) -> Saved:
+        one = Saved(tensor)
+        saved.add(one)
+        return one
+
+    with mock.patch.object(Walk, "_do", do), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+        yield found
+
+
+def held(schedule: str, stages_per_rank: int) -> tuple[Held, Held]:
+    """In a step of one micro-batch, and in one of several."""
+    with strategy_in_pipeline(f"pp={RANKS}", "tp", MODEL, schedule, stages_per_rank) as strategy:
+        steps = []
+        for micro_batches in (1, MICRO_BATCHES):
+            strategy.zero_grad()
+            with measured(strategy) as found:
+                strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(micro_batches)])
+            steps.append(found)
+        return steps[0], steps[1]
+
+
+def on_paper(actions: list[Action], adds: dict[tuple[Kind, int], int]) -> int:
+    """The most that is held, where an action of a kind and stage adds so many bytes."""
+    now = most = 0
+    for action in actions:
+        now += adds.get(action[:2], 0)
+        most = max(most, now)
+    return most
+
+
+@each_row("schedule, stages_per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stages_per_rank: int) -> None:
+    """A pass holds what a block gets and what its tanh makes, which is what the next block gets. Where backward is in
+    two, a product keeps what it got and the gradient of what it made, until the gradient of its weight is computed."""
+    lists = lists_of(SCHEDULES[schedule], Shape(RANKS, MICRO_BATCHES, stages_per_rank))
+    for rank, (one, several) in enumerate(ranks.run(RANKS, held, schedule, stages_per_rank)):
+        before = [0, *(size for _, size in one)]
+        adds = {action[:2]: size - before[index] for index, (action, size) in enumerate(one)}
+        most = max(size for _, size in several)
+        assert several[-1][1] == 0 and most == on_paper(lists[rank], adds)
+        if schedule in ("gpipe", "1f1b"):
+            assert most == most_in_flight(lists[rank]) * adds[Kind.FORWARD, rank]
+        if rank == 1:  # whose stages are all alike
+            blocks, passes = 2 // stages_per_rank, most_in_flight(lists[1])
+            assert adds[Kind.FORWARD, rank] == (blocks + 1) * HIDDEN
+            if schedule == "zb-h1":
+                assert adds[Kind.BACKWARD_INPUT, rank] == (2 * blocks - (blocks + 1)) * HIDDEN
+            else:
+                assert most == passes * (blocks + 1) * HIDDEN
+                assert passes == {"gpipe": MICRO_BATCHES, "1f1b": RANKS - 1, "interleaved": RANKS + 2 + 1}[schedule]
