@@ -38,7 +38,8 @@ class BucketDDP(ReplicatedStrategy):
         super().prepare()
         self.early = EarlyUpdates(self)
         cap_bytes = self.options.fixed_bucket_bytes or usual_cap_bytes(self.trainable.values())
-        self.buckets = [Bucket(parameters) for parameters in fill_buckets(self.trainable.values(), cap_bytes)]
+        is_one = self.is_in_pipeline and self.data_parallel_size == 1  # there is nobody to send a stage's gradients to
+        self.buckets = [] if is_one else [Bucket(each) for each in fill_buckets(self.trainable.values(), cap_bytes)]
         self._order = FixedOrder(self.buckets)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -91,7 +92,7 @@ class BucketDDP(ReplicatedStrategy):
             super().update()
 
     def gradient_tensors(self) -> Iterable[Tensor]:
-        return [bucket.flat for bucket in self.buckets]
+        return [bucket.flat for bucket in self.buckets] or super().gradient_tensors()
 
     def expected_gradient_traffic(self, micro_batches: int) -> list[Collective]:
         return self.gradient_all_reduces(len(self.buckets), self.trainable.values())

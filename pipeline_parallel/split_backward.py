@@ -21,7 +21,7 @@ class WeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._left: dict[Tensor | None, list[tuple[Tensor, Callable[[], Tensor]]]] = {}  # by weight, where it is a leaf
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,15 +40,18 @@ class WeightGradients(TorchFunctionMode):
                 dtype = torch.get_autocast_dtype(input.device.type)
                 input, weight = input.to(dtype), weight.to(dtype)
                 bias = None if bias is None else bias.to(dtype)
-            if not input.requires_grad:
+            leads_on = input.requires_grad
+            if not leads_on:
                 input = input.detach().requires_grad_()  # so that there is a backward pass
-            product = Product.apply(input, Weight(weight), self._left)
+            product = Product.apply(input, Weight(weight), self._left, leads_on)
             return product if bias is None else product + bias
 
     def compute(self) -> None:
-        """Make the gradients of weights, and let autograd add them to those of earlier micro-batches."""
-        left, self._left[:] = list(self._left), []
-        torch.autograd.backward([weight for weight, _ in left], [product() for _, product in left])
+        """Make the gradients of weights, and let autograd add them to those of earlier micro-batches: weight by weight,
+        so that one gradient alone is there twice, and still in a cache."""
+        while self._left:
+            left = self._left.pop(next(iter(self._left)))
+            torch.autograd.backward([weight for weight, _ in left], [product() for _, product in left])
 
 
 class Weight(NamedTuple):
@@ -62,14 +65,15 @@ class Product(torch.autograd.Function):
     without a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Weight, left: list[Any]) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Weight, left: dict[Any, Any], leads_on: bool) -> Tensor:
         ctx.save_for_backward(input, weight.tensor.detach())
-        ctx.left, ctx.weight = left, weight
+        ctx.left, ctx.weight, ctx.leads_on = left, weight, leads_on
         return functional.linear(input, weight.tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         input, weight = ctx.saved_tensors
         rows, gradients = input.detach().flatten(0, -2), gradient.flatten(0, -2)
-        ctx.left.append((ctx.weight.tensor, lambda: gradients.t() @ rows))
-        return gradient @ weight, None, None
+        key = ctx.weight.tensor if ctx.weight.tensor.is_leaf else None
+        ctx.left.setdefault(key, []).append((ctx.weight.tensor, lambda: gradients.t() @ rows))
+        return gradient @ weight if ctx.leads_on else None, None, None, None

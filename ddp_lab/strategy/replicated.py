@@ -108,7 +108,7 @@ class ReplicatedStrategy(Strategy):
         if self.compression is not None:
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
         whole = Collective("all_reduce", calls, bytes_of(gradients), self.data_parallel_size, "gradients")
-        return [whole, *self.buffer_traffic()]
+        return [*[whole] * bool(calls), *self.buffer_traffic()]
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
