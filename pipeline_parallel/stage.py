@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.tensors import first_of, with_first
 from pipeline_parallel.partition import Chain
-from tensor_parallel.sequence import Tokens
 
 
 class Handover(Exception):
@@ -30,14 +29,11 @@ class Handover(Exception):
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that is on another rank. It holds nothing, but the hooks in front of it: those of
-    sequence parallelism."""
+    """In the place of a module that is on another rank. It holds nothing."""
 
-    def __init__(self, stages: "Stages", part: nn.Module, stage: int) -> None:
+    def __init__(self, stages: "Stages", stage: int) -> None:
         super().__init__()
-        self.call, self.stands_for = partial(stages.pass_by, stage), type(part)
-        for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-            setattr(self, hooks, getattr(part, hooks))
+        self.call = partial(stages.pass_by, stage)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.call(args, kwargs)
@@ -49,13 +45,10 @@ class Stages:
     Args:
         own: The numbers of the stages on this rank.
         places: The stage of each module of `chain`.
-        tokens: With sequence parallelism, what cuts them.
     """
 
-    def __init__(
-        self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], tokens: Tokens | None = None
-    ) -> None:
-        self.own, self._tokens = list(own), tokens
+    def __init__(self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int]) -> None:
+        self.own = list(own)
         self._current: tuple[int, Tensor | None] = (0, None)
         self.here: list[tuple[nn.Module, int]] = []  # what stays, with its stage
         for (name, part), stage in zip(chain, places, strict=True):
@@ -63,7 +56,7 @@ class Stages:
                 self.here.append((part, stage))
             else:
                 parent, _, child = name.rpartition(".")
-                setattr(module.get_submodule(parent), child, Elsewhere(self, part, stage))
+                setattr(module.get_submodule(parent), child, Elsewhere(self, stage))
 
     def take_turns(self) -> None:
         """Let each module here know when it is not its turn. The last to change their `forward`."""
@@ -83,14 +76,11 @@ class Stages:
         """
         self._current = stage, received
         try:
-            answer = forward()
+            return forward()
         except Handover as handover:
-            answer = handover.hidden
+            return handover.hidden
         finally:
             self._current = (0, None)
-        if self._tokens is not None:
-            self._tokens.remember(answer)
-        return answer
 
     def _run(self, stage: int, is_first: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current, received = self._current
@@ -106,7 +96,4 @@ class Stages:
         if stage > current:
             raise Handover(first_of(args, kwargs))
         assert received is not None, "the first stage has none before it"
-        if self._tokens is None:
-            return received.detach()
-        # Positions are of whole sequences: only the first block cuts tokens, by the hook in front of it.
-        return received.new_zeros(*first_of(args, kwargs).shape[:2], received.shape[-1])
+        return received.detach()

@@ -37,7 +37,7 @@ class RowParallel(nn.Module):
         if tokens is not None and tokens.pieces > 1:
             weight = self.weight if self.transposed else self.weight.t()
             return self._with_bias(tokens.multiply_scatter(as_factor(hidden), weight))
-        terms = functional.linear(hidden, self.weight.t() if self.transposed else self.weight)
+        terms = hidden @ self.weight if self.transposed else functional.linear(hidden, self.weight)
         if tokens is None:
             total = Add.apply(terms, self._ranks.group)
             return total if self.bias is None else total + self.bias

@@ -74,9 +74,6 @@ class Ranks:
         if not self.active_tokens:
             self.random.end()
 
-    def end_forward(self, *_: Any) -> None:
-        self.random.end()
-
     def split(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """In front of the first block."""
         tokens = self.active_tokens

@@ -9,7 +9,6 @@ the tokens of all ranks in the old shape, the MLP needs no shape.
 Behind the last norm, the head is a region too, or `Merge` stands in front of what all ranks compute alike.
 """
 
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddp_lab.runtime.tensors import tensors_in
 from tensor_parallel.operators import Gather, Scatter, own_part
 from tensor_parallel.overlap import Columns, GatherMultiply, MultiplyScatter
 
@@ -86,13 +84,6 @@ class Tokens:
     def multiply_scatter(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """`scatter` of a product with (inputs, outputs), overlapped."""
         return MultiplyScatter.apply(self._padded(inputs), weight, self._group, self.pieces)[None]
-
-    def remember(self, answer: Any) -> None:
-        """Let backward from what this forward pass `answer`s know its shape, though others have run in between."""
-        again = partial(setattr, self, "_shape", self._shape)
-        for tensor in tensors_in(answer):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: again())
 
     def _padded(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)

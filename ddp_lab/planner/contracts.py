@@ -157,7 +157,9 @@ class Simulated:
         compute_s: Time in which the rank computes.
         communication_s: Time in which any collective is in flight.
         exposed_s: Time in which the rank only waits for collectives.
+        spans: None of a pipeline's ranks.
         without_costs: Operators of which nothing is known, with the number of calls. They take no time.
+        largest: The place in its pipeline of the rank whose memory this is.
     """
 
     step_time_s: float
@@ -167,3 +169,4 @@ class Simulated:
     spans: Sequence[Span]
     memory: MemoryCurve
     without_costs: Mapping[str, int]
+    largest: int | None = None

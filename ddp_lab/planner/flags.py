@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 SIZES = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
 NEEDED_SIZES = SIZES[:3]
 AS_THE_RUNNERS = (
-    *("sequence_parallel", "async_tensor_parallel", "global_batch_size", "grad_accum_steps", "precision"),
+    *("sequence_parallel", "async_tensor_parallel", "pipeline_schedule", "stages_per_rank", "pipeline_split"),
+    *("global_batch_size", "grad_accum_steps", "precision"),
     *("param_dtype", "reduce_dtype", "master_dtype", "activation_checkpointing", "offload", "clip_grad_norm"),
     "bucket_cap_mb",
 )

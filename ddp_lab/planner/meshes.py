@@ -2,36 +2,40 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
+
+import torch
 
 from ddp_lab.planner.accounting import require_heads
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.plan import Case
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import DATA, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
+from pipeline_parallel.partition import chain_of, costs_of, cut_by_cost
 from tensor_parallel.plan import BY_MODEL_TYPE
 
 
 def all_meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Those whose `tp` stays within a node. Ranks that see different samples are `dp`; where there are several nodes
-    also `replicate` and `shard`, so that shards stay within a node."""
+    """Those whose `tp` stays within a node, and whose pipelines fill nodes or parts of one. Ranks that see different
+    samples are `dp`; where there are several nodes also `replicate` and `shard`, so that shards stay within a node."""
     nodes, per_node = cluster.nodes, cluster.ranks_per_node
-    for degree in range(1, per_node + 1):
-        shard, left = divmod(per_node, degree)
-        if left:
+    for stages, degree in product(range(1, nodes * per_node + 1), range(1, per_node + 1)):
+        inner = stages * degree
+        if per_node % degree or nodes * per_node % inner or (per_node % inner and inner % per_node):
             continue
-        tensor = {TENSOR: degree} if degree > 1 else {}
-        data = {DATA: nodes * shard} if nodes * shard > 1 or not tensor else {}
-        yield Mesh(data | tensor)
+        model = {name: ranks for name, ranks in ((PIPELINE, stages), (TENSOR, degree)) if ranks > 1}
+        samples, shard = nodes * per_node // inner, per_node // inner
+        yield Mesh(({DATA: samples} if samples > 1 or not model else {}) | model)
         if nodes > 1 and shard > 1:
-            yield Mesh({REPLICATE: nodes, SHARD: shard} | tensor)
+            yield Mesh({REPLICATE: nodes, SHARD: shard} | model)
 
 
-def on_all_meshes(case: Case, with_tensor: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
+def on_all_meshes(case: Case, settings: Mapping[str, Mapping[str, Any]]) -> tuple[list[Case], list[str]]:
     """The case on each mesh that fits, and a line for each that does not.
 
     Args:
-        with_tensor: Settings where the mesh has `tp`.
+        settings: Those that go with a dimension of the mesh alone, by dimension.
 
     Raises:
         UserError: none fits.
@@ -39,8 +43,9 @@ def on_all_meshes(case: Case, with_tensor: Mapping[str, Any]) -> tuple[list[Case
     found: list[Case] = []
     left_out: list[str] = []
     for mesh in all_meshes(case.cluster):
-        config = replace(case.config, mesh=str(mesh), **(with_tensor if mesh.model_size > 1 else {}))
+        own = [values.items() for name, values in settings.items() if mesh.degree(name) > 1]
         try:
+            config = replace(case.config, mesh=str(mesh), **{name: value for values in own for name, value in values})
             found.append(required(replace(case, config=config)))
         except UserError as error:
             left_out.append(f"{mesh}: {error}")
@@ -57,11 +62,13 @@ def required(case: Case) -> Case:
     """
     mesh = case.mesh
     if mesh is not None:
-        if PIPELINE in mesh.degrees:
-            raise UserError(f"--mesh {mesh}: a pipeline is not planned yet; leave pp out")
         mesh.require_ranks(case.cluster.world_size, case.cluster.ranks_per_node)
-        if mesh.model_size > 1:
-            require_cuttable(case, mesh.model_size)
+        if case.config.cuts_layers:
+            require_cuttable(case, mesh.degree(TENSOR))
+        if case.config.has_stages:
+            with torch.device("meta"):
+                chain, are_blocks = chain_of(case.model.build())
+            cut_by_cost(costs_of(chain), are_blocks, mesh.degree(PIPELINE) * case.config.stages_per_rank)
     assert case.micro_batch_size > 0
     return case
 

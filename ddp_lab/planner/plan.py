@@ -151,6 +151,9 @@ def row(outcome: Outcome, case: Case) -> dict[str, Any]:
     batch = case.config.global_batch_size
     spare = case.usable_bytes - memory.peak_bytes
     unknown = ", ".join(f"{name} ({count}x)" for name, count in simulated.without_costs.items())
+    notes = [f"no cost known, taken as 0: {unknown}"] * bool(unknown)
+    if simulated.largest is not None:
+        notes.append(f"rank {simulated.largest} of the pipeline holds most")
     values = {
         "fits": "yes" if spare >= 0 else "no",
         "spare_bytes": spare,
@@ -163,7 +166,7 @@ def row(outcome: Outcome, case: Case) -> dict[str, Any]:
         "samples_per_second": batch / step_s,
         "exposed_ms": simulated.exposed_s * 1e3,
         "exposed_pct": 100 * simulated.exposed_s / step_s,
-        "note": f"no cost known, taken as 0: {unknown}" if unknown else "",
+        "note": "; ".join(notes),
     }
     if case.model.kind == "tokens":
         values["tokens_per_second"] = batch * case.sequence_length / step_s

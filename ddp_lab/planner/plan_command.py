@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -21,10 +22,14 @@ from ddp_lab.planner.report.recommendation import reasons
 from ddp_lab.planner.report.wording import certainty, headline, notes
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import PIPELINE, TENSOR
 from ddp_lab.strategy.options import AUTO
 
-WITH_TENSOR = ("sequence_parallel", "async_tensor_parallel")
-"""Those that go with dimension `tp` of a mesh alone."""
+WITH_DIMENSION = {
+    TENSOR: ("sequence_parallel", "async_tensor_parallel"),
+    PIPELINE: ("pipeline_schedule", "stages_per_rank", "pipeline_split"),
+}
+"""Settings that go with one dimension of a mesh alone."""
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -69,7 +74,8 @@ def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     case = case_of(options)
     if options.mesh != AUTO:
         return [required(case)], []
-    return on_all_meshes(case, {name: getattr(options, name) for name in WITH_TENSOR})
+    own = {dimension: {name: getattr(options, name) for name in names} for dimension, names in WITH_DIMENSION.items()}
+    return on_all_meshes(case, own)
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -78,10 +84,8 @@ def case_of(options: argparse.Namespace) -> Case:
     Raises:
         UserError: it makes no sense.
     """
-    given = {name: getattr(options, name) for name in ("mesh", *AS_THE_RUNNERS)}
-    if options.mesh == AUTO:
-        given |= dict.fromkeys(("mesh", *WITH_TENSOR))
-    config = RunConfig.of(**given)
+    later = {"mesh", *chain(*WITH_DIMENSION.values())} if options.mesh == AUTO else set()
+    config = RunConfig.of(**{name: getattr(options, name) for name in {"mesh", *AS_THE_RUNNERS} - later})
     cluster = hardware.cluster(options.gpus, options.link, options.between, options.efficiency)
     model = chosen_model(options)
     model.require_length(options.sequence_length)

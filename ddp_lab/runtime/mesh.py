@@ -129,8 +129,8 @@ class Mesh:
         return ", ".join(f"{name} {place}" for name, place in self.coordinates(rank).items())
 
     def require_ranks(self, world_size: int, ranks_per_node: int) -> None:
-        """Check that the mesh has as many ranks as the job, and that its innermost dimension, unless it is `dp`, stays
-        within a node.
+        """Check that the mesh has as many ranks as the job, and that its innermost dimension stays within a node,
+        unless it is `dp` or `pp`.
 
         Raises:
             UserError: names the numbers.
@@ -142,7 +142,7 @@ class Mesh:
                 f"start {self.size} ranks"
             )
         name, degree = list(self.degrees.items())[-1]
-        if name != DATA and ranks_per_node % degree:
+        if name not in (DATA, PIPELINE) and ranks_per_node % degree:
             raise UserError(
                 f"--mesh {self}: the {degree} ranks of {name}, the innermost dimension, do not stay within nodes of "
                 f"{ranks_per_node} ranks; take a degree that divides {ranks_per_node}"

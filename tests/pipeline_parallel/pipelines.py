@@ -13,7 +13,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, Split, global_batch
+from tests.parity import OPTIMIZERS, Split, global_batch, options_of
 from tests.tensor_parallel.meshes import trained
 
 CPU = torch.device("cpu")
@@ -32,11 +32,10 @@ def strategy_in_pipeline(
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
         module = build(model, seed=dist.get_rank())
-        flags = {"pipeline_schedule": schedule, "stages_per_rank": stages_per_rank, **options}
-        flags |= {"bucket_cap_mb": 25.0} if choice == "tp" else {}
-        config = RunConfig.of(choice=choice, mesh=mesh, **flags)
+        settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
+        config = RunConfig.of(choice=choice, mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
         parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
-        settings = replace(config.strategy, model_parallel=parts, shard_groups=groups.shard_groups)
+        settings = replace(settings, model_parallel=parts, shard_groups=groups.shard_groups)
         yield tensor_parallel.load(choice).in_stages()(module, OPTIMIZERS[optimizer], settings, groups.data)
 
 

@@ -22,10 +22,17 @@ TINY = ["--d-model", "64", "--d-ff", "96", "--layers", "1", "--vocab", "50", "--
     ("gpus", "meshes"),
     [
         ("1xL4", ["dp=1"]),
-        ("4xL4", ["dp=4", "dp=2,tp=2", "tp=4"]),
-        ("2x4xL4", ["dp=8", "replicate=2,shard=4", "dp=4,tp=2", "replicate=2,shard=2,tp=2", "dp=2,tp=4"]),
-        ("2x1xL4", ["dp=2"]),
-        ("2x3xL4", ["dp=6", "replicate=2,shard=3", "dp=2,tp=3"]),
+        ("4xL4", ["dp=4", "dp=2,tp=2", "tp=4", "dp=2,pp=2", "pp=2,tp=2", "pp=4"]),
+        (
+            "2x4xL4",
+            [
+                *("dp=8", "replicate=2,shard=4", "dp=4,tp=2", "replicate=2,shard=2,tp=2", "dp=2,tp=4"),
+                *("dp=4,pp=2", "replicate=2,shard=2,pp=2", "dp=2,pp=2,tp=2", "pp=2,tp=4", "dp=2,pp=4", "pp=4,tp=2"),
+                "pp=8",
+            ],
+        ),
+        ("2x1xL4", ["dp=2", "pp=2"]),
+        ("2x3xL4", ["dp=6", "replicate=2,shard=3", "dp=2,tp=3", "pp=2,tp=3", "dp=2,pp=3", "pp=6"]),
     ],
 )
 def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
@@ -39,19 +46,27 @@ def test_meshes_of_a_cluster(gpus: str, meshes: list[str]) -> None:
 def test_meshes_that_do_not_fit_are_left_out_with_the_reason() -> None:
     """SmolLM2-135M has 9 heads; 8 samples are 2 micro-batches of 1 on each of 4 ranks, but not on each of 8."""
     found, left_out = on_all_meshes(case("4xL4"), {})
-    assert [str(one.mesh) for one in found] == ["dp=4"] and found[0].micro_batch_size == 1
-    assert len(left_out) == 2 and left_out[1].startswith("tp=4: ")
+    assert [str(one.mesh) for one in found] == ["dp=4", "dp=2,pp=2", "pp=4"] and found[0].micro_batch_size == 1
+    assert len(left_out) == 3 and left_out[1].startswith("tp=4: ")
     assert left_out[1].endswith("has 9 heads and 3 of keys and values, which 4 ranks of tp cannot share")
-    large = replace(case("8xL4"), model=models.from_sizes(64, 96, 1, 8, 2, 50))
-    found, left_out = on_all_meshes(large, {"sequence_parallel": True})
-    assert [(str(one.mesh), one.micro_batch_size, one.config.sequence_parallel) for one in found] == [
-        ("dp=4,tp=2", 1, True),
-        ("dp=2,tp=4", 2, True),
-        ("tp=8", 4, True),
+    large = replace(case("8xL4"), model=models.from_sizes(64, 96, 2, 8, 2, 50))
+    settings = {"tp": {"sequence_parallel": True}, "pp": {"pipeline_schedule": "gpipe"}}
+    found, left_out = on_all_meshes(large, settings)
+    assert [
+        (str(one.mesh), one.micro_batch_size, one.config.sequence_parallel, one.config.pipeline_schedule)
+        for one in found
+    ] == [
+        ("dp=4,tp=2", 1, True, "1f1b"),
+        ("dp=2,tp=4", 2, True, "1f1b"),
+        ("tp=8", 4, True, "1f1b"),
+        ("dp=4,pp=2", 1, False, "gpipe"),
+        ("dp=2,pp=2,tp=2", 2, True, "gpipe"),
+        ("pp=2,tp=4", 4, True, "gpipe"),
     ]
-    assert left_out[0].startswith("dp=8: --global-batch-size 8 does not divide") and len(left_out) == 1
+    assert left_out[0].startswith("dp=8: --global-batch-size 8 does not divide") and len(left_out) == 4
+    assert left_out[-1] == "pp=8: --mesh with pp: 2 blocks cannot be cut into 8 stages; take fewer"
     with pytest.raises(UserError, match="--mesh auto: no mesh fits; dp=8: --global-batch-size 8"):
-        on_all_meshes(replace(large, model=models.find("resnet-50")), {})
+        on_all_meshes(replace(large, model=models.from_sizes(64, 96, 1, 1, 1, 50)), {})
 
 
 def test_plan_of_all_meshes(tmp_path: Path) -> None:
@@ -72,4 +87,16 @@ def test_plan_of_all_meshes(tmp_path: Path) -> None:
     assert "micro-batches of 1 or 2 on each rank; classification, fp32, --sequence-parallel." in answer.stdout
     assert "Left out: tp=4: Llama of 1 layers" in answer.stdout
     assert " --ddp-choice zero1 --mesh dp=" in answer.stdout and "Of each mesh: zero1@dp4 " in answer.stdout
-    assert "pytorch_tp@dp2-tp2: pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated" in answer.stdout
+    assert "pytorch_tp@dp2-tp2: PyTorch's own ways to cut a model are not simulated" in answer.stdout
+
+
+def test_a_pipeline_is_found_where_nothing_else_fits() -> None:
+    """Replicas of 1.9 billion parameters do not fit, and one head cannot be cut."""
+    sizes = ["--d-model", "8192", "--d-ff", "28672", "--layers", "2", "--heads", "1", "--vocab", "50"]
+    where = ["--gpus", "2xL4", "--link", "pcie4", "--choices", "simple_ddp", "--mesh", "auto", "--jobs", "1"]
+    how = ["--sequence-length", "64", "--global-batch-size", "8", "--pipeline-schedule", "zb-h1"]
+    answer = run_in_process(script, *sizes, *where, *how)
+    assert answer.returncode == 0, answer.stderr
+    assert "Take simple_ddp@pp2 (main_parallel.py --ddp-choice simple_ddp --mesh pp=2)" in answer.stdout
+    assert "simple_ddp@pp2: rank 0 of the pipeline holds most" in answer.stdout
+    assert "Nothing fits on dp=2." in answer.stdout and "pipelines zb-h1" in answer.stdout

@@ -10,7 +10,7 @@ from math import ceil, log2
 
 from ddp_lab.planner.contracts import CollectiveCost
 from ddp_lab.planner.costs.cluster import Cluster
-from ddp_lab.planner.costs.volumes import volume
+from ddp_lab.planner.costs.volumes import MESSAGE, volume
 
 BASE_S = {"nccl": 8.4e-6, "gloo": 150e-6}
 """Of every collective: a kernel (NCCL, tuning.cc: ring, Simple); the way to Gloo's thread and back (an estimate)."""
@@ -48,6 +48,8 @@ class LinkCosts:
         if nodes > 1 and between is not None:
             on_node = ceil(size / nodes)
             side_by_side = cluster.ranks_per_node / on_node
+            if kind == MESSAGE:  # of all neighbours so far apart, these few are in two nodes
+                side_by_side = min(side_by_side, max(ranks) - min(ranks))
             across = volume(kind, backend, size, on_node)
             through = across.busiest * side_by_side * payload_bytes / between.bytes_per_s
             latency += across.hops * (between.latency_s - inside.latency_s)

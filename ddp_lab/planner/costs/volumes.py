@@ -14,7 +14,9 @@ src/graph/tuning.cc; Gloo, gloo/{allreduce,allgather,broadcast,scatter,barrier}.
 from dataclasses import dataclass
 from math import ceil, log2
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "barrier")
+MESSAGE = "send_recv"
+"""Between two ranks, for both of its ends."""
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "scatter", "barrier", MESSAGE)
 """Those that strategies issue."""
 
 
@@ -51,6 +53,7 @@ def volume(kind: str, backend: str, ranks: int, on_each_link: int = 1) -> Volume
     common = {
         "all_reduce": twice,
         "all_gather": ring,
+        MESSAGE: Volume(1, 1.0, 0.5),
         "scatter": Volume(1, (ranks - on_each_link) / ranks, 1 / links),
     }
     if backend == "gloo":

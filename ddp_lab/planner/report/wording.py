@@ -27,6 +27,7 @@ def headline(plan: Plan) -> str:
         config.strategy.precision,
         *(f"{flag_name(name)} {value}" for name, value in given.items() if value not in (None, NONE)),
         *["--sequence-parallel"] * any(each.config.sequence_parallel for each in plan.cases),
+        *{f"pipelines {each.config.pipeline_schedule}" for each in plan.cases if each.config.has_stages},
     ]
     return (
         f"PREDICTED, not measured: {case.model.name} ({case.model.elements() / 1e6:,.1f} M parameters) "

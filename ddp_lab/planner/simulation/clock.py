@@ -18,6 +18,7 @@ down is made up for after it.
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddp_lab.planner.contracts import CollectiveCost
 
@@ -29,13 +30,16 @@ class Flight:
     Attributes:
         cost: What it takes alone.
         ready_s: When all that was issued before it in its stream was done, if that was before `issued_s`.
+        meeting: What all ranks that take part in it call it.
         began_s: When it left its queue.
         latency_left_s, transfer_left_s: What is left of `cost`.
     """
 
     cost: CollectiveCost
     issued_s: float
+    queue: "Queue"
     ready_s: float = float("inf")
+    meeting: Any = None
     began_s: float | None = None
     ended_s: float | None = None
     latency_left_s: float = field(init=False)
@@ -71,6 +75,7 @@ class Clock:
         compute_s: Time spent computing so far, lengthened by contention.
         in_flight_s: Time so far in which a collective was in flight.
         exposed_s: Time so far in which the rank only waited.
+        notes: What it was told so far: seconds to compute; a collective when it was issued, and when it was waited for.
     """
 
     def __init__(self, contention: float = 1.0) -> None:
@@ -78,10 +83,17 @@ class Clock:
         self.now_s = self.compute_s = self.in_flight_s = self.exposed_s = 0.0
         self._active: dict[Flight, Queue] = {}  # in the order in which they began
         self._flown_until_s = 0.0
+        self.notes: list[float | Flight] = []
         self._owed_s = 0.0  # compute to make up for, since a collective began earlier than it was issued
+
+    @property
+    def readings(self) -> tuple[float, float, float, float]:
+        """The four attributes that count seconds, in their order."""
+        return self.now_s, self.compute_s, self.in_flight_s, self.exposed_s
 
     def compute(self, seconds: float) -> None:
         """Compute what takes `seconds` where nothing else goes on."""
+        self.notes.append(seconds)
         begin, left = self.now_s, seconds
         while left > 0:
             slowness = self._contention if self._active else 1.0
@@ -89,13 +101,15 @@ class Clock:
             left = left - step / slowness if step < left * slowness else 0.0
         self.compute_s += self.now_s - begin
 
-    def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf")) -> Flight:
+    def issue(self, cost: CollectiveCost, queue: Queue, ready_s: float = float("inf"), meeting: Any = None) -> Flight:
         """Issue a collective, which begins as soon as its queue lets it.
 
         Args:
             ready_s: When it could have begun if no compute that was issued before holds it up.
+            meeting: As of `Flight`.
         """
-        flight = Flight(cost, self.now_s, ready_s)
+        flight = Flight(cost, self.now_s, queue, ready_s, meeting)
+        self.notes.append(flight)
         queue.waiting.append(flight)
         self._begin_next(queue)
         owed_s, self._owed_s = self._owed_s, 0.0
@@ -104,9 +118,17 @@ class Clock:
 
     def wait(self, flight: Flight) -> None:
         """Do nothing until `flight` is done."""
+        self.notes.append(flight)
         begin = self.now_s
         while not flight.is_done:
             self._step(float("inf"))
+        self.exposed_s += self.now_s - begin
+
+    def wait_until(self, moment_s: float) -> None:
+        """Do nothing until then."""
+        begin = self.now_s
+        while (left_s := moment_s - self.now_s) > 0 and self._step(left_s) < left_s:
+            pass
         self.exposed_s += self.now_s - begin
 
     def _begin_next(self, queue: Queue) -> None:

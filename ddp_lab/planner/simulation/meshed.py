@@ -1,12 +1,15 @@
 """Choices over a mesh of pretended ranks: the groups, and the parts of the model, are made by the code that runs make
 theirs with."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ddp
 import sharding
@@ -15,9 +18,10 @@ from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.simulation.network import CannotSimulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
-from ddp_lab.runtime.mesh import Mesh, MeshGroups, mesh_groups
+from ddp_lab.runtime.mesh import PIPELINE, TENSOR, Mesh, MeshGroups, mesh_groups
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
+from pipeline_parallel import channels
 
 CPU = torch.device("cpu")
 """Where tensors without data are said to lie."""
@@ -34,18 +38,28 @@ def load(config: RunConfig) -> type[Strategy]:
     if choice.startswith("deepspeed"):
         raise CannotSimulate(f"{choice}: DeepSpeed compiles extensions of its own that read and write real memory")
     if cuts and choice.startswith("pytorch"):
-        raise CannotSimulate("pytorch_tp, pytorch_fsdp_tp: DTensors are not simulated; plan tp, or zero1 to zero3")
+        raise CannotSimulate("PyTorch's own ways to cut a model are not simulated; plan tp, or zero1 to zero3")
     for family in (tensor_parallel,) if cuts else (ddp, sharding):
         if choice in family.CHOICES:
             return family.load(choice)
     if choice in tensor_parallel.CHOICES:
-        raise UserError(f"{choice}: it cuts layers; give a --mesh with tp above 1")
-    raise UserError(f"{choice}: no such choice" + " on a mesh with tp" * cuts)
+        raise UserError(f"{choice}: it cuts the model; give a --mesh with tp or pp above 1")
+    raise UserError(f"{choice}: no such choice" + " on a mesh with tp or pp" * cuts)
 
 
 def is_cut(config: RunConfig) -> bool:
-    """Whether the mesh cuts layers over ranks."""
-    return config.mesh is not None and Mesh.parse(config.mesh).model_size > 1
+    """Whether the mesh cuts the model over ranks."""
+    return config.cuts_layers or config.has_stages
+
+
+def pipeline_of(config: RunConfig, rank: int) -> Sequence[int]:
+    """The ranks of the pipeline that `rank` is in, in the order of their stages; without one, `rank` alone."""
+    if not config.has_stages:
+        return [rank]
+    mesh = Mesh.parse(config.mesh or "")
+    stride, stages = mesh.degree(TENSOR), mesh.degree(PIPELINE)  # tp is the only dimension further inside
+    first = rank - mesh.coordinates(rank)[PIPELINE] * stride
+    return range(first, first + stages * stride, stride)
 
 
 @contextmanager
@@ -64,10 +78,37 @@ def groups_of(config: RunConfig, cluster: Cluster) -> Iterator[MeshGroups | None
         yield groups
 
 
+Forms = dict[Hashable, Any]
+"""Of messages, by key (`pipeline_parallel.channels`)."""
+
+
+class KnownChannel(channels.Channel):
+    """Both of its ends know the form of a message once any rank has sent one like it: nobody is here who could tell."""
+
+    def __init__(self, forms: Forms, *args: Any) -> None:
+        super().__init__(*args)
+        self._forms = forms
+
+    def send(self, key: Hashable, tensor: Tensor) -> None:
+        self._forms[without_stage(key)] = tensor.dtype, list(tensor.shape)
+        super().send(without_stage(key), tensor)
+
+    def receive(self, key: Hashable) -> channels.Receipt:
+        return super().receive(without_stage(key))
+
+
+def without_stage(key: Hashable) -> Hashable:
+    """All stages are taken to make hidden states of one form."""
+    return key[1:] if isinstance(key, tuple) else key
+
+
 def on_mesh(
-    options: StrategyOptions, module: nn.Module, config: RunConfig, groups: MeshGroups | None
+    options: StrategyOptions, module: nn.Module, config: RunConfig, groups: MeshGroups | None, forms: Forms
 ) -> StrategyOptions:
     """The options with what a strategy must know of the mesh. Cuts `module` in place, if the mesh says so.
+
+    Args:
+        forms: Of messages that other ranks of a pipeline have sent.
 
     Raises:
         UnsupportedError: a layer cannot be cut.
@@ -76,5 +117,6 @@ def on_mesh(
         return options
     if groups.mesh.model_size > 1:
         parallelize = tensor_parallel.REGISTRY.load_parallelize(config.choice)
-        options = replace(options, model_parallel=parallelize(module, config, groups, CPU))
+        with mock.patch.object(channels, "Channel", partial(KnownChannel, forms)):
+            options = replace(options, model_parallel=parallelize(module, config, groups, CPU))
     return replace(options, shard_groups=groups.shard_groups)

@@ -2,8 +2,8 @@
 """Process groups that only pretend: no data moves, but each collective takes its time on a clock.
 
 Ranks are symmetric (SPMD): the one rank that runs speaks for all, so a collective is complete when it would be if all
-ranks had issued it together. Tensors without data stay so. For those that hold data (the small exchanges by which ranks
-agree) each rank is taken to send what this one sends.
+ranks had issued it together (ranks of a pipeline are not, see `side_by_side`). Tensors without data stay so. For those
+that hold data (the small exchanges by which ranks agree) each rank is taken to send what this one sends.
 
 The default group is put in its place without a rendezvous, and `pretended_world` restores what was there before.
 Kinds of collectives that no strategy issues are not implemented.
@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ddp_lab.planner.contracts import CollectiveCost
+from ddp_lab.planner.costs.volumes import MESSAGE
 from ddp_lab.planner.simulation.clock import Queue
 from ddp_lab.planner.simulation.network import TIMEOUT, Issued, Network, PretendedWork, holds_data
 
@@ -45,6 +46,7 @@ class PretendedGroup(dist.ProcessGroup):
         self.ranks, self._rank, self._config, self._name = tuple(ranks), rank, config, name
         self._network = network
         self._queues: dict[str, Queue] = {}
+        self._count = 0
 
     # What torch needs to know of a group ------------------------------------------------------------------------------
 
@@ -87,7 +89,8 @@ class PretendedGroup(dist.ProcessGroup):
         if len(self.ranks) > 1:
             cost = network.costs[backend].cost(kind, payload, self.ranks)
         streams, is_on_device = network.streams, backend == network.cluster.backend
-        flight = streams.clock.issue(cost, queue, streams.current.reached_s if is_on_device else float("inf"))
+        ready_s, self._count = streams.current.reached_s if is_on_device else float("inf"), self._count + 1
+        flight = streams.clock.issue(cost, queue, ready_s, (self._name, self._count))
         network.on_issue(Issued(kind, payload, self.ranks, backend, flight), tensors)
         return PretendedWork(network, flight, outputs)
 
@@ -141,6 +144,14 @@ class PretendedGroup(dist.ProcessGroup):
         work = self._issue("reduce_scatter", [whole, output, *scratch], [output])
         work.scratch = scratch
         return work
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> PretendedWork:
+        work = self._issue(MESSAGE, tensors, tensors)
+        work.tells = self._backend_of(tensors) != "gloo"
+        return work
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> PretendedWork:
+        return self._issue(MESSAGE, tensors, tensors)
 
     def barrier(self, opts: Any = None) -> PretendedWork:
         return self._issue("barrier", [], [])

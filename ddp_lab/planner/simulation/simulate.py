@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -17,19 +18,22 @@ from ddp_lab.planner.contracts import MODEL_STATES, Costs, Setting, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.cluster import Cluster
 from ddp_lab.planner.costs.links import LinkCosts
+from ddp_lab.planner.costs.volumes import MESSAGE
 from ddp_lab.planner.models import first_line
 from ddp_lab.planner.simulation.clock import Clock
 from ddp_lab.planner.simulation.memory import HOST, MemoryTracker
-from ddp_lab.planner.simulation.meshed import groups_of, load, on_mesh
+from ddp_lab.planner.simulation.meshed import Forms, groups_of, load, on_mesh, pipeline_of
 from ddp_lab.planner.simulation.network import CannotSimulate, Issued, Network
 from ddp_lab.planner.simulation.observer import StepObserver
 from ddp_lab.planner.simulation.operators import UNSIMULATED, PretendedDevice, without_data
 from ddp_lab.planner.simulation.process_group import pretended_world
+from ddp_lab.planner.simulation.side_by_side import side_by_side
 from ddp_lab.planner.simulation.streams import Streams, pretended_streams
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
 from ddp_lab.strategy.batches import StepData, sample_count
 from ddp_lab.strategy.interface import Strategy
+from pipeline_parallel.stage import Handover
 
 NEEDS_DATA = (
     "reference.fsdp2:require_elementwise",
@@ -44,29 +48,48 @@ NEEDS_DATA = (
 def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> Simulated:
     """One optimizer step of `rank`, from the end of the step before to its own end, once the strategy has settled.
 
+    With a pipeline, all of its ranks are simulated. Times are means over them, and memory is that of the rank that
+    holds most.
+
     `setting.make_module` is called where tensors hold no data; `setting.make_micro_batches` where they do.
 
     Raises:
         CannotSimulate: the choice or the model cannot run without data; says why.
         UserError: what the strategy itself refuses.
     """
-    simulation = Simulation(setting, cluster, costs, rank)
+    found: list[Simulated] = []
+    forms: Forms = {}
+    notes, begins = [], []
     try:
-        with simulation.running():
-            return simulation.measure()
+        for each in pipeline_of(setting.config, rank):
+            simulation = Simulation(setting, cluster, costs, each, forms)
+            with simulation.running():
+                found.append(simulation.measure())
+            notes.append(simulation.clock.notes)
+            begins.append(simulation.begins_at)
     except UNSIMULATED as error:
         raise CannotSimulate(
             f"{setting.config.choice}: {first_line(error)}, which needs data that a simulation has not"
         ) from error
     finally:
         gc.collect()  # strategies are in reference cycles, which keep all their tensors
+    if len(found) == 1:
+        return found[0]
+    begun, ended = zip(*side_by_side(notes, begins, costs.contention), strict=True)
+    step_s = max(now_s for now_s, *_ in ended) - max(now_s for now_s, *_ in begun)
+    busy_s, in_flight_s = (fmean(end[of] - begin[of] for begin, end in zip(begun, ended, strict=True)) for of in (1, 2))
+    largest = max(range(len(found)), key=lambda place: found[place].memory.peak_bytes)
+    without = {name: count for one in found for name, count in one.without_costs.items()}
+    return Simulated(step_s, busy_s, in_flight_s, step_s - busy_s, (), found[largest].memory, without, largest)
 
 
 class Simulation:
     """A pretended rank with a strategy on it. For the arguments see `simulate`."""
 
-    def __init__(self, setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) -> None:
-        self.setting, self.rank = setting, rank
+    def __init__(
+        self, setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0, forms: Forms | None = None
+    ) -> None:
+        self.setting, self.rank, self.forms = setting, rank, {} if forms is None else forms
         self.clock = Clock(costs.contention)
         self.observer = StepObserver()
         self.is_cuda = cluster.device.kind == "cuda"
@@ -105,7 +128,9 @@ class Simulation:
             self.device.is_building = False
             options, offload = config.strategy, config.strategy.offload
             options = replace(options, offload=offload and offload.partition(":")[0])  # no real file
-            options = on_mesh(options, module, config, groups)
+            options = on_mesh(options, module, config, groups, self.forms)
+            if options.model_parallel and options.model_parallel.pipeline:
+                make_strategy = make_strategy.in_stages()
             if options.compile_backend:
                 raise CannotSimulate("--compile: what a compiler makes of a block cannot be simulated")
             self.strategy = strategy = make_strategy(module, adamw, options, groups.data if groups else None)
@@ -131,20 +156,13 @@ class Simulation:
                 self.device.without_costs.clear()
                 self._sort_memory()
                 self.memory.start()
-                begin = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+                begin, self.begins_at = clock.readings, len(clock.notes)
             train(strategy, [StepData(samples, self.micro_batches)], observer, clip, lambda _: None)
-        end = (clock.now_s, clock.compute_s, clock.in_flight_s, clock.exposed_s)
+        end = clock.readings
         self._sort_memory()
+        spans, without = observer.spans(begin[0], end[0]), dict(self.device.without_costs)
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
-        return Simulated(
-            step_time_s=step_s,
-            compute_s=compute_s,
-            communication_s=in_flight_s,
-            exposed_s=exposed_s,
-            spans=observer.spans(begin[0], end[0]),
-            memory=self.memory.stop(),
-            without_costs=dict(self.device.without_costs),
-        )
+        return Simulated(step_s, compute_s, in_flight_s, exposed_s, spans, self.memory.stop(), without)
 
     # What memory counts as --------------------------------------------------------------------------------------------
 
@@ -152,7 +170,8 @@ class Simulation:
         self.observer.issued.append(issued)
         if self.strategy is not None:  # before, what is broadcast is the model itself
             self.memory.assign(self.strategy.gradient_tensors(), "gradients")
-            self.memory.assign(tensors, "communication", unless=MODEL_STATES)
+            kind = "activations" if issued.kind == MESSAGE else "communication"
+            self.memory.assign(tensors, kind, unless=MODEL_STATES)
 
     def _on_gradient(self, parameter: Any) -> None:
         if parameter.grad is not None:
@@ -187,7 +206,7 @@ def explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except (UserError, *UNSIMULATED):
+        except (UserError, Handover, *UNSIMULATED):
             raise
         except Exception as error:
             raise CannotSimulate(

@@ -1,0 +1,99 @@
+"""Plans of pipelines: the lists of actions take what they take on paper, and ranks hold what real ones hold."""
+
+import pytest
+
+from ddp_lab.planner.contracts import CollectiveCost, Costs, OperatorCall, Simulated
+from ddp_lab.planner.costs.volumes import MESSAGE
+from ddp_lab.planner.simulation.simulate import simulate
+from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
+from ddp_lab.strategy.accounting import storage_bytes
+from pipeline_parallel.actions import Shape
+from pipeline_parallel.checks import lists_of, most_in_flight, run_on_paper
+from pipeline_parallel.schedules import SCHEDULES
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
+from tests.planner.simulation.test_meshed import step_of
+from tests.planner.simulation.test_simulate import COSTS, cluster, setting
+from tests.ranks import RankPool
+from tests.tables import each_row
+
+MICRO_BATCHES = 4
+
+
+class BlocksAlone:
+    """The products of the six blocks of `deep` take one second for all six, and nothing else takes any time."""
+
+    def seconds(self, call: OperatorCall) -> float:
+        return (call.flops == 2 * 3 * 20 * 20) / 6
+
+
+class Messages:
+    """Messages take so long, and collectives no time."""
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.latency_s = latency_s
+
+    def cost(self, kind: str, payload_bytes: int, ranks: tuple[int, ...]) -> CollectiveCost:
+        return CollectiveCost(self.latency_s * (kind == MESSAGE), 0.0, "link")
+
+
+def planned(
+    schedule: str, ranks: int, choice: str = "tp", per_rank: int = 1, latency_s: float = 0.0, mesh: str = ""
+) -> Simulated:
+    settings = {"mesh": f"{mesh}pp={ranks}", "pipeline_schedule": schedule, "stages_per_rank": per_rank}
+    one = setting(choice, "deep", MICRO_BATCHES, **settings)
+    return simulate(one, cluster(ranks * (2 if mesh else 1)), Costs(BlocksAlone(), Messages(latency_s)))
+
+
+@each_row(
+    ("schedule", "ranks", "per_rank", "choice"),
+    [
+        ("gpipe", 2, 1, "tp"),
+        ("1f1b", 3, 1, "zero2"),
+        ("zb-h1", 2, 1, "zero3"),
+        ("interleaved", 2, 3, "tp"),
+    ],
+)
+def test_equal_stages_take_what_they_take_on_paper(schedule: str, ranks: int, per_rank: int, choice: str) -> None:
+    shape = Shape(ranks, MICRO_BATCHES, per_rank)
+    on_paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape)
+    step = planned(schedule, ranks, choice, per_rank)
+    assert step.step_time_s == pytest.approx(on_paper.length / ranks)
+    assert step.exposed_s / step.step_time_s == pytest.approx(on_paper.bubble)
+
+
+def test_messages_take_their_time_and_data_parallel_ranks_add_none() -> None:
+    """In GPipe over two ranks the first message of each direction is waited for, and the others overlap."""
+    plain, slow = planned("gpipe", 2), planned("gpipe", 2, latency_s=0.05, mesh="dp=2,")
+    assert slow.step_time_s == pytest.approx(plain.step_time_s + 2 * 0.05)
+
+
+def test_schedules_differ_in_memory_as_on_paper() -> None:
+    """GPipe holds the activations of all micro-batches, 1F1B those of two; the largest rank is the first."""
+    gpipe, one_f_one_b = planned("gpipe", 2), planned("1f1b", 2)
+    most = [most_in_flight(lists_of(SCHEDULES[name], Shape(2, MICRO_BATCHES))[0]) for name in ("gpipe", "1f1b")]
+    held = [step.memory.at_peak["activations"] for step in (gpipe, one_f_one_b)]
+    assert gpipe.largest == one_f_one_b.largest == 0
+    assert held[0] - held[1] == pytest.approx((most[0] - most[1]) * held[1] / most[1], rel=0.3)
+
+
+def peak_of_a_stage(schedule: str, choice: str, model: str, per_rank: int) -> int:
+    step = step_of(model, MICRO_BATCHES)
+    with strategy_in_pipeline("pp=2", choice, model, schedule, per_rank, "adam") as strategy:
+        for _ in range(2):
+            recorded = record_step_memory(strategy, step, None)
+        assert recorded is not None
+        return recorded["peak_bytes"] + storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
+
+
+@each_row(
+    ("schedule", "choice", "model", "per_rank"),
+    [("1f1b", "zero2", "lm, long", 1), ("interleaved", "tp", "lm, long, tied", 2), ("zb-h1", "zero3", "lm, long", 1)],
+)
+def test_the_peak_is_that_of_the_largest_real_rank(
+    ranks: RankPool, schedule: str, choice: str, model: str, per_rank: int
+) -> None:
+    settings = {"mesh": "pp=2", "pipeline_schedule": schedule, "stages_per_rank": per_rank}
+    step = simulate(setting(choice, model, MICRO_BATCHES, **settings), cluster(2), COSTS)
+    real = ranks.run(2, peak_of_a_stage, schedule, choice, model, per_rank)
+    assert step.memory.peak_bytes == pytest.approx(max(real), rel=0.005)
+    assert step.largest == real.index(max(real))
