@@ -163,7 +163,11 @@ DIMENSION_COLUMNS = {
         2,
     ),
     "exposed_ms": Column(
-        "exposed", "ms/step", "exposed time that counts for the dimension: its collective was issued first", 1, 2
+        "exposed",
+        "ms/step",
+        "exposed time that counts for the dimension: its collective was issued first, or its message waited for",
+        1,
+        2,
     ),
     "exposed_wait_ms": Column("exposed wait", "ms/step", "the part of exposed_ms before the last rank arrived", 1, 2),
 }

@@ -2,7 +2,8 @@
 
 Every moment of a rank's optimizer step belongs to one part: compute; exposed communication (a collective runs and
 compute does not); exposed memory copies; idle. If several collectives run, the exposed time counts for the one that was
-issued first, since compute needs their results in that order.
+issued first, since compute needs their results in that order. But messages of a pipeline are posted ahead: they count
+where a pass waits for them, and where nothing else runs.
 
 On a CPU a step is the host's. On a device it is the time between the ends of the last kernels that two steps launched
 (`traces.steps.device_windows`), since the host runs ahead. Kernels of the next step may run before that, on another
@@ -90,7 +91,8 @@ def _split(
     copies = minus(minus(union(timeline.intervals("memory")), compute), exposed)
     wait_ends = calls["last_arrival"].fillna(calls["start"]).clip(calls["start"], calls["end"])
     messages = message_waits(timeline)
-    cells, owner = _lay(exposed, spans, np.concatenate([wait_ends.to_numpy(float), messages.ravel()]))
+    posted_ahead = (calls["kind"] == "send_recv").to_numpy()
+    cells, owner = _lay(exposed, spans, wait_ends.to_numpy(float), posted_ahead, messages)
     us = cells[:, 1] - cells[:, 0]
     waits = (owner >= 0) & (cells[:, 1] <= np.append(wait_ends.to_numpy(float), -np.inf)[owner])
     exposed_us, waited_us = (
@@ -125,18 +127,29 @@ def _split(
     return steps[list(EXPOSURE_COLUMNS)], collectives, by_dimension
 
 
-def _lay(exposed: Intervals, calls: Intervals, wait_ends: NDArray[np.float64]) -> tuple[Intervals, NDArray[np.int64]]:
+def _lay(
+    exposed: Intervals,
+    calls: Intervals,
+    wait_ends: NDArray[np.float64],
+    posted_ahead: NDArray[np.bool_],
+    awaited: Intervals,
+) -> tuple[Intervals, NDArray[np.int64]]:
     """Exposed time cut where a call begins, ends, or has its last rank; and the call that each piece counts for.
 
+    Args:
+        posted_ahead: Which calls are messages. `awaited`: when a pass waits for one.
+
     Returns:
-        Pieces of shape (n, 2), and for each the index of the running call that was issued first, or -1.
+        Pieces of shape (n, 2), and for each the index of the running call for which it counts, or -1.
     """
-    edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends]))
+    edges = np.unique(np.concatenate([exposed.ravel(), calls.ravel(), wait_ends, awaited.ravel()]))
     cells = np.column_stack([edges[:-1], edges[1:]])
-    owner = np.full(len(cells), -1)
+    messages, others = np.full((2, len(cells)), -1)
     for index in range(len(calls) - 1, -1, -1):  # backwards, so that the first issued wins
         first, last = np.searchsorted(edges, calls[index])
-        owner[first:last] = index
+        (messages if posted_ahead[index] else others)[first:last] = index
+    counts_for_message = (others < 0) | (within(cells[:, 0], awaited) & (messages >= 0))
+    owner = np.where(counts_for_message, messages, others)
     kept = within(cells[:, 0], exposed)
     return cells[kept], owner[kept]
 

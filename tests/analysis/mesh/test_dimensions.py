@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of
+from ddp_lab.analysis.mesh import coordinates, dimension_of, in_order, mesh_of, sharding_ranks
 from ddp_lab.analysis.metrics.audit import audit
 from ddp_lab.analysis.metrics.dimensions import dimensions
 from ddp_lab.analysis.metrics.exposure import exposure
@@ -79,6 +80,8 @@ def test_dimensions_of_groups() -> None:
     assert {ranks: dimension_of(mesh, ranks) for ranks in expected} == expected
     assert in_order(mesh, ["", "mesh", "tp", "dp", "tp", "shard"]) == ["shard", "tp", "dp", "mesh", ""]
     assert mesh_of(None) is None and mesh_of({"config": {}}) is None
+    for text, ranks in ((None, 16), ("dp=2,pp=2,tp=4", 2), ("replicate=2,shard=4,pp=2", 4), ("pp=2,tp=8", 1)):
+        assert sharding_ranks({"config": {"mesh": text}, "world_size": 16}) == ranks
     of_two = record_of_eight_steps("x", 1.0)
     for text in ("dp", "dp=3"):
         with pytest.raises(UserError, match=r"config\.mesh: "):
@@ -99,6 +102,14 @@ def test_exposed_time_by_dimension() -> None:
     assert table["running_ms"].tolist() == [0.04, 0.03] and table["bytes"].tolist() == [8, 16]
     assert table["exposed_ms"].sum() == pytest.approx(found.steps["exposed_ms"].sum())
     assert found.collectives["dimension"].tolist() == ["dp", "tp"]
+
+
+def test_a_message_that_is_posted_ahead_counts_where_it_is_waited_for_or_alone(monkeypatch: Any) -> None:
+    """From 10 to 90 it is on its way, and awaited from 50. tp runs from 40 to 60; compute until 30."""
+    calls = [("send_recv", 8, 10, 90, "ranks 0,2", 2), ("all_reduce", 16, 40, 60, TP, 2)]
+    monkeypatch.setattr("ddp_lab.analysis.metrics.exposure.message_waits", lambda _: np.array([[50.0, 90.0]]))
+    found = exposure([timeline(0, [(0, 100)], [(0, 30)], calls, world_size=4)], False, {"pp": 2, "tp": 2})
+    assert found.dimensions.set_index("dimension")["exposed_ms"].to_dict() == {"pp": 0.05, "tp": 0.01}
 
 
 def on_square(start: dict[int, float]) -> list[Any]:

@@ -20,8 +20,8 @@ def mesh_section(exposure: Exposure, mesh: Mesh | None, ranks: Iterable[int]) ->
     degrees = " x ".join(f"{degree} {name}" for name, degree in mesh.items())
     text = (
         f"The mesh is {degrees}. Means over the analysed steps; dimensions.csv has every step. Exposed counts each "
-        "moment once, for the collective that was issued first; exposed while running counts a moment for every "
-        "dimension that communicates in it."
+        "moment once, for the collective that was issued first, or the message for which a pipeline waits; exposed "
+        "while running counts a moment for every dimension that communicates in it."
     )
     return [
         Section(

@@ -8,7 +8,7 @@ import pandas as pd
 from ddp_lab.analysis.columns import COMPONENTS, SHARDABLE, TIME_COLUMNS, Column
 from ddp_lab.analysis.errors import listed
 from ddp_lab.analysis.files import write_csv
-from ddp_lab.analysis.mesh import Mesh, mesh_of
+from ddp_lab.analysis.mesh import Mesh, mesh_of, sharding_ranks
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps
 from ddp_lab.analysis.metrics.stragglers import stragglers
 from ddp_lab.analysis.record import failure_of
@@ -162,7 +162,7 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
         return [Section("Memory", "Unknown: there is no record of a run with memory beside the traces.", table=shown)]
     record = analysis.record or {}
     shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in record.get("shards", []))
-    rule = f"sharded over {record['world_size']} ranks: {shards}" if shards else "nothing is sharded"
+    rule = f"sharded over {sharding_ranks(record)} ranks: {shards}" if shards else "nothing is sharded"
     drawn = summary[summary["rank"].isin(ranks)].dropna(subset=["model_states_bytes", "peak_bytes"])
     named = ", ".join(f"{rank} ({role})" for rank, role in ranks.items())
     few = f" Drawn: ranks {named}." if len(ranks) < len(summary) else ""
