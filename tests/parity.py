@@ -33,6 +33,7 @@ Split = Sequence[Sequence[int]]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
 }
 TOLERANCE = {"sgd": 1e-6, "adam": 1e-5}
 """Relative, of parameters after three steps (TRAPS: Adam magnifies rounding)."""

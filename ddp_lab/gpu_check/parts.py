@@ -16,6 +16,14 @@ from tests.faults.scenarios import MARK, kill_processes_of
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, SKIPPED, MEASURED = "pass", "FAIL", "skipped", "measured"
 """Verdicts. `measured`: a figure, for which there is no bar."""
+STAGES = "@pp2 "
+"""In the name of a pipeline of two ranks, between the choice and the schedule."""
+
+
+def pipelines(ranks: int, share_gpu: bool) -> list[str]:
+    """Those that so many ranks can run: pairs among more on one GPU would hang."""
+    named = [f"tp{STAGES}{schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1")]
+    return [*named, f"zero3{STAGES}1f1b"] if ranks % 2 == 0 and (ranks == 2 or not share_gpu) else []
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from ddp_lab.gpu_check.host_waits import COUNTED
-from ddp_lab.gpu_check.parts import FAIL, PASS, SKIPPED, Machine, Verdict
+from ddp_lab.gpu_check.parts import FAIL, PASS, SKIPPED, Machine, Verdict, pipelines
 from ddp_lab.runtime.share_gpu import PIPES
 from tests.faults.scenarios import SCENARIOS, run_scenario
 
@@ -65,7 +65,8 @@ def sanitizer(machine: Machine) -> Verdict:
     """
     variables = {"TORCH_CUDA_SANITIZER": "1"} if machine.has_gpus else {}
     races, found = dict[str, int](), dict[str, Any]()
-    for what, choices in (("steps", RACED), ("race", "simple_ddp_async")):
+    raced = ",".join([RACED, *pipelines(machine.ranks, machine.shares_gpu)])
+    for what, choices in (("steps", raced), ("race", "simple_ddp_async")):
         name = f"sanitizer {what}"
         found[what] = machine.on_ranks(what, "--choices", choices, limit_s=400, log=name, environment=variables)
         log = machine.folder / f"{name}.txt"

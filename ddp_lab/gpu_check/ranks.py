@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,11 +26,13 @@ from torch import Tensor, nn
 
 import ddp
 import sharding
+import tensor_parallel
 from ddp_lab.gpu_check.host_waits import HostWaits
+from ddp_lab.gpu_check.parts import STAGES, pipelines
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data import copies
 from ddp_lab.runtime.data.masks import read_no_masks
-from ddp_lab.runtime.distributed import Ranks, joined_ranks
+from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
 from ddp_lab.runtime.loop import Unwatched, train
 from ddp_lab.strategy.batches import StepData
 from ddp_lab.strategy.interface import Strategy
@@ -52,33 +55,55 @@ def main() -> None:
     read_no_masks()
     names = [name for registry in REGISTRIES for name in registry.names if not name.startswith("deepspeed")]
     with joined_ranks(RunConfig(backend=options.backend, share_gpu=options.share_gpu, timeout_minutes=2.0)) as ranks:
+        names += pipelines(ranks.world_size, options.share_gpu)
         found = FINDERS[options.what](options.choices.split(",") if options.choices else names, ranks)
         if ranks.is_main:
             print(json.dumps(found), flush=True)
 
 
-def make(name: str, module: nn.Module) -> Strategy:
+@contextmanager
+def made(name: str, ranks: Ranks) -> Iterator[Strategy]:
     """A choice with AdamW. Buckets hold a few parameters each, as those of a large model do."""
-    registry = next(registry for registry in REGISTRIES if name in registry.names)
-    in_buckets = name in ("bucket_ddp_async", "baseline")
-    options = StrategyOptions(bucket_cap_mb=0.01) if in_buckets else StrategyOptions()
-    return registry.load(name)(module, make_optimizer, options)
+    module = build(model_of(name)).to(ranks.device)
+    choice, _, schedule = name.partition(STAGES)
+    if not schedule:
+        registry = next(registry for registry in REGISTRIES if name in registry.names)
+        in_buckets = name in ("bucket_ddp_async", "baseline")
+        options = StrategyOptions(bucket_cap_mb=0.01) if in_buckets else StrategyOptions()
+        yield registry.load(name)(module, make_optimizer, options)
+        return
+    mesh, per_rank = f"dp={ranks.world_size // 2},pp=2", 2 if schedule == "interleaved" else 1
+    config = RunConfig.of(choice=choice, mesh=mesh, pipeline_schedule=schedule, stages_per_rank=per_rank)
+    with meshed(ranks, mesh) as placed:
+        assert placed.groups is not None, "there is a mesh"
+        parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, placed.groups, ranks.device)
+        options = StrategyOptions(model_parallel=parts)
+        yield tensor_parallel.load(choice).in_stages()(module, make_optimizer, options, placed.groups.data)
+
+
+def model_of(name: str) -> str:
+    """One with enough blocks for all stages."""
+    return "deep" if STAGES in name else MODEL
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def batch_of(step: int, rank: int, index: int = 0) -> dict[str, Tensor]:
+def batch_of(model: str, step: int, rank: int, index: int = 0) -> dict[str, Tensor]:
     """A micro-batch on the CPU."""
-    return make_batch(MODEL, SAMPLES, 1000 * step + 10 * index + rank)
+    return make_batch(model, SAMPLES, 1000 * step + 10 * index + rank)
 
 
-def steps_of(ranks: Ranks, count: int, micro_batches: int = 1) -> Iterator[StepData]:
-    """This rank's micro-batches of so many steps, copied to the device as those of a run."""
+def steps_of(name: str, ranks: Ranks, count: int, micro_batches: int = 1) -> Iterator[StepData]:
+    """This rank's micro-batches of so many steps, copied to the device as those of a run. Stages of a pipeline have
+    those of all its ranks."""
+    first, model = ranks.rank // 2 * 2, model_of(name)
+    members = (first, first + 1) if STAGES in name else (ranks.rank,)
     plain = (
         StepData(
-            SAMPLES * ranks.world_size * micro_batches, [batch_of(step, ranks.rank, i) for i in range(micro_batches)]
+            SAMPLES * ranks.world_size * micro_batches,
+            [batch_of(model, step, rank, index) for rank in members for index in range(micro_batches)],
         )
         for step in range(count)
     )
@@ -95,35 +120,40 @@ def backend(names: list[str], ranks: Ranks) -> dict[str, Any]:
 
 def parity(names: list[str], ranks: Ranks) -> dict[str, Any]:
     """By choice: the largest difference of a parameter to training in one process, over the largest parameter."""
-    oracle = build(MODEL).to(ranks.device)
-    optimizer = make_optimizer(oracle.parameters())
-    for step in range(STEPS):
-        batches = [copies.to_device(batch_of(step, rank), ranks.device) for rank in range(ranks.world_size)]
-        optimizer.zero_grad()
-        oracle(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
-        optimizer.step()
-    wanted = {name: tensor.cpu() for name, tensor in oracle.state_dict().items()}
+    wanted = {model: trained_alone(model, ranks) for model in dict.fromkeys(map(model_of, names))}
 
     def difference(name: str) -> float:
-        strategy = make(name, build(MODEL).to(ranks.device))
-        train(strategy, steps_of(ranks, STEPS), Unwatched(), None, lambda result: None)
-        state = strategy.full_state_dict()
-        pairs = [(state[key].float(), tensor.float()) for key, tensor in wanted.items() if key in state]
+        with made(name, ranks) as strategy:
+            train(strategy, steps_of(name, ranks, STEPS), Unwatched(), None, lambda result: None)
+            state = strategy.full_state_dict()
+        alone = wanted[model_of(name)].items()
+        pairs = [(state[key].float(), tensor.float()) for key, tensor in alone if key in state]
         worst = [((own - right).abs().max() / right.abs().max()).item() for own, right in pairs if right.any()]
         return max(worst, default=0.0)
 
     return each(names, difference)
 
 
+def trained_alone(model: str, ranks: Ranks) -> dict[str, Tensor]:
+    """The state of a model that one process has trained on the batches of all ranks."""
+    oracle = build(model).to(ranks.device)
+    optimizer = make_optimizer(oracle.parameters())
+    for step in range(STEPS):
+        batches = [copies.to_device(batch_of(model, step, rank), ranks.device) for rank in range(ranks.world_size)]
+        optimizer.zero_grad()
+        oracle(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
+        optimizer.step()
+    return {name: tensor.cpu() for name, tensor in oracle.state_dict().items()}
+
+
 def waits(names: list[str], ranks: Ranks, is_planted: bool = False) -> dict[str, Any]:
     """By choice: calls of settled steps that make the host wait for the device, and where they are."""
 
     def places(name: str) -> dict[str, int]:
-        strategy = make(name, build(MODEL).to(ranks.device))
-        if is_planted:
-            strategy.module.register_forward_hook(read_loss)
-        with HostWaits(ranks.device) as counter:
-            train(strategy, steps_of(ranks, counter.steps, micro_batches=2), counter, 1.0, lambda result: None)
+        with made(name, ranks) as strategy, HostWaits(ranks.device) as counter:
+            if is_planted:
+                strategy.module.register_forward_hook(read_loss)
+            train(strategy, steps_of(name, ranks, counter.steps, micro_batches=2), counter, 1.0, lambda result: None)
         return counter.found
 
     return each(names, places)
@@ -142,8 +172,8 @@ def steps(names: list[str], ranks: Ranks) -> dict[str, Any]:
     """By choice: the loss after a few steps, for tools that watch from outside."""
 
     def loss(name: str) -> float | None:
-        strategy = make(name, build(MODEL).to(ranks.device))
-        return train(strategy, steps_of(ranks, STEPS), Unwatched(), 1.0, lambda result: None).loss[-1]
+        with made(name, ranks) as strategy:
+            return train(strategy, steps_of(name, ranks, STEPS), Unwatched(), 1.0, lambda result: None).loss[-1]
 
     return each(names, loss)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +61,7 @@ def check(
     is_late: bool = True,
     shard_size: int | None = None,
     also: Callable[[Strategy], None] = lambda strategy: None,
+    made: Callable[[], AbstractContextManager[Strategy]] | None = None,
 ) -> Seen:
     """Train a few steps of `choice` as rank 0 of `RANKS`, and hold every access to memory against the others.
 
@@ -68,6 +70,7 @@ def check(
         is_late: Collectives end when they are waited for, and not before. Otherwise they end at once.
         shard_size: Over how many ranks model states are sharded, if not over all (`sharding.options.replicas`).
         also: Something else to do with the strategy, between the first recorded step and the others.
+        made: Makes the strategy in another way than over `make_module` on all ranks: in stages of a pipeline.
     """
     read_no_masks()
     device = Device()
@@ -75,10 +78,12 @@ def check(
     def make_group(name: str) -> CheckedGroup:
         return CheckedGroup(device, 0, RANKS, is_late, name)
 
-    with default_group(make_group, RANKS, CONFIG), pretended_device(device):
+    def plainly() -> AbstractContextManager[Strategy]:
         registry = next(registry for registry in REGISTRIES if choice in registry.names)
-        options = replace(options or StrategyOptions(), shard_groups=shard_groups(shard_size) if shard_size else None)
-        strategy = registry.load(choice)(make_module(), adamw, options)
+        settings = replace(options or StrategyOptions(), shard_groups=shard_groups(shard_size) if shard_size else None)
+        return nullcontext(registry.load(choice)(make_module(), adamw, settings))
+
+    with default_group(make_group, RANKS, CONFIG), pretended_device(device), (made or plainly)() as strategy:
         batches = [make_batch(index) for index in range(micro_batches)]
         step = StepData(RANKS * len(next(iter(batches[0].values()))) * micro_batches, batches)
 

@@ -40,6 +40,7 @@ class Device(TorchDispatchMode):
         collective_waits: How often a stream was made to wait for one.
         stalls: How often a synchronous one was issued behind others of its group in flight. NCCL runs the collectives
             of a group one after the other (`ncclLaunchPrepare`), so the current stream stands still until they end.
+        sent: Of each dtype and shape, what was last sent to another rank.
     """
 
     def __init__(self) -> None:
@@ -50,13 +51,14 @@ class Device(TorchDispatchMode):
         self.launches = self.copied_bytes = self._streams = 0
         self.waits: Counter[str] = Counter()
         self.collectives = self.collective_waits = self.stalls = 0
+        self.sent: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._of_host: dict[int, StorageWeakRef] = {}
 
     def is_pinned(self, tensor: Tensor) -> None:
         """From now on, `tensor` is one of the host, and so is all that is made of it alone."""
         self._of_host[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
 
-    def _is_of_host(self, tensor: Tensor) -> bool:
+    def is_of_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._of_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +69,7 @@ class Device(TorchDispatchMode):
             return NotImplemented  # a DTensor calls the operators on its own part
         name = func._schema.name
         inputs = tensors_in((*args, *kwargs.values()))
-        if inputs and all(map(self._is_of_host, inputs)):
+        if inputs and all(map(self.is_of_host, inputs)):
             answer = func(*args, **kwargs)
             for tensor in tensors_in(answer):
                 self.is_pinned(tensor)
@@ -194,6 +196,13 @@ def pretended_device(device: Device) -> Iterator[None]:
             device.memory.allocated(device.current)
         return plain_resize(storage, size)
 
+    plain_list = Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:  # it calls no operator
+        if device.is_recording and not device.is_of_host(tensor):
+            device.waits[place()] += 1
+        return plain_list(tensor)
+
     def current_stream(_: Any = None) -> Any:
         return device.current
 
@@ -210,5 +219,6 @@ def pretended_device(device: Device) -> Iterator[None]:
             stack.enter_context(mock.patch.object(StepAgreement, name, on_host(getattr(StepAgreement, name))))
         stack.enter_context(mock.patch("ddp_lab.strategy.communication.verdict.ReadLater", NotHereYet))
         stack.enter_context(mock.patch.object(UntypedStorage, "resize_", resize))
+        stack.enter_context(mock.patch.object(Tensor, "tolist", tolist))
         stack.enter_context(device)
         yield

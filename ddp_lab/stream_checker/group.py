@@ -1,10 +1,10 @@
 # mypy: disable-error-code="override, assignment"
 """A process group as NCCL's is: a collective runs on a stream of the group, and to wait for it only orders streams.
 
-Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, and a gathered tensor repeats
-this rank's part. Torch 2.15's `nccl` is the model (docs/cuda.md): synchronous collectives run on the current stream,
-`get_future` makes the current stream wait, and a collective keeps its inputs alive until it is waited for; its outputs
-live as long as its handle.
+Ranks are symmetric: each is taken to hold what this one holds. So a sum is a multiple, a gathered tensor repeats this
+rank's part, and a message that is received is the latest of its kind that this rank has sent. Torch 2.15's `nccl` is
+the model (docs/cuda.md): synchronous collectives run on the current stream, `get_future` makes the current stream wait,
+and a collective keeps its inputs alive until it is waited for; its outputs live as long as its handle.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,9 @@ class CheckedGroup(dist.ProcessGroup):
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str, pg_options: Any, group_name: str, group_desc: Any
-    ) -> "CheckedGroup":
+    ) -> "CheckedGroup | None":
+        if self._rank not in ranks:
+            return None
         return CheckedGroup(self.device, list(ranks).index(self._rank), len(ranks), self.is_late, group_name)
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -181,6 +183,15 @@ class CheckedGroup(dist.ProcessGroup):
             return [whole.reshape(self._size, -1)[self._rank].repeat(self._size)]
 
         return self._issue("all_to_all", [whole], [output], opts, results)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Flight:
+        with self.device.on_host():
+            self.device.sent.update({(one.dtype, one.shape): one.clone() for one in tensors})
+        return self._issue("send", tensors, [], None, list)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Flight:
+        sent = self.device.sent
+        return self._issue("receive", [], tensors, None, lambda: [sent[one.dtype, one.shape] for one in tensors])
 
     def barrier(self, opts: Any = None) -> Flight:
         return self._issue("barrier", [], [], opts, list)

@@ -16,6 +16,7 @@ from ddp.simple_ddp_async import AsyncDDP
 from ddp.simple_ddp_hook import HookDDP
 from ddp_lab.strategy import replicated
 from ddp_lab.strategy.communication.collectives import free
+from pipeline_parallel.channels import Channel, Receipt
 from sharding.options.arrivals import Arrivals
 from sharding.options.embeddings import Embeddings
 from sharding.parts.gradient_buckets import GradientBucket, ShardedGradientBucket
@@ -28,6 +29,7 @@ class Planted:
 
     Attributes:
         holder, name, function: `function` replaces the attribute `name` of `holder`.
+        more: For `checked`.
         says: Must be in the text of a race.
     """
 
@@ -39,6 +41,7 @@ class Planted:
     says: str
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def there(self) -> Iterator[None]:
@@ -114,6 +117,20 @@ def buffers_without_wait(tensors: Any, group: Any) -> None:
         dist.broadcast(tensor, group=group, group_src=0, async_op=True)
 
 
+def used_on_its_way(self: Receipt) -> Any:
+    self._channel.post_until(self)
+    return self.into
+
+
+plain_send = Channel.send
+
+
+def changed_on_its_way(self: Channel, key: Any, tensor: Any) -> None:
+    plain_send(self, key, tensor)
+    tensor.mul_(1)
+
+
+STAGES: dict[str, Any] = {"model": "lm, long", "more": {"schedule": "interleaved"}}
 BUCKETS = {"bucket_cap_mb": 0.0005}
 PLANTED = [
     Planted("gradients are not waited for", "simple_ddp_async", AsyncDDP, "finish_gradient_synchronization",
@@ -135,4 +152,8 @@ PLANTED = [
             "what all_gather issued at"),
     Planted("buffers are not waited for", "simple_ddp", replicated, "broadcast_from_rank0",
             buffers_without_wait, "what broadcast issued at", model="normed"),
+    Planted("a stage does not wait for what it receives", "tp", Receipt, "tensor", used_on_its_way,
+            "what receive issued at pipeline_parallel/channels.py", **STAGES),
+    Planted("what a stage has sent is changed on its way", "tp", Channel, "send", changed_on_its_way,
+            "mul_ at tests/stream_checker/planted.py", **STAGES),
 ]  # fmt: skip

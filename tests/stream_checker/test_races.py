@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ import sharding
 from ddp_lab.gpu_check.parts import ROOT
 from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.options import StrategyOptions
-from ddp_lab.stream_checker.check import Seen, check
+from ddp_lab.stream_checker.check import STEPS, Seen, check
+from pipeline_parallel.schedules import SCHEDULES
 from scripts import check_streams
 from tests.in_process import run_in_process
 from tests.models import build, make_batch
 from tests.parity import naming
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline
 from tests.stream_checker.planted import PLANTED, Planted
 from tests.tables import by_default
 
@@ -38,6 +41,9 @@ def one_thread() -> Any:
 def checked(choice: str, model: str = "llama", micro_batches: int = 1, **more: Any) -> Seen:
     options = {"bucket_cap_mb": 0.0005} if choice in IN_BUCKETS else {}
     options |= more.pop("options", {})
+    if schedule := more.pop("schedule", ""):
+        chunks = 2 if schedule == "interleaved" else 1
+        more["made"] = partial(strategy_in_pipeline, "dp=2,pp=2", choice, model, schedule, chunks, "fused", **options)
     return check(
         choice, partial(build, model), partial(make_batch, model, 3), micro_batches, StrategyOptions(**options), **more
     )
@@ -55,8 +61,25 @@ def check_late_and_early(choice: str, model: str, micro_batches: int, **more: An
     late, early = (checked(choice, model, micro_batches, is_late=is_late, **more) for is_late in (True, False))
     assert not late.races and not early.races, f"{model}, {micro_batches} micro-batches"
     assert late.losses == early.losses and all(torch.tensor(late.losses).isfinite())
-    if choice in HAND_WRITTEN and model != "branching":  # which waits for the sign of its inputs
+    if choice in (*HAND_WRITTEN, "tp") and model != "branching":  # which waits for the sign of its inputs
         assert not late.host_waits and not late.stalls
+
+
+IN_STAGES = [(choice, schedule) for choice in ("tp", "zero1", "zero2", "zero3") for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize("case", by_default(IN_STAGES, ("tp", "interleaved"), ("zero2", "1f1b"), ("zero3", "zb-h1")))
+def test_no_race_and_no_host_wait_in_a_pipeline(case: tuple[str, str]) -> None:
+    """On the first rank of two, which has two of four stages in the interleaved schedule."""
+    check_late_and_early(case[0], "lm, long", 3, schedule=case[1], clip_grad_norm=0.1)
+
+
+def test_a_message_of_unknown_form_is_a_wait_of_the_host() -> None:
+    """Its receiver must be told of it first, which is so in the first step alone."""
+    with mock.patch("pipeline_parallel.walk.key_of", lambda *_: object()):
+        seen = checked("tp", "lm, long", 2, schedule="1f1b")
+    assert not seen.races and sum(seen.host_waits.values()) == 2 * STEPS
+    assert all(at.startswith("pipeline_parallel/channels.py") for at in seen.host_waits)
 
 
 @pytest.mark.exhaustive
@@ -136,7 +159,7 @@ def check_abandoned(choice: str, where: str, micro_batch: int, shard_size: int |
 @pytest.mark.parametrize("planted", PLANTED, ids=[one.what for one in PLANTED])
 def test_a_planted_race_is_found(planted: Planted) -> None:
     with planted.there():
-        seen = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False)
+        seen = checked(planted.choice, planted.model, 2, options=planted.options, is_late=False, **planted.more)
     assert seen.races and any(planted.says in text for text in seen.races), dict(seen.races)
 
 
