@@ -5,6 +5,7 @@ The same list runs (`runner`), is drawn, and is checked on paper (`checks`).
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 
@@ -57,6 +58,12 @@ class Shape(NamedTuple):
 
 Compute = Callable[[Shape, int], Iterator[Action]]
 """A schedule: what a rank computes in a step, in this order."""
+
+
+@cache
+def list_of(schedule: Compute, shape: Shape, rank: int) -> list[Action]:
+    """What a rank does in a step. Do not change it."""
+    return with_messages(schedule(shape, rank), shape)
 
 
 def with_messages(compute: Iterable[Action], shape: Shape) -> list[Action]:

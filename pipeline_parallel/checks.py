@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline_parallel.actions import Action, Compute, Kind, Shape, messages_of, with_messages
+from pipeline_parallel.actions import Action, Compute, Kind, Shape, list_of, messages_of
 
 UNIT_COSTS: Mapping[Kind, float] = {
     Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1
@@ -40,7 +40,7 @@ class Timeline:
 
 def lists_of(schedule: Compute, shape: Shape) -> list[list[Action]]:
     """The actions of each rank."""
-    return [with_messages(schedule(shape, rank), shape) for rank in range(shape.ranks)]
+    return [list_of(schedule, shape, rank) for rank in range(shape.ranks)]
 
 
 def run_on_paper(lists: list[list[Action]], shape: Shape, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE
 from ddp_lab.strategy.accounting import Collective
-from pipeline_parallel.actions import Action, Compute, Shape, with_messages
+from pipeline_parallel.actions import Action, Compute, Shape, list_of
 from pipeline_parallel.channels import Channels
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import Tied
-from pipeline_parallel.walk import CHANNEL_OF, BackwardOf, Batch, LossOf, RunModel, Walk, key_of
+from pipeline_parallel.walk import CHANNEL_OF, BackwardOf, Batch, LossOf, RunModel, Walk, form_of
 
 
 class Pipeline:
@@ -42,8 +42,7 @@ class Pipeline:
 
     def actions(self, micro_batches: int) -> list[Action]:
         """What this rank does in a step."""
-        shape = self.shape(micro_batches)
-        return with_messages(self._schedule(shape, self._group.rank()), shape)
+        return list_of(self._schedule, self.shape(micro_batches), self._group.rank())
 
     def begin(self, module: nn.Module) -> None:
         """A strategy is built over `module`, and nobody else will change `forward` of its blocks."""
@@ -65,8 +64,9 @@ class Pipeline:
         """See `ddp_lab.strategy.model_parallel.Pipeline`. Empty before the first step."""
         if self._latest is None:
             return []
+        form = form_of(self._latest)
         messages = [action for action in self.actions(micro_batches) if not action.kind.computes]
-        hidden = [self._channels[CHANNEL_OF[one.kind]].nbytes(key_of(one.stage, self._latest)) for one in messages]
+        hidden = [self._channels[CHANNEL_OF[one.kind]].nbytes((one.stage, form)) for one in messages]
         sizes = {"activations": hidden, "gradients": self._tied.sizes() if self._tied else []}
         return [Collective("send_recv", len(own), sum(own), 2, what, PIPELINE) for what, own in sizes.items() if own]
 
@@ -90,13 +90,12 @@ class Pipeline:
         if self._tied is not None:
             self._tied.refresh()
         made: Any = None
+        form = form_of((args, kwargs))
         for stage in self.stages.own:
-            hidden = (
-                self._channels["activation", "in"].receive(key_of(stage, (args, kwargs))).tensor() if stage else None
-            )
+            hidden = self._channels["activation", "in"].receive((stage, form)).tensor() if stage else None
             made = self.stages.run(stage, hidden, lambda: forward(*args, **kwargs))
             if stage + 1 < self.shape(1).stages:
-                self._channels["activation", "out"].send(key_of(stage, (args, kwargs)), made)
+                self._channels["activation", "out"].send((stage, form), made)
         self._finish()
         return self._from_last(made)
 

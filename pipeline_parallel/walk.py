@@ -31,9 +31,9 @@ CHANNEL_OF = {
 }
 
 
-def key_of(stage: int, batch: Any) -> Hashable:
-    """What decides the form of the hidden states in front of a stage, and behind it: the same on both sides."""
-    return stage, tuple((tensor.dtype, tensor.shape) for tensor in tensors_in(batch))
+def form_of(batch: Any) -> Hashable:
+    """What decides, with the stage, the form of the hidden states in front of it and behind it: known on both sides."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors_in(batch))
 
 
 class Pass(NamedTuple):
@@ -67,6 +67,7 @@ class Walk:
     ) -> None:
         self._stages, self._channels, self._tied, self._shape = stages, channels, tied, shape
         self._batches, self._forward, self._loss_of, self._backward_of = batches, forward, loss_of, backward_of
+        self._forms = [form_of(batch) for batch in batches]
         self._passes: dict[tuple[int, int], Pass] = {}
         self._left: dict[tuple[int, int], WeightGradients] = {}  # gradients of weights, by stage and micro-batch
         self._receipts: dict[Action, Receipt] = {}
@@ -91,7 +92,7 @@ class Walk:
 
     def _communicate(self, action: Action) -> None:
         channel = self._channels[CHANNEL_OF[action.kind]]
-        key = key_of(action.stage, self._batches[action.micro_batch])
+        key = action.stage, self._forms[action.micro_batch]
         if action in self._ready:
             channel.send(key, self._ready.pop(action))
         else:

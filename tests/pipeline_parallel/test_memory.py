@@ -41,7 +41,7 @@ def measured(strategy: Strategy) -> Iterator[Held]:
 
     def do(walk: Walk, action: Action) -> None:
         plain(walk, action)
-        products = [product for left in walk._left.values() for _, product in left._left]
+        products = [one for left in walk._left.values() for of_one in left._left.values() for _, one in of_one]
         kept = [cell.cell_contents for product in products for cell in product.__closure__ or ()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*(s.tensor for s in saved), *kept]}
         found.append((action, sum(each.nbytes() for place, each in storages.items() if place not in weights)))
