@@ -40,6 +40,13 @@ def divergences(*contents: Any) -> list[Any]:
 CALLS = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
 
 
+def test_messages_between_stages_are_no_difference() -> None:
+    """One rank sends what the other receives, and a receive is posted ahead."""
+    ranks = [own(rank, [(kind, 8)] * count) for rank, kind, count in ((0, "send", 2), (1, "recv", 3))]
+    dumps = [read_dump(f"rank_{rank}.flight.json", content) for rank, content in enumerate(ranks)]
+    assert compare(dumps) == [] and [dump.point_to_point for dump in dumps] == [2, 3]
+
+
 def test_groups_of_different_ranks_with_one_name_are_different() -> None:
     """As each rank counts the groups that it makes itself."""
     dumps = [torch_dump(rank, "3", ranks, kind) for rank, ranks, kind in ((0, "[0, 1]", "a"), (2, "[2, 3]", "b"))]

@@ -18,6 +18,8 @@ from ddp_lab.doctor.reading.texts import InputError
 _RANKS = re.compile(r"(?:ranks )?\[?(\d{1,6}(?:-\d{1,6})?(?:, ?\d{1,6}(?:-\d{1,6})?)*)\]?(?: \(\d{1,4}\))?")
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})|(\d{1,6})(?:\.flight)?(?:\.json)?$")
 
+MESSAGES = ("send", "recv")
+"""Kinds of this project's record in which one rank does what another does not."""
 MOST_RANKS = 1_000_000
 """More than any job has. A file with a larger number is refused."""
 
@@ -130,9 +132,10 @@ def _from_own(path: str, dump: OwnDump) -> Dump:
     calls = [
         Call(e.group, e.seq, e.kind, f"{e.elements} x {e.dtype}", e.state == "completed", e.state, e.time_s)
         for e in dump.entries
+        if e.kind not in MESSAGES
     ]
     members = {e.group: _members_of(e.group, dump.world_size) for e in dump.entries}
-    return Dump(path, dump.rank, calls, members, is_own=True)
+    return Dump(path, dump.rank, calls, members, len(dump.entries) - len(calls), is_own=True)
 
 
 def _from_torch(path: str, dump: TorchDump) -> Dump:
