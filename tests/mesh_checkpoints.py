@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tensor_parallel.parallelize import parallelize
 from tensor_parallel.plan import plan_of
 from tests.models import build, make_batch
 
+CPU = torch.device("cpu")
 STEPS = 2
 """Of each leg of a relay."""
 SAMPLES = 4
@@ -45,6 +47,7 @@ PLACES = {
     "another split": Place(2, "pp=2", "simple_ddp", ("zb-h1", 1, [5, 3])),
     "zero2 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero2", ("gpipe", 1, None)),
     "zero3 on dp=2,pp=2": Place(4, "dp=2,pp=2", "zero3"),
+    "zero1 on pp=2,tp=2": Place(4, "pp=2,tp=2", "zero1", ("interleaved", 2, None)),
 }
 
 
@@ -52,14 +55,15 @@ PLACES = {
 def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
     mesh, module, strategy_class = Mesh.parse(place.mesh), build(model, seed), ddp_lab.load(place.choice)
     with mesh_groups(mesh, "cpu") as groups:
-        cut = None
-        if TENSOR in mesh.degrees:
-            cut = parallelize(module, plan_of(module, mesh.model_size), groups, torch.device("cpu"))
-        elif PIPELINE in mesh.degrees:
+        cut, tp = None, mesh.degree(TENSOR)
+        over_tensor = partial(parallelize, module, plan_of(module, tp), groups, CPU) if TENSOR in mesh.degrees else None
+        if PIPELINE in mesh.degrees:
             cut, strategy_class = (
-                cut_into_stages(module, groups, torch.device("cpu"), *place.stages),
+                cut_into_stages(module, groups, CPU, *place.stages, over_tensor),
                 strategy_class.in_stages(),
             )
+        elif over_tensor:
+            cut = over_tensor()
         options = ddp_lab.StrategyOptions(bucket_cap_mb=25.0, model_parallel=cut)
         yield strategy_class(module, make_optimizer, options, groups.data)
 

@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 OVER_LAYERS = ["zero3 on tp=2", "zero3 on shard=2,tp=2", "one rank", "tp=4, whose ranks share keys", "plain"]
 OVER_LAYERS += ["zero1 on dp=2,tp=2"]
 OVER_STAGES = ["pp=4", "one rank", "zero3 on dp=2,pp=2", "zero3 on tp=2", "two stages a rank", "plain"]
-OVER_STAGES += ["zero2 on dp=2,pp=2", "another split"]
+OVER_STAGES += ["zero1 on pp=2,tp=2", "zero2 on dp=2,pp=2", "another split"]
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
