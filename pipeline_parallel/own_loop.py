@@ -13,7 +13,7 @@ from ddp_lab.strategy.interface import Strategy
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.optimizers import MakeOptimizer
 from ddp_lab.strategy.options import StrategyOptions
-from pipeline_parallel.parallelize import cut_into_stages
+from pipeline_parallel.parallelize import parallelize_for
 from pipeline_parallel.partition import Split
 from tensor_parallel import REGISTRY
 
@@ -47,7 +47,7 @@ def pipeline(
     """Cut `module` into stages in place, over the ranks of the job. Rank 0's parameters win. Collective.
 
     Args:
-        mesh: The ranks by dimension: `pp=4`, or `dp=2,pp=2`.
+        mesh: The ranks by dimension: `pp=4`, or `dp=2,pp=2`. With tp, for models that have a plan here.
         schedule: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
         stages_per_rank: At least 2 with `interleaved`, else 1.
         split: For each stage the number of its blocks, or the names of its modules, in which `*` is any part of a name.
@@ -58,9 +58,9 @@ def pipeline(
     """
     config = RunConfig.of(choice="tp", mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
     degrees = Mesh.parse(mesh)
-    if not config.has_stages or config.cuts_layers:
-        raise UserError(f"mesh {mesh}: a pipeline of your own needs pp above 1, and no tp")
+    if not config.has_stages:
+        raise UserError(f"mesh {mesh}: a pipeline of your own needs pp above 1")
     degrees.require_ranks(dist.get_world_size(), dist.get_world_size())
     device = next(module.parameters()).device
     groups = open_groups(degrees, device.type)
-    return OwnPipeline(module, groups, cut_into_stages(module, groups, device, schedule, stages_per_rank, split))
+    return OwnPipeline(module, groups, parallelize_for(module, config, groups, device, split))

@@ -1,6 +1,9 @@
 """Cuts a model into the stages of a pipeline, one or more for each rank."""
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -9,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UnsupportedError, UserError
-from ddp_lab.runtime.mesh import PIPELINE, TENSOR, MeshGroups, timeout_of
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.mesh import PIPELINE, MeshGroups, timeout_of
 from ddp_lab.strategy.model_parallel import ModelParallel
 from ddp_lab.strategy.replicated import broadcast_from_rank0
 from pipeline_parallel.channels import open_channels
@@ -21,20 +24,25 @@ from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import shared_of, tie
 from tensor_parallel.parallelize import parallelize_for as cut_layers
 from tensor_parallel.plan import STAGES, read_toml
+from tensor_parallel.traffic import Traffic
 
 
-def parallelize_for(module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device) -> ModelParallel:
-    """Cut `module` in place, as a run's settings say: its layers over `tp`, or the module itself into stages over `pp`.
+def parallelize_for(
+    module: nn.Module, config: RunConfig, groups: MeshGroups, device: torch.device, split: Split | None = None
+) -> ModelParallel:
+    """Cut `module` in place, as a run's settings say: its layers over `tp`, the module itself over `pp`.
+
+    Args:
+        split: Of blocks over stages. Default: what the settings say of it.
 
     Raises:
         UnsupportedError: it cannot be cut so.
     """
     if groups.mesh.degree(PIPELINE) == 1:
         return cut_layers(module, config, groups, device)
-    if groups.mesh.degree(TENSOR) > 1:
-        raise UnsupportedError("--mesh with pp and tp: a stage's layers are not cut yet; take one of the two")
+    over_tensor = partial(cut_layers, module, config, groups, device) if config.cuts_layers else None
     schedule, stages_per_rank = config.pipeline_schedule, config.stages_per_rank
-    return cut_into_stages(module, groups, device, schedule, stages_per_rank, split_of(config))
+    return cut_into_stages(module, groups, device, schedule, stages_per_rank, split or split_of(config), over_tensor)
 
 
 def split_of(config: RunConfig) -> Split | None:
@@ -64,12 +72,14 @@ def cut_into_stages(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     split: Split | None = None,
+    cut_over_tensor: Callable[[], ModelParallel] | None = None,
 ) -> ModelParallel:
     """Leave of `module` what belongs to this rank's stages, in place. Rank 0's parameters win. Collective.
 
     Args:
         schedule: One of `SCHEDULES`.
-        split: Of blocks over stages. Default: by cost.
+        split: Of blocks over stages. Default: by cost, of whole layers.
+        cut_over_tensor: Cuts the layers over `groups.tensor`. Default: the mesh has no tp.
 
     Returns:
         What a strategy over `groups.data` must know of it.
@@ -82,14 +92,22 @@ def cut_into_stages(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     broadcast_from_rank0([*module.parameters(), *module.buffers()], groups.model)
     chain, places = partition(module, ranks * stages_per_rank, split)
+    own, tokens = range(rank, ranks * stages_per_rank, ranks), None
+    layers = ModelParallel(groups.model, groups.everyone, {}, groups.tensor)
+    if cut_over_tensor is not None:
+        layers = cut_over_tensor()
+        chain = [(name, module.get_submodule(name)) for name, _ in chain]  # some have been replaced
+        assert isinstance(layers.traffic, Traffic)
+        layers.traffic.keep([name for (name, _), stage in zip(chain, places, strict=True) if stage in own])
+        tokens = layers.traffic.ranks.tokens
     shared = shared_of(chain, places)
     is_ring, timeout = stages_per_rank > 1, timeout_of(groups.everyone)
     channels = open_channels(pipelines_of(groups), device, is_ring, bool(shared), timeout)
-    stages = Stages(module, chain, places, range(rank, ranks * stages_per_rank, ranks))
+    stages = Stages(module, chain, places, own, tokens)
     tied = tie(shared, module, channels, rank, ranks)
     pipeline = Pipeline(stages, channels, group, SCHEDULES[schedule], stages_per_rank, tied)
     aliases = {name: names[0] for names in shared.values() for name in names[1:]}
-    return ModelParallel(groups.model, groups.everyone, {}, groups.tensor, pipeline, aliases)
+    return replace(layers, pipeline=pipeline, aliases=aliases)
 
 
 def pipelines_of(groups: MeshGroups) -> list[list[int]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ddp_lab.runtime.tensors import first_of, with_first
 from pipeline_parallel.partition import Chain
+from tensor_parallel.sequence import Tokens
 
 
 class Handover(Exception):
@@ -29,11 +30,14 @@ class Handover(Exception):
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that is on another rank. It holds nothing."""
+    """In the place of `part`, which is on another rank. It holds nothing. With sequence parallelism, the hooks in front
+    of it run here too: one of them cuts tokens."""
 
-    def __init__(self, stages: "Stages", stage: int) -> None:
+    def __init__(self, stages: "Stages", part: nn.Module, stage: int) -> None:
         super().__init__()
-        self.call = partial(stages.pass_by, stage)
+        self.call, self.stands_for = partial(stages.pass_by, stage), type(part)
+        for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs") if stages.tokens else ():
+            setattr(self, hooks, getattr(part, hooks))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.call(args, kwargs)
@@ -45,10 +49,13 @@ class Stages:
     Args:
         own: The numbers of the stages on this rank.
         places: The stage of each module of `chain`.
+        tokens: With sequence parallelism, what cuts them.
     """
 
-    def __init__(self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int]) -> None:
-        self.own = list(own)
+    def __init__(
+        self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], tokens: Tokens | None = None
+    ) -> None:
+        self.own, self.tokens = list(own), tokens
         self._current: tuple[int, Tensor | None] = (0, None)
         self.here: list[tuple[nn.Module, int]] = []  # what stays, with its stage
         for (name, part), stage in zip(chain, places, strict=True):
@@ -56,7 +63,7 @@ class Stages:
                 self.here.append((part, stage))
             else:
                 parent, _, child = name.rpartition(".")
-                setattr(module.get_submodule(parent), child, Elsewhere(self, stage))
+                setattr(module.get_submodule(parent), child, Elsewhere(self, part, stage))
 
     def take_turns(self) -> None:
         """Let each module here know when it is not its turn. The last to change their `forward`."""
@@ -76,11 +83,14 @@ class Stages:
         """
         self._current = stage, received
         try:
-            return forward()
+            answer = forward()
         except Handover as handover:
-            return handover.hidden
+            answer = handover.hidden
         finally:
             self._current = (0, None)
+        if self.tokens is not None:
+            self.tokens.remember(answer)
+        return answer
 
     def _run(self, stage: int, is_first: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current, received = self._current
@@ -96,4 +106,7 @@ class Stages:
         if stage > current:
             raise Handover(first_of(args, kwargs))
         assert received is not None, "the first stage has none before it"
-        return received.detach()
+        if self.tokens is None:
+            return received.detach()
+        # Positions are of whole sequences: only the first block cuts tokens, by the hook in front of it.
+        return received.new_zeros(*first_of(args, kwargs).shape[:2], received.shape[-1])

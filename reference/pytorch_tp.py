@@ -116,7 +116,7 @@ def parallelize_by_torch(
     named = module.named_parameters(remove_duplicate=False)
     cuts = {name: cut for name, p in named if (cut := cut_of(p)) is not None}
     return ModelParallel(
-        groups.model, groups.everyone, cuts, groups.tensor, device_mesh=groups.device_mesh, traffic=traffic.of_step
+        groups.model, groups.everyone, cuts, groups.tensor, device_mesh=groups.device_mesh, traffic=traffic
     )
 
 
@@ -145,13 +145,13 @@ def announce(traffic: Traffic, module: nn.Module, styles: Mapping[str, Style], c
             case Row():
                 traffic.g.append(Place(name, features))
             case Embedding():
-                traffic.sums.append(features)
+                traffic.sums.append(Place(name, features))
             case Shared() if cuts_tokens:
                 sizes = [p.numel() * traffic.precision.rest for p in module.get_submodule(name).parameters()]
-                traffic.parameters += [(size, traffic.ranks.size) for size in sizes]
+                traffic.parameters += [(name, size, traffic.ranks.size) for size in sizes]
             case Split() if cuts_tokens:
-                traffic.turns.append(features)
-        traffic.losses += isinstance(style, Head)
+                traffic.turns.append(Place(name, features))
+        traffic.losses += [Place(name, features)] * isinstance(style, Head)
 
 
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:

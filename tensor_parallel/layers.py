@@ -33,11 +33,10 @@ class RowParallel(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self._ranks.end_random()
-        tokens = self._ranks.active_tokens
+        tokens, weight = self._ranks.active_tokens, self.weight.t() if self.transposed else self.weight
         if tokens is not None and tokens.pieces > 1:
-            weight = self.weight if self.transposed else self.weight.t()
-            return self._with_bias(tokens.multiply_scatter(as_factor(hidden), weight))
-        terms = hidden @ self.weight if self.transposed else functional.linear(hidden, self.weight)
+            return self._with_bias(tokens.multiply_scatter(as_factor(hidden), weight.t()))
+        terms = functional.linear(hidden, weight)
         if tokens is None:
             total = Add.apply(terms, self._ranks.group)
             return total if self.bias is None else total + self.bias

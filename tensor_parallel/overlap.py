@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ddp_lab.strategy.communication.collectives import Pending, all_gather, reduce_scatter
-from tensor_parallel.cuts import is_transposed
+from tensor_parallel.cuts import is_transposed, weight_of
 from tensor_parallel.operators import own_part
 
 
@@ -164,6 +164,4 @@ class Columns:
 
 def by_inputs(layer: nn.Module) -> Tensor:
     """The weight of a linear layer, (inputs, outputs)."""
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    return weight if is_transposed(layer) else weight.t()
+    return weight_of(layer) if is_transposed(layer) else weight_of(layer).t()

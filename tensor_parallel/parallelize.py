@@ -83,7 +83,7 @@ def parallelize(
     parallelizer = Parallelizer(module, plan, ranks, groups, traffic)
     parallelizer.run()
     cuts = parallelizer.parameters.cuts
-    return ModelParallel(groups.model, groups.everyone, cuts, ranks.group, traffic=traffic.of_step)
+    return ModelParallel(groups.model, groups.everyone, cuts, ranks.group, traffic=traffic)
 
 
 class Parallelizer:
@@ -104,6 +104,8 @@ class Parallelizer:
             self._apply(name, self._module.get_submodule(name), style)
         self._require_complete()
         self._module.register_forward_pre_hook(self._ranks.begin_forward, prepend=True, with_kwargs=True)
+        random = self._ranks.random
+        self._module.register_forward_hook(lambda *_: random.end(), always_call=True)  # a stage may end anywhere
 
     def _apply(self, name: str, layer: nn.Module, style: Style) -> None:
         ranks = self._ranks
@@ -123,15 +125,15 @@ class Parallelizer:
                 self._cut_head(name, layer)
             case Shared():
                 if ranks.tokens is not None or not style.of_tokens:
-                    self._sum_gradients(layer, ranks.group)
+                    self._sum_gradients(name, layer, ranks.group)
                 if ranks.tokens is not None and style.merges:
-                    self._traffic.turns.append(self._features())
+                    self._traffic.turns.append(Place(name, self._features()))
                     layer.register_forward_hook(ranks.merge_behind)
             case Split() if ranks.tokens is not None:
-                self._traffic.turns.append(self._features())
+                self._traffic.turns.append(Place(name, self._features()))
                 layer.register_forward_pre_hook(ranks.split, prepend=True, with_kwargs=True)
             case Merge() if ranks.tokens is not None:
-                self._traffic.turns.append(self._features())
+                self._traffic.turns.append(Place(name, self._features()))
                 layer.register_forward_pre_hook(ranks.merge, prepend=True, with_kwargs=True)
 
     def _features(self) -> int:
@@ -190,7 +192,7 @@ class Parallelizer:
         setattr(layer, "nf" if is_transposed(layer) else "out_features", weight_of(layer).shape[dim])
         alike = cut.ranges.count(cut.ranges[self._ranks.rank])
         if alike > 1:
-            self._sum_gradients(layer, self._groups.part_of_tensor(alike))
+            self._sum_gradients(name, layer, self._groups.part_of_tensor(alike))
         else:
             self._overlap(enclosing(name, self._regions) or name, name, layer)
 
@@ -202,13 +204,13 @@ class Parallelizer:
         bias = layer._parameters["bias"]
         self._traffic.g.append(Place(name, weight_of(layer).shape[1 - dim], pieces=self._pieces))
         if bias is not None and self._ranks.tokens is not None:
-            self._traffic.parameters.append((self._bytes_of(bias), self._ranks.size))
+            self._traffic.parameters.append((name, self._bytes_of(bias), self._ranks.size))
         self._replace(name, RowParallel(weight_of(layer), bias, self._ranks, transposed))
 
     def _cut_embedding(self, name: str, layer: nn.Embedding) -> None:
         cut = cut_evenly(name, "rows", len(layer.weight), 0, self._ranks.size)
         self.parameters.cut(layer, name, "weight", cut)
-        self._traffic.sums.append(layer.embedding_dim)
+        self._traffic.sums.append(Place(name, layer.embedding_dim))
         first = cut.ranges[self._ranks.rank][0][0]
         self._replace(name, VocabularyParallelEmbedding(layer, first, self._ranks))
 
@@ -216,8 +218,8 @@ class Parallelizer:
         ranks = self._ranks
         cut = cut_evenly(name, "entries", len(weight_of(layer)), 0, ranks.size)
         merges = any(isinstance(style, Shared) and style.merges for style in self._styles.values())
-        columns = self._add_entrance(Place(name, weight_of(layer).shape[1], is_whole=merges))
-        self._traffic.losses += 1
+        columns = self._add_entrance(place := Place(name, weight_of(layer).shape[1], is_whole=merges))
+        self._traffic.losses.append(place)
         self.parameters.cut(layer, name, "weight", cut)
         self.parameters.cut(layer, name, "bias", cut)
         first, lengths = cut.ranges[ranks.rank][0][0], [end - start for ((start, end),) in cut.ranges]
@@ -243,12 +245,12 @@ class Parallelizer:
 
     # Parameters that all hold ----------------------------------------------------------------------------------------
 
-    def _sum_gradients(self, layer: nn.Module, group: dist.ProcessGroup) -> None:
+    def _sum_gradients(self, name: str, layer: nn.Module, group: dist.ProcessGroup) -> None:
         """Put f in front of the parameters that are directly in `layer`."""
         plain, size = type(layer).forward, dist.get_world_size(group)
         for parameter in layer.parameters(recurse=False):
             if parameter.requires_grad:
-                self._traffic.parameters.append((self._bytes_of(parameter), size))
+                self._traffic.parameters.append((name, self._bytes_of(parameter), size))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             held = {name: p for name, p in layer._parameters.items() if p is not None}

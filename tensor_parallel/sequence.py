@@ -9,6 +9,7 @@ the tokens of all ranks in the old shape, the MLP needs no shape.
 Behind the last norm, the head is a region too, or `Merge` stands in front of what all ranks compute alike.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ddp_lab.runtime.tensors import tensors_in
 from tensor_parallel.operators import Gather, Scatter, own_part
 from tensor_parallel.overlap import Columns, GatherMultiply, MultiplyScatter
 
@@ -84,6 +86,16 @@ class Tokens:
     def multiply_scatter(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """`scatter` of a product with (inputs, outputs), overlapped."""
         return MultiplyScatter.apply(self._padded(inputs), weight, self._group, self.pieces)[None]
+
+    def remember(self, answer: Any) -> None:
+        """Let backward from what this forward pass `answer`s know its shape, though others have run in between."""
+        shape = self._shape
+
+        def again(_: Tensor) -> None:
+            self._shape = shape
+
+        for tensor in filter(attrgetter("requires_grad"), tensors_in(answer)):
+            tensor.register_hook(again)
 
     def _padded(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)

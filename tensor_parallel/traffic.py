@@ -98,10 +98,10 @@ class Traffic:
         ranks: Over which the model is cut.
         precision: Of the activations.
         f, g: In front of and behind parallel regions.
-        sums: Features of hidden states that are added up in forward alone: of embeddings.
-        turns: Features where sequence parallelism begins and ends.
-        losses: Vocabularies over which a loss is computed.
-        parameters: Behind an f of their own: bytes of each, and the ranks that add them up.
+        sums: Where hidden states are added up in forward alone: embeddings.
+        turns: Where sequence parallelism begins and ends.
+        losses: Heads, over whose vocabularies a loss is computed.
+        parameters: Behind an f of their own: the module of each, its bytes, and the ranks that add them up.
     """
 
     def __init__(
@@ -111,12 +111,18 @@ class Traffic:
         self.precision = precision
         self.f: list[Place] = []
         self.g: list[Place] = []
-        self.sums: list[int] = []
-        self.turns: list[int] = []
-        self.losses = 0
-        self.parameters: list[tuple[int, int]] = []
+        self.sums: list[Place] = []
+        self.turns: list[Place] = []
+        self.losses: list[Place] = []
+        self.parameters: list[tuple[str, int, int]] = []
 
-    def of_step(self, micro_batches: int) -> list[Collective]:
+    def keep(self, modules: Sequence[str]) -> None:
+        """Forget what is in no module of these names: another rank has it."""
+        for places in (self.f, self.g, self.sums, self.turns, self.losses):
+            places[:] = [place for place in places if enclosing(f"{place.module}.", modules)]
+        self.parameters = [one for one in self.parameters if enclosing(f"{one[0]}.", modules)]
+
+    def __call__(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""
         tokens, cuts = self.ranks.tokens_in_batch, self.ranks.tokens is not None
         filled = padded(tokens, self.ranks.size * (self.ranks.tokens.pieces if self.ranks.tokens is not None else 1))
@@ -140,9 +146,9 @@ class Traffic:
             else:
                 reduced += in_forward
         rest = self.precision.rest
-        reduced += [tokens * features * rest for features in self.sums]
-        gathered += [filled * features * rest for features in self.turns if cuts]
-        losses = [tokens * cross_entropy.NUMBERS * 4] * self.losses
+        reduced += [tokens * place.features * rest for place in self.sums]
+        gathered += [filled * place.features * rest for place in self.turns if cuts]
+        losses = [tokens * cross_entropy.NUMBERS * 4] * len(self.losses)
         calls_of_loss = cross_entropy.NUMBERS if self._by_torch else cross_entropy.CALLS
         group, size = self.ranks.group, self.ranks.size
         if self._by_torch:
@@ -156,7 +162,7 @@ class Traffic:
             Collective("all_reduce", calls_of_loss * len(losses), sum(losses), size, "activations"),
             gathers,
             scatters,
-            *(Collective("all_reduce", 1, payload, ranks, "gradients") for payload, ranks in self.parameters),
+            *(Collective("all_reduce", 1, payload, ranks, "gradients") for _, payload, ranks in self.parameters),
         ]
         times = micro_batches
         return [replace(c, count=c.count * times, payload_bytes=c.payload_bytes * times) for c in one if c.count]

@@ -12,7 +12,8 @@ def uses_of_parameters(module: nn.Module) -> Counter[int]:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence.
+    """The outermost modules that repeat, in registration order: at least two of a class in one list or sequence, those
+    that are on other ranks among them (`stands_for`).
 
     A module that shares a parameter with a module outside it is not a block: the parameter is needed elsewhere, too.
     """
@@ -32,8 +33,9 @@ def parts_around(module: nn.Module, blocks: set[nn.Module], path: str = "") -> I
 
 
 def _repeated_children(parent: nn.Module) -> Iterable[nn.Module]:
-    holders = [child for child in parent.children() if next(child.parameters(), None) is not None]
-    classes = Counter(map(type, holders)) if isinstance(parent, nn.ModuleList | nn.Sequential) else Counter()
+    kinds = {child: getattr(child, "stands_for", type(child)) for child in parent.children()}
+    holders = [child for child in kinds if kinds[child] is not type(child) or any(True for _ in child.parameters())]
+    classes = Counter(kinds[c] for c in holders) if isinstance(parent, nn.ModuleList | nn.Sequential) else Counter()
     for child in holders:
         if classes[type(child)] >= 2:
             yield child

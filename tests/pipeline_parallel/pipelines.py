@@ -13,7 +13,7 @@ from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
 from ddp_lab.strategy.interface import Strategy
 from tests.models import build, make_batch
-from tests.parity import OPTIMIZERS, Split, global_batch, options_of
+from tests.parity import OPTIMIZERS, Split, global_batch
 from tests.tensor_parallel.meshes import trained
 
 CPU = torch.device("cpu")
@@ -32,10 +32,11 @@ def strategy_in_pipeline(
     """Within this context the groups of the mesh exist. Every rank starts from other weights; rank 0's win."""
     with mesh_groups(Mesh.parse(mesh), "cpu") as groups:
         module = build(model, seed=dist.get_rank())
-        settings = options_of(("tensor_parallel", "baseline" if choice == "tp" else choice), **options)
-        config = RunConfig.of(choice=choice, mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
+        flags = {"pipeline_schedule": schedule, "stages_per_rank": stages_per_rank, **options}
+        flags |= {"bucket_cap_mb": 25.0} if choice == "tp" else {}
+        config = RunConfig.of(choice=choice, mesh=mesh, **flags)
         parts = tensor_parallel.REGISTRY.load_parallelize(choice)(module, config, groups, CPU)
-        settings = replace(settings, model_parallel=parts, shard_groups=groups.shard_groups)
+        settings = replace(config.strategy, model_parallel=parts, shard_groups=groups.shard_groups)
         yield tensor_parallel.load(choice).in_stages()(module, OPTIMIZERS[optimizer], settings, groups.data)
 
 
@@ -56,7 +57,10 @@ def train_in_pipeline(
         result["at_rest"] = [strategy.memory_breakdown()["parameters"]]
         result["whole"] = 4 * sum(parameter.numel() for parameter in strategy.module.parameters())
         with torch.no_grad():
-            result["own_loss"] = strategy(**make_batch(model, 4, 7)).loss.item()
+            batch = make_batch(model, 4, 7)
+            result["own_loss"] = strategy(**batch).loss.item()
+            if model.startswith("lm"):
+                result["logits"] = strategy(input_ids=batch["input_ids"]).logits
         strategy.zero_grad()
         strategy.forward_backward(global_batch(model, steps[0], 0)[strategy.data_parallel_rank])
         result["at_rest"].append(strategy.memory_breakdown()["parameters"])  # before the update, too

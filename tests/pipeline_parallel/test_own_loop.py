@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import ddp_lab
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import closing_groups
+from tests.models import build, make_batch
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -89,6 +90,17 @@ def test_a_sequence_in_an_own_loop(
         assert answer == pytest.approx(wanted_answer, rel=1e-5)
     for name, tensor in wanted_state.items():
         torch.testing.assert_close(found[0][1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def with_layers_cut() -> float:
+    with closing_groups():
+        strategy = ddp_lab.pipeline(build("lm, gqa"), "pp=2,tp=2").strategy("zero1", optimizer_of)
+        return strategy.forward_backward([make_batch("lm, gqa", 2, 0)]).item()
+
+
+def test_stages_whose_layers_are_cut(ranks: RankPool) -> None:
+    wanted = build("lm, gqa")(**make_batch("lm, gqa", 2, 0)).loss.item()
+    assert ranks.run(4, with_layers_cut) == pytest.approx([wanted] * 4, rel=1e-5)
 
 
 def test_what_is_refused() -> None:

@@ -35,10 +35,11 @@ def check_in_pipeline(
     module = build(model)
     module.load_state_dict(wanted["state"])
     with torch.no_grad():
-        loss = module.eval()(**make_batch(model, 4, 7)).loss.item()
+        answer = module.eval()(**make_batch(model, 4, 7))
     for rank in found:
         assert rank["grad_norm"] == pytest.approx(found[0]["grad_norm"])
-        assert rank["own_loss"] == pytest.approx(loss, rel=1e-5), "evaluation answers on every rank"
+        assert rank["own_loss"] == pytest.approx(answer.loss.item(), rel=1e-5), "evaluation answers on every rank"
+        torch.testing.assert_close(rank.pop("logits", answer.logits), answer.logits)
     return found
 
 
