@@ -3,7 +3,7 @@
 from unittest import mock
 
 from ddp_lab.planner import models
-from ddp_lab.planner.contracts import Costs, MemoryCurve, Simulated, Span
+from ddp_lab.planner.contracts import Costs, MemoryCurve, Simulated
 from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.plan import Case, Outcome, Plan
 from ddp_lab.runtime.config import RunConfig
@@ -12,18 +12,13 @@ GIB = 2**30
 
 
 def simulation(step_ms: float, exposed_ms: float, peak_gib: float) -> Simulated:
-    """A step that computes, in two phases, and then waits for one collective."""
+    """A step that computes, and waits for a collective that began half-way."""
     step, exposed = step_ms / 1e3, exposed_ms / 1e3
     half, busy = (step - exposed) / 2, step - exposed
     held = {"parameters": int(peak_gib * GIB / 2), "activations": int(peak_gib * GIB / 2)}
     resting = {"parameters": held["parameters"], "activations": 0}
-    spans = [
-        Span("compute", "aten.mm.default", 0, half, {"phase": "forward"}),
-        Span("compute", "aten.mm.default", half, busy, {"phase": "backward"}),
-        Span("communication 0", "all_reduce", half, step, {"payload_bytes": 8}),
-    ]
     curve = MemoryCurve(resting, held)
-    return Simulated(step, busy, half + exposed, exposed, spans, curve, {})
+    return Simulated(step, busy, half + exposed, exposed, curve, {})
 
 
 COSTS = Costs(mock.Mock(), mock.Mock(), 1.0, compute_error=0.2, sources=("from nowhere.",))

@@ -1,8 +1,8 @@
 """What the simulator needs from those who know costs, and what it answers with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
@@ -115,24 +115,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that took time on one lane of the simulated rank.
-
-    Attributes:
-        lane: `compute`, or `communication` with a number, since several may be in flight at once.
-        start_s: From the beginning of the step.
-        details: Of an operator its `call`, and the `phase` of the step (forward, backward, ...); of a collective
-            `payload_bytes` and `backend`.
-    """
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class MemoryCurve:
     """Bytes that the simulated rank holds, by component (`COMPONENTS`).
 
@@ -157,7 +139,6 @@ class Simulated:
         compute_s: Time in which the rank computes.
         communication_s: Time in which any collective is in flight.
         exposed_s: Time in which the rank only waits for collectives.
-        spans: None of a pipeline's ranks.
         without_costs: Operators of which nothing is known, with the number of calls. They take no time.
         largest: The place in its pipeline of the rank whose memory this is.
     """
@@ -166,7 +147,6 @@ class Simulated:
     compute_s: float
     communication_s: float
     exposed_s: float
-    spans: Sequence[Span]
     memory: MemoryCurve
     without_costs: Mapping[str, int]
     largest: int | None = None

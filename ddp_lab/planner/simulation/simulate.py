@@ -80,7 +80,7 @@ def simulate(setting: Setting, cluster: Cluster, costs: Costs, rank: int = 0) ->
     busy_s, in_flight_s = (fmean(end[of] - begin[of] for begin, end in zip(begun, ended, strict=True)) for of in (1, 2))
     largest = max(range(len(found)), key=lambda place: found[place].memory.peak_bytes)
     without = {name: count for one in found for name, count in one.without_costs.items()}
-    return Simulated(step_s, busy_s, in_flight_s, step_s - busy_s, (), found[largest].memory, without, largest)
+    return Simulated(step_s, busy_s, in_flight_s, step_s - busy_s, found[largest].memory, without, largest)
 
 
 class Simulation:
@@ -160,9 +160,9 @@ class Simulation:
             train(strategy, [StepData(samples, self.micro_batches)], observer, clip, lambda _: None)
         end = clock.readings
         self._sort_memory()
-        spans, without = observer.spans(begin[0], end[0]), dict(self.device.without_costs)
         step_s, compute_s, in_flight_s, exposed_s = (after - before for before, after in zip(begin, end, strict=True))
-        return Simulated(step_s, compute_s, in_flight_s, exposed_s, spans, self.memory.stop(), without)
+        without_costs = dict(self.device.without_costs)
+        return Simulated(step_s, compute_s, in_flight_s, exposed_s, self.memory.stop(), without_costs)
 
     # What memory counts as --------------------------------------------------------------------------------------------
 

@@ -10,17 +10,19 @@ import pytest
 PROGRAM = """
 import json, resource, sys, time
 from ddp_lab.planner import command as plan
-from ddp_lab.planner.plan import outcome
 from ddp_lab.planner.plan_command import case_of
+from ddp_lab.planner.simulation.simulate import Simulation
 
 case = case_of(plan.build_parser("plan").parse_args(sys.argv[1:]))
-step = outcome(case, "zero3").simulated
+simulation = Simulation(case.setting("zero3"), case.cluster, case.costs)
+with simulation.running():
+    step = simulation.measure()
 print(json.dumps({
     "seconds": time.process_time(),
     "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "elements": case.model.elements(),
     "parameters": step.memory.at_rest["parameters"],
-    "gathers": [span.name for span in step.spans].count("all_gather"),
+    "gathers": [issued.kind for issued in simulation.observer.issued].count("all_gather"),
 }))
 """
 FLAGS = "--model Llama-3.1-70B --gpus 128x8xH100 --link nvlink4 --between 8xndr --sequence-length 2048"

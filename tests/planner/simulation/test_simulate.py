@@ -19,6 +19,7 @@ from ddp_lab.planner.costs.cluster import Cluster, Device, Link
 from ddp_lab.planner.costs.links import LinkCosts
 from ddp_lab.planner.simulation.memory import CUDA_BLOCK
 from ddp_lab.planner.simulation.network import CannotSimulate
+from ddp_lab.planner.simulation.observer import StepObserver
 from ddp_lab.planner.simulation.simulate import Simulation, adamw, host_of, simulate
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
@@ -74,6 +75,13 @@ def simulated(
     return simulate(one, cluster(ranks, kind), costs)
 
 
+def observed(one: Setting, kind: str, seconds: float = SECONDS) -> tuple[Simulated, StepObserver]:
+    """The step, and what happened in it."""
+    simulation = Simulation(one, cluster(2, kind), Costs(EachOperator(seconds), EachCollective()))
+    with simulation.running():
+        return simulation.measure(), simulation.observer
+
+
 # Traffic -------------------------------------------------------------------------------------------------------------
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
@@ -113,20 +121,19 @@ def test_the_collectives_are_those_that_the_strategy_announces(choice: str, case
             seen.update({issued.kind: 1, f"bytes of {issued.kind}": issued.payload_bytes})
     assert seen == announced
     assert ("scatter" in seen) == (kind == "cpu" and choice in ("zero1", "zero2", "zero3")), "each backend's own"
-    require_whole(step)
+    require_whole(step, simulation.observer)
 
 
-def require_whole(step: Simulated) -> None:
+def require_whole(step: Simulated, observer: StepObserver) -> None:
     """A rank computes or waits; nothing overlaps itself; what overlaps cannot save more than the shorter of the two."""
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
     assert step.exposed_s <= step.communication_s + 1e-9
     longest = max(step.compute_s, step.communication_s)
     assert longest - 1e-9 <= step.step_time_s <= step.compute_s + step.communication_s + 1e-9
-    lanes: dict[str, float] = {}
-    for span in step.spans:
-        assert 0 <= span.start_s <= span.end_s <= step.step_time_s + 1e-9
-        assert span.start_s >= lanes.get(span.lane, 0.0) - 1e-9, f"{span.lane}: one thing after the other"
-        lanes[span.lane] = span.end_s
+    until_s = 0.0
+    for _, _, start, end in observer.computed:
+        assert until_s - 1e-9 <= start <= end, "one thing after the other"
+        until_s = end
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -256,15 +263,14 @@ def gradient_seconds(calls: int) -> float:
 @each_row("kind", ["cpu", "cuda"])
 def test_simple_ddp_is_compute_plus_communication(kind: str) -> None:
     """On CUDA the first exchange, of tensors in host memory, takes what Gloo would inside a node."""
-    step = simulated(setting("simple_ddp"), kind=kind)
+    step, observer = observed(setting("simple_ddp"), kind=kind)
     expected = gradient_seconds(6)
     if kind == "cuda":
         cost = LinkCosts(host_of(cluster(2, kind))).cost("all_gather", COUNTS_BYTES, (0, 1))
         expected += cost.latency_s + cost.transfer_s - LATENCY - COUNTS_BYTES / RATE
     assert step.exposed_s == pytest.approx(expected)
     assert step.step_time_s == pytest.approx(step.compute_s + step.exposed_s)
-    operators = [span for span in step.spans if span.lane == "compute"]
-    assert step.compute_s == pytest.approx(SECONDS * len(operators))
+    assert step.compute_s == pytest.approx(SECONDS * len(observer.computed))
 
 
 def test_what_overlaps_is_hidden() -> None:
@@ -276,15 +282,15 @@ def test_what_overlaps_is_hidden() -> None:
 
 def test_fsdp_gathers_in_forward_beside_the_block_before() -> None:
     """Its streams wait for that block's copy out, not for the block: all gathers but the first two are hidden."""
-    step = simulated(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
-    forward = [span for span in step.spans if span.lane == "compute" and span.details["phase"] == "forward"]
-    communication = [span for span in step.spans if span.name == "all_gather" and span.details["backend"] == "nccl"]
-    gathers = [span for span in communication if forward[0].start_s <= span.start_s and span.end_s <= forward[-1].end_s]
+    _, observer = observed(setting("pytorch_zero3", "llama"), kind="cuda", seconds=1e-2)
+    forward = [(start, end) for _, phase, start, end in observer.computed if phase == "forward"]
+    flights = [one.flight for one in observer.issued if (one.kind, one.backend) == ("all_gather", "nccl")]
+    times = [(one.began_s, one.ended_s) for one in flights if one.began_s is not None and one.ended_s is not None]
+    gathers = [(begin, end) for begin, end in times if forward[0][0] <= begin and end <= forward[-1][1]]
     assert len(gathers) >= 3
-    computing = [span for span in step.spans if span.lane == "compute"]
-    for gather in gathers[2:]:
-        beside = sum(max(0.0, min(gather.end_s, each.end_s) - max(gather.start_s, each.start_s)) for each in computing)
-        assert beside == pytest.approx(gather.end_s - gather.start_s, rel=0.05)
+    for begin, end in gathers[2:]:
+        beside = sum(max(0.0, min(end, done) - max(begin, start)) for _, _, start, done in observer.computed)
+        assert beside == pytest.approx(end - begin, rel=0.05)
 
 
 # What cannot be ------------------------------------------------------------------------------------------------------
