@@ -43,8 +43,7 @@ class WeightGradients(TorchFunctionMode):
             leads_on = input.requires_grad
             if not leads_on:
                 input = input.detach().requires_grad_()  # so that there is a backward pass
-            product = Product.apply(input, Weight(weight), self._left, leads_on)
-            return product if bias is None else product + bias
+            return Product.apply(input, Weight(weight), bias, self._left, leads_on)
 
     def compute(self) -> None:
         """Make the gradients of weights, and let autograd add them to those of earlier micro-batches: weight by weight,
@@ -61,19 +60,22 @@ class Weight(NamedTuple):
 
 
 class Product(torch.autograd.Function):
-    """x (..., inputs) times w (outputs, inputs), transposed. To autograd, w is no input: hooks of a weight would run
-    without a gradient."""
+    """x (..., inputs) times w (outputs, inputs), transposed, plus a bias. To autograd, w is no input: hooks of a weight
+    would run without a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Weight, left: dict[Any, Any], leads_on: bool) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, left: dict[Any, Any], leads_on: bool
+    ) -> Tensor:
         ctx.save_for_backward(input, weight.tensor.detach())
         ctx.left, ctx.weight, ctx.leads_on = left, weight, leads_on
-        return functional.linear(input, weight.tensor)
+        return functional.linear(input, weight.tensor, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors
         rows, gradients = input.detach().flatten(0, -2), gradient.flatten(0, -2)
         key = ctx.weight.tensor if ctx.weight.tensor.is_leaf else None
         ctx.left.setdefault(key, []).append((ctx.weight.tensor, lambda: gradients.t() @ rows))
-        return gradient @ weight if ctx.leads_on else None, None, None, None
+        of_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ weight if ctx.leads_on else None, None, of_bias, None, None

@@ -2,8 +2,8 @@
 
 The model keeps its own `forward`, on every rank. All ranks have the same samples, so each makes masks, positions and
 the like for itself. Only the hidden states travel:
-- A module of an earlier stage answers with what the rank has received, whatever it is asked.
-- The first module of a stage gets what the rank has received, as its first argument.
+- A module of an earlier stage answers with NaN, in the form of what the rank has received.
+- The first module of a stage gets what the rank has received, in the place of this NaN.
 - The first module of a later stage ends the forward pass: its first argument is what this stage makes.
 
 So names stay as they are, and the module of a rank is an ordinary one with ordinary parameters: a data-parallel
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_lab.runtime.tensors import first_of, with_first
@@ -101,12 +102,12 @@ class Stages:
         return forward(*args, **kwargs)
 
     def pass_by(self, stage: int, args: Any, kwargs: Any) -> Tensor:
-        """What a module of another stage answers."""
+        """What a module of another stage answers: nothing that anyone should compute with, so NaN."""
         current, received = self._current
         if stage > current:
             raise Handover(first_of(args, kwargs))
         assert received is not None, "the first stage has none before it"
-        if self.tokens is None:
-            return received.detach()
         # Positions are of whole sequences: only the first block cuts tokens, by the hook in front of it.
-        return received.new_zeros(*first_of(args, kwargs).shape[:2], received.shape[-1])
+        sequences = self.tokens and first_of(args, kwargs).shape[:2]
+        shape = (*sequences, received.shape[-1]) if sequences else received.shape
+        return received.new_full(shape, torch.nan)

@@ -34,6 +34,11 @@ class Zero2(Zero1):
 
     def after_backward(self) -> None:
         """Finish what the backward pass of a micro-batch has left in flight, so that its full gradients are freed."""
-        if self.steps.another_follows and self.reduces_every_micro_batch:  # else the end of the step does it
+        if not self.steps.another_follows:
+            return  # the end of the step does it
+        if self.reduces_every_micro_batch:
             self.finish_gradient_synchronization()
             self.order.restart()
+        for bucket in self.buckets:
+            if bucket.casts:  # autograd would add the next gradients in the parameters' low precision
+                bucket.collect()

@@ -1,5 +1,6 @@
 """Small modules that hold the traps, and the batches to train them on. All are called as `module(x=..., y=...)`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -138,21 +139,22 @@ class Branching(nn.Module):
 
 
 class Deep(nn.Module):
-    """A layer, six equal blocks, of which those in `skipped` do not run, and a head."""
+    """A layer, six equal blocks, of which those in `skipped` do not run, and a head. `skips`: around them, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Callable[[], nn.Module] = nn.Tanh, skips: bool = False) -> None:
         super().__init__()
+        self.skips = skips
         self.first = nn.Linear(FEATURES, 20)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), inside()) for _ in range(6))
         self.last = nn.Linear(20, 1)
         self.skipped: list[int] = []
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
-        hidden = self.first(x)
+        hidden = around = self.first(x)
         for index, block in enumerate(self.blocks):
             if index not in self.skipped:
                 hidden = block(hidden)
-        return answer(self.last(hidden), y)
+        return answer(self.last(hidden + around if self.skips else hidden), y)
 
 
 class OutOfOrder(nn.Module):
@@ -362,9 +364,12 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "lm, long": partial(llama_lm, 12, layers=8),
         "lm, long, tied": partial(llama_lm, 2, True, layers=8),
         "lm, long, gpt2": partial(gpt2_lm, layers=8),
+        "lm, long, gpt2, dropout": partial(gpt2_lm, 0.3, 8),
         **dict.fromkeys(BRANCHES, Branching),
         "normed": Normed,
         "deep": Deep,
+        "deep, normed": partial(Deep, partial(nn.BatchNorm1d, 20)),
+        "deep, skips": partial(Deep, skips=True),
         "awkward": AwkwardBlocks,
         LORA: llama_with_adapters,
     }[name]()  # type: ignore[operator]

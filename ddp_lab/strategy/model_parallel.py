@@ -190,21 +190,21 @@ class ModelParallel:
         return rank % dist.get_world_size(self.tensor_group)
 
     def scattered(self, wholes: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-        """What each rank holds of rank 0's `wholes`, on CPU; the others' are not read. Collective."""
+        """What each rank holds of rank 0's `wholes`, on CPU in their dtypes; the others' are not read. Collective."""
         rank = dist.get_rank(self.group)
-        forms = {name: (self._own_shape(name, own), own.dtype) for name, own in module.state_dict().items()}
-        told = self._told_by_all(forms)
+        shapes = {name: self._own_shape(name, own) for name, own in module.state_dict().items()}
+        told = self._told_by_all((shapes, {name: whole.dtype for name, whole in wholes.items()} if rank == 0 else {}))
         parts: dict[str, Tensor] = {}
-        for receiver, of_receiver in enumerate(told) if rank == 0 else ():
-            for name, (_, dtype) in of_receiver.items():
-                cut, whole = self.cuts.get(name), wholes[name].to(dtype).cpu()
+        for receiver, (of_receiver, _) in enumerate(told) if rank == 0 else ():
+            for name in of_receiver:
+                cut, whole = self.cuts.get(name), wholes[name].cpu()
                 part = (cut.part(whole, self._tensor_rank_of(receiver)) if cut else whole).contiguous()
                 if receiver == 0:
                     parts[name] = part
                 else:
                     dist.send(part, group=self.group, group_dst=receiver)
         if rank != 0:
-            for name, (shape, dtype) in forms.items():
-                parts[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            for name, shape in shapes.items():
+                parts[name] = torch.empty(shape, dtype=told[0][1][name], device="cpu")
                 dist.recv(parts[name], group=self.group, group_src=0)
         return parts

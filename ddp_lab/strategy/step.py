@@ -213,6 +213,10 @@ class Step(Progress):
             culprits = None if micro_batches is None else self.find_culprits(micro_batches)
         strategy.zero_grad()
         updates_early, advice = strategy.options.overlap_optimizer, strategy.nonfinite_advice
+        if strategy.is_in_pipeline:
+            advice += (
+                "; of an earlier stage a later one has its hidden states alone, so x + block(x) belongs into a block"
+            )
         if scale is not None:
             advice = f"so it stays at every loss scale, which has fallen to {scale:g}; {advice}"
         raise nonfinite_error(what, verdict.step, culprits, updates_early, advice)

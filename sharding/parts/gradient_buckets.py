@@ -5,6 +5,8 @@ one copy for `start_reduction`; `finish_reduction` when the sum is needed. Then 
 sum; with replicas (`sharding.options.replicas`), after `finish_replicas`.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -63,14 +65,18 @@ class GradientBucket:
         place, if they have the bucket's dtype."""
         found = ((slot, parameter.grad) for slot, parameter in enumerate(self.flat.parameters))
         new = {slot: grad for slot, grad in found if grad is not None and grad is not self.views[slot]}
+        self._place(new)
+        for slot in new:
+            self.flat.parameters[slot].grad = None if self.casts else self.views[slot]
+        if self.casts:
+            self._placed |= new.keys()
+
+    def _place(self, new: Mapping[int, Tensor]) -> None:
+        """Copy gradients here, or add them to those of earlier micro-batches."""
         if first := new.keys() - self._placed:
             torch._foreach_copy_([self.views[slot] for slot in first], [new[slot] for slot in first])
         if again := new.keys() & self._placed:
             torch._foreach_add_([self.views[slot] for slot in again], [new[slot] for slot in again])
-        for slot in new:
-            self.flat.parameters[slot].grad = None if self.casts else self.views[slot]
-        if self.casts:
-            self._placed |= first
 
     def start_reduction(self) -> None:
         self.collect()
@@ -172,7 +178,7 @@ class ShardedGradientBucket(GradientBucket):
             self.full = only.view(-1)  # the whole bucket: no copy is needed
         elif new:
             self._make_full()
-            torch._foreach_copy_([self.views[slot] for slot in new], list(new.values()))
+            self._place(new)
         for slot in new:
             self.flat.parameters[slot].grad = None
         self._placed |= new.keys()

@@ -57,7 +57,7 @@ def train_in_pipeline(
         result["at_rest"] = [strategy.memory_breakdown()["parameters"]]
         result["whole"] = 4 * sum(parameter.numel() for parameter in strategy.module.parameters())
         with torch.no_grad():
-            batch = make_batch(model, 4, 7)
+            batch = make_batch(model, 8, 7)
             result["own_loss"] = strategy(**batch).loss.item()
             if model.startswith("lm"):
                 result["logits"] = strategy(input_ids=batch["input_ids"]).logits

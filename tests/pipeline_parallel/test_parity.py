@@ -35,7 +35,7 @@ def check_in_pipeline(
     module = build(model)
     module.load_state_dict(wanted["state"])
     with torch.no_grad():
-        answer = module.eval()(**make_batch(model, 4, 7))
+        answer = module.eval()(**make_batch(model, 8, 7))
     for rank in found:
         assert rank["grad_norm"] == pytest.approx(found[0]["grad_norm"])
         assert rank["own_loss"] == pytest.approx(answer.loss.item(), rel=1e-5), "evaluation answers on every rank"
@@ -92,15 +92,3 @@ def test_blocks_computed_again(ranks: RankPool, choice: str, schedule: str) -> N
 def test_torchs_own_schedules(ranks: RankPool, mesh: str, model: str, schedule: str) -> None:
     """In two steps of other shapes."""
     check_in_pipeline(ranks, mesh, "pytorch_pp", model, schedule, [[[2, 2, 2, 2]], [[1] * 8]])
-
-
-def test_any_number_of_stages_is_the_same_to_the_last_bit(ranks: RankPool) -> None:
-    """Sums are in the order of micro-batches, so nothing is rounded in another way. (The norm adds up stages.)"""
-    steps: list[Split] = [[[2, 1, 2]]] * 2
-    two, four = (
-        ranks.run(size, train_in_pipeline, f"pp={size}", "tp", "lm, long", steps, "1f1b", 1, "adam", None)[0]
-        for size in (2, 4)
-    )
-    assert two["loss"] == four["loss"]
-    for name, tensor in two["state"].items():
-        assert torch.equal(tensor, four["state"][name]), name

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import T5Config, T5Model
 
 from ddp_lab.runtime.config import RunConfig
-from ddp_lab.runtime.errors import UnsupportedError, UserError
+from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError, UserError
 from ddp_lab.runtime.settings.mesh import PIPELINE_SCHEDULES
 from pipeline_parallel.parallelize import split_of
 from pipeline_parallel.partition import chain_of, cut_by_cost, partition, stages_of
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.tied import shared_of
-from tests.models import build
-from tests.parity import message_of
-from tests.pipeline_parallel.pipelines import train_in_pipeline
+from tests.models import build, make_batch
+from tests.parity import message_of, one_step
+from tests.pipeline_parallel.pipelines import strategy_in_pipeline, train_in_pipeline
 from tests.ranks import RankPool
 from tests.tables import each_row
 
@@ -64,10 +65,27 @@ def test_models_and_splits() -> None:
     ):
         with pytest.raises(UserError, match=message):
             partition(build("deep"), 2, split)
+    module = build("deep")
+    module.first = nn.BatchNorm1d(6, affine=False)  # buffers make a module part of a stage
+    assert partition(module, 2)[0][0][0] == "first"
+    module.register_buffer("count", torch.zeros(1))
+    with pytest.raises(UserError, match="count is in no module that a stage could hold"):
+        partition(module, 2)
     chain[1][1][0].weight = chain[4][1][0].weight  # type: ignore[index]
     with pytest.raises(UserError, match="untie it"):
         shared_of(chain, stages_of(are_blocks, [2, 2, 2]))
     assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
+
+
+def skip_stages() -> str:
+    with strategy_in_pipeline("pp=2", "zero1", "deep, skips") as strategy:
+        return message_of(NonFiniteError, one_step, strategy, [make_batch("deep", 2, 0)])
+
+
+def test_a_model_that_uses_more_than_hidden_states(ranks: RankPool) -> None:
+    """A stage knows nothing else of those before it. What it lacks is NaN, so that nobody trains on something else."""
+    for said in ranks.run(2, skip_stages):
+        assert "of an earlier stage a later one has its hidden states alone" in said
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:

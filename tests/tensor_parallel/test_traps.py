@@ -12,6 +12,7 @@ import tensor_parallel
 from ddp_lab.runtime.build import seed_everything
 from ddp_lab.runtime.errors import NonFiniteError, UnsupportedError
 from ddp_lab.runtime.mesh import Mesh, mesh_groups
+from ddp_lab.strategy.interface import Strategy
 from tensor_parallel.cross_entropy import VocabularyParallelCrossEntropy
 from tensor_parallel.cuts import cut_evenly
 from tensor_parallel.parallelize import parallelize
@@ -267,24 +268,29 @@ class Overflow(torch.autograd.Function):
         return torch.full_like(gradient, torch.inf)
 
 
-def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
+def overflowing(strategy: Strategy, model: str, layer: str | None) -> list[tuple[bool, float, bool]]:
     """Of three steps: whether it was skipped, the scale behind it, and whether parameters are as they were. In the
-    second one, rank 1's part of a cut weight gets a gradient that is not finite."""
+    second one, `layer` gets a gradient that is not finite, on ranks that name one."""
+    assert strategy.scaler is not None
     found = []
-    with strategy_on_mesh("dp=2,tp=2", choice, "plain", precision="fp16", loss_scale=16.0) as strategy:
-        assert strategy.scaler is not None
-        for step in range(3):
-            before, hooks = strategy.full_state_dict(), []
-            if step == 1 and dist.get_rank() == 1:
-                cut = strategy.module.get_submodule("net.0")
-                hooks.append(cut.register_forward_hook(lambda _, __, output: Overflow.apply(output)))
-            one_step(strategy, [make_batch("plain", 2, 10 * step + strategy.data_parallel_rank)])
-            for hook in hooks:
-                hook.remove()
-            after = strategy.full_state_dict()
-            kept = all(torch.equal(before[name], after[name]) for name in before)
-            found.append((strategy.verdict.skipped, strategy.scaler.scale.item(), kept and step == 1))
+    for step in range(3):
+        before, hooks = strategy.full_state_dict(), []
+        if step == 1 and layer:
+            here = strategy.module.get_submodule(layer)
+            hooks.append(here.register_forward_hook(lambda _, __, output: Overflow.apply(output)))
+        seeds = (100 * step + 10 * strategy.data_parallel_rank + micro_batch for micro_batch in range(2))
+        one_step(strategy, [make_batch(model, 2, seed) for seed in seeds])
+        for hook in hooks:
+            hook.remove()
+        after = strategy.full_state_dict()
+        kept = all(torch.equal(before[name], after[name]) for name in before)
+        found.append((strategy.verdict.skipped, strategy.scaler.scale.item(), kept and step == 1))
     return found
+
+
+def overflowing_on_one_rank(choice: str) -> list[tuple[bool, float, bool]]:
+    with strategy_on_mesh("dp=2,tp=2", choice, "plain", precision="fp16", loss_scale=16.0) as strategy:
+        return overflowing(strategy, "plain", "net.0" if dist.get_rank() == 1 else None)
 
 
 @each_row("choice", ["tp", "zero3"])
