@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,11 @@ ON_MESH = tuple(
     )
 )
 """No collective times out: the ranks end since they watch each other."""
+IN_STAGES = tuple(
+    replace(scenario, rank=3, flags=(*SMALL_LM, "--grad-accum-steps", "4"), mesh="dp=2,pp=2")
+    for scenario in (ON_MESH[0], next(scenario for scenario in SCENARIOS if scenario.hangs))
+)
+"""A stage is killed while others wait for its messages, or stands still until these time out."""
 
 
 @dataclass(frozen=True)

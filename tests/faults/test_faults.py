@@ -19,6 +19,7 @@ from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.records.run_so_far import RunSoFar
 from ddp_lab.runtime.run import train_and_record
 from tests.faults.scenarios import (
+    IN_STAGES,
     MARK,
     ON_MESH,
     ROOT,
@@ -65,6 +66,12 @@ def test_every_fault(tmp_path: Path, name: str) -> None:
 def test_a_fault_on_a_mesh_ends_all_dimensions(tmp_path: Path, number: int) -> None:
     """The message names the rank with its place."""
     require_ends_well(ON_MESH[number], "tp", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", IN_STAGES, ids=lambda scenario: scenario.name)
+def test_a_fault_in_a_stage_ends_all(tmp_path: Path, scenario: Scenario) -> None:
+    require_ends_well(scenario, "tp", tmp_path)
 
 
 @pytest.mark.parametrize(
