@@ -56,7 +56,7 @@ def strategy_on(place: Place, model: str, seed: int) -> Iterator[Strategy]:
     mesh, module, strategy_class = Mesh.parse(place.mesh), build(model, seed), ddp_lab.load(place.choice)
     with mesh_groups(mesh, "cpu") as groups:
         cut, tp = None, mesh.degree(TENSOR)
-        over_tensor = partial(parallelize, module, plan_of(module, tp), groups, CPU) if TENSOR in mesh.degrees else None
+        over_tensor = partial(parallelize, module, plan_of(module, tp), groups, CPU) if tp > 1 else None
         if PIPELINE in mesh.degrees:
             cut, strategy_class = (
                 cut_into_stages(module, groups, CPU, *place.stages, over_tensor),
@@ -86,7 +86,7 @@ def train(strategy: Strategy, model: str, first: int) -> list[float]:
 
 
 def held(strategy: Strategy) -> dict[str, Tensor]:
-    """Whole parameters and optimizer states, put together from what all ranks hold. Collective.
+    """Whole parameters and optimizer states, put together from what all ranks hold, and on rank 0 buffers. Collective.
 
     What several ranks hold is the same bit for bit.
     """
@@ -107,7 +107,7 @@ def held(strategy: Strategy) -> dict[str, Tensor]:
             cut.put(whole.setdefault(f"{key} {name}", torch.full(cut.whole_shape(part), torch.nan)), part, rank)
         else:
             put_equal(whole.setdefault(f"{key} {name}", part), part)
-    return whole
+    return whole | {f"state {name}": tensor for name, tensor in strategy.full_state_dict().items()}
 
 
 def held_here(strategy: Strategy) -> Iterator[tuple[str, str, int, Tensor]]:

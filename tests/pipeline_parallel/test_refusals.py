@@ -33,7 +33,10 @@ from tests.tables import each_row
             {"mesh": "pp=2", "pipeline_schedule": "zb-h1", "activation_checkpointing": "block"},
             "must be one or the other",
         ),
-        ({"mesh": "pp=2", "compile": True}, "--compile"),
+        *(
+            ({"mesh": "pp=2", **flag}, "--compile, --lora-rank and --overlap-optimizer: must be without pp")
+            for flag in ({"compile": True}, {"lora_rank": 2}, {"overlap_optimizer": True})
+        ),
         ({"mesh": "tp=2,pp=2"}, "pp must stand before tp"),
     ],
 )

@@ -35,7 +35,7 @@ def small_language(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lengths = {"sequence_length": 16, "train_samples": 16, "eval_samples": 4, "global_batch_size": 4}
-    lengths["grad_accum_steps"] = 1
+    lengths |= {"grad_accum_steps": 1, "generate": 6}
     files = small_language(tmp_path_factory.mktemp("language"))
     return {"choice": "zero1", "no_profile": True, "checkpoint_every": 2, **lengths, **files}
 
@@ -56,6 +56,7 @@ def record_of(folder: Path, choice: str) -> dict[str, Any]:
 
 
 IN_STAGES = {"pipeline_schedule": "interleaved", "stages_per_rank": 2, "grad_accum_steps": 2, "checkpoint_async": True}
+IN_STAGES["precision"] = "fp16"
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,11 @@ def test_a_run_on_a_mesh_stops_and_resumes(
 
     evaluation = record_of(tmp_path / "straight", label)["eval"]["loss"]
     other = {**settings, "choice": "zero3", "output_dir": str(tmp_path / "other"), "resume": str(end)}
+    other["precision"] = on_mesh.get("precision", "fp32")
     ranks.run(4, run_on_mesh, {**other, "checkpoint_every": None})
     record = record_of(tmp_path / "other", "zero3")
     assert record["eval"]["loss"] == pytest.approx(evaluation, rel=1e-5)
+    assert record["generated"] == record_of(tmp_path / "straight", label)["generated"]
     changed = record["resumed_from"]["changed"]
     assert (changed["choice"], changed["mesh"]) == (["zero1", "zero3"], [mesh, None])
     assert record["notes"][0].startswith("resumed after step 4 with 4 ranks instead of 4 ranks (2 data-parallel): ")
