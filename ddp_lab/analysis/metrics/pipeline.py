@@ -64,14 +64,14 @@ def message_waits(timeline: RankTimeline) -> Intervals:
 
 def pipelines(timelines: list[RankTimeline], clocks: pd.DataFrame, mesh: Mesh | None) -> pd.DataFrame:
     """The `actions` of all ranks on one clock, with the number of its pipeline, and the sender that it waits for.
-    Empty without a mesh that has a pipeline.
+    Empty without a mesh that has a pipeline, and if its actions are not named.
 
     Args:
         clocks: Columns rank and offset_ms.
     """
-    if mesh is None or mesh.get(PIPELINE, 1) == 1:
-        return pd.DataFrame(columns=COLUMNS)
     table = pd.concat(map(actions, timelines), ignore_index=True)
+    if mesh is None or mesh.get(PIPELINE, 1) == 1 or table.empty:
+        return table.iloc[:0]
     places = {each.rank: str(coordinates(mesh, each.rank) | {PIPELINE: 0}) for each in timelines}
     table["pipeline"] = pd.factorize(table["rank"].map(places))[0]
     ahead = table["rank"].map(clocks.set_index("rank")["offset_ms"]) * 1000

@@ -8,7 +8,7 @@ import pytest
 from ddp_lab.analysis.metrics.exposure import exposure
 from ddp_lab.analysis.metrics.pipeline import pipeline_steps, pipelines
 from ddp_lab.analysis.report.pages.pipeline import pipeline_figure, pipeline_section, verdict
-from tests.traces import event, launched, timeline_of
+from tests.traces import cpu_trace, cuda_trace, event, launched, timeline_of
 
 FIRST = [("F0.0", 100, 100, 200), ("F0.1", 200, 200, 300), ("B0.0", 300, 400, 500), ("B0.1", 500, 600, 700)]
 LAST = [("F1.0", 50, 200, 300), ("B1.0", 300, 300, 400), ("F1.1", 400, 410, 500), ("B1.1", 500, 500, 600)]
@@ -61,4 +61,13 @@ def test_a_step_of_two_stages(kind: str) -> None:
     drawn = {bars.name: list(bars.text) for bars in pipeline_figure(passes).data}
     assert drawn["forward"] == drawn["backward"] == ["0", "1", "0", "1"]
     assert "waits for gradients 1 of rank 1" in drawn["bubble"] and drawn["bubble"].count("bubble") == 1
-    assert pipeline_section(pipelines(timelines, clocks, {"dp": 2}), steps.iloc[:0], [0]) == []
+
+
+@pytest.mark.parametrize("make", [cpu_trace, cuda_trace])
+def test_no_pipeline(make: Any) -> None:
+    """Neither in a trace of other software, nor on a mesh without one."""
+    clocks = pd.DataFrame({"rank": [0, 1], "offset_ms": 0.0})
+    for trace_of, mesh in ((make, MESH), (lambda rank: trace(rank, "cpu"), {"dp": 2})):
+        passes = pipelines([timeline_of(trace_of(rank), rank) for rank in range(2)], clocks, mesh)
+        steps = pipeline_steps(passes, pd.DataFrame({"rank": [0, 1], "step": 5, "step_ms": 1.0}))
+        assert pipeline_section(passes, steps, [0]) == [] and steps.empty
