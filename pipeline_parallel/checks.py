@@ -4,7 +4,7 @@ Without torch, and without a clock: passes have the lengths that one gives them.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline_parallel.actions import Action, Compute, Kind, Shape, list_of, messages_of
@@ -43,11 +43,17 @@ def lists_of(schedule: Compute, shape: Shape) -> list[list[Action]]:
     return [list_of(schedule, shape, rank) for rank in range(shape.ranks)]
 
 
-def run_on_paper(lists: list[list[Action]], shape: Shape, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
+def run_on_paper(
+    lists: list[list[Action]],
+    shape: Shape,
+    costs: Mapping[Kind, float] = UNIT_COSTS,
+    factors: Sequence[float] | None = None,
+) -> Timeline:
     """Walk all lists as ranks would, which only wait for what they receive.
 
     Args:
         costs: Of a pass of a micro-batch through all stages of a rank.
+        factors: By stage, how many times as long it takes. Default: 1.
 
     Raises:
         ValueError: the ranks wait for each other for ever; says who waits for what.
@@ -64,7 +70,8 @@ def run_on_paper(lists: list[list[Action]], shape: Shape, costs: Mapping[Kind, f
             action = left[rank].popleft()
             if action.kind.computes:
                 start = max(clocks[rank], *(sent[message] for message in needed_by(action, shape)), 0)
-                clocks[rank] = start + costs[action.kind] / shape.stages_per_rank
+                factor = factors[action.stage] if factors else 1
+                clocks[rank] = start + factor * costs[action.kind] / shape.stages_per_rank
                 spans[rank].append((action, start, clocks[rank]))
             else:
                 sent[action] = clocks[rank]  # a receive stands here, too, and nobody asks for it

@@ -1,0 +1,175 @@
+"""The bubble of each schedule of a pipeline, from traces of real steps, against what its list says on paper.
+
+    torchrun --standalone --nproc_per_node=4 benchmarks/bubble.py --link 10gbit,50us --csv FILE
+
+Ranks that share cores would slow each other down. So a stage does not compute but pauses, as long in forward as for
+gradients of inputs and for those of weights: a stand-in for a device of its own. Messages go over `--link`. With
+`--pass-ms 0`, stages multiply matrices; then there must be a core for each rank.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ddp_lab.runtime.process.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import ddp_lab
+from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error
+from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.errors import UserError
+from ddp_lab.runtime.flags import add_flags
+from ddp_lab.runtime.groups import from_rank0, host_barrier
+from pipeline_parallel.actions import Shape
+from pipeline_parallel.checks import lists_of, run_on_paper
+from pipeline_parallel.schedules import SCHEDULES
+
+WIDTH, SAMPLES, STEPS = 3072, 256, 3
+CLOCK = "monotonic ns: "
+"""A trace has a clock of its own, which differs between ranks. A range of this name says what the machine's was."""
+
+
+class Pause(torch.autograd.Function):
+    """The identity, but it takes so long, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Block(nn.Module):
+    """One that takes `seconds` for each of its three products, or as long as they do."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        width = 8 if seconds else WIDTH
+        self.layer, self._seconds = nn.Linear(width, width, bias=False), seconds
+        self.layer.weight.register_post_accumulate_grad_hook(lambda _: time.sleep(seconds))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Pause.apply(self.layer(hidden), self._seconds)
+
+
+class Chain(nn.Module):
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, seconds))
+
+    def forward(self, hidden: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return SimpleNamespace(loss=hidden.mean())
+
+
+def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, slow: float = 1.0) -> dict[str, Any]:
+    """A row of the table. Collective over all ranks.
+
+    Args:
+        folder: For traces, the same on all ranks.
+        pass_ms: What forward of a micro-batch takes on a rank; backward takes twice as long.
+        slow: The second stage takes so many times as long.
+    """
+    ranks, rank, per_rank = dist.get_world_size(), dist.get_rank(), 2 if schedule == "interleaved" else 1
+    shape = Shape(ranks, micro_batches, per_rank)
+    factors = [slow if stage == 1 else 1.0 for stage in range(shape.stages)]
+    module = Chain([factor * pass_ms / per_rank / 1000 for factor in factors])
+    cut = ddp_lab.pipeline(module, f"pp={ranks}", schedule, per_rank, [1] * shape.stages)
+    strategy = cut.strategy("tp", partial(torch.optim.SGD, lr=0.1))
+    batches = [
+        {"hidden": torch.ones(SAMPLES, 8 if pass_ms else WIDTH, requires_grad=True)} for _ in range(micro_batches)
+    ]
+    strategy.forward_backward(batches)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for step in range(STEPS):
+            host_barrier()
+            with record_function(f"ProfilerStep#{step}"), record_function(f"{CLOCK}{time.monotonic_ns()}"):
+                strategy.forward_backward(batches)
+    profiler.export_chrome_trace(str(folder / f"{rank}.json"))
+    bubble, step_ms = from_rank0(lambda: read(folder, ranks))
+    paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape, factors=factors)
+    stages = "multiply" if not pass_ms else "equal" if slow == 1 else f"second {slow:g} times as slow"
+    return {
+        **{"schedule": schedule, "stages": stages, "ranks": ranks, "micro_batches": micro_batches, "pass_ms": pass_ms},
+        **{"paper_pct": 100 * paper.bubble, "bubble_pct": bubble, "ratio": bubble / paper.bubble / 100},
+        "step_ms": step_ms,
+    }
+
+
+def read(folder: Path, ranks: int) -> tuple[float, float]:
+    """Of the quickest step, in which other processes disturbed least: the share that is bubble, in %, the mean over
+    ranks; and how long it is, in ms."""
+    import pandas as pd
+
+    from ddp_lab.analysis.metrics.pipeline import pipeline_steps, pipelines
+    from ddp_lab.analysis.traces.reading import read_trace
+    from ddp_lab.analysis.traces.timeline import build_timeline
+
+    timelines, ahead = [], []
+    for rank in range(ranks):
+        trace = read_trace(folder / f"{rank}.json")
+        marks = trace.events[trace.events["name"].str.startswith(CLOCK)]
+        ahead.append((marks["start"] / 1e3 - marks["name"].str.removeprefix(CLOCK).astype(float) / 1e6).median())
+        timelines.append(build_timeline(trace, rank, True))
+    clocks = pd.DataFrame({"rank": range(ranks), "offset_ms": [each - ahead[0] for each in ahead]})
+    passes = pipelines(timelines, clocks, {"pp": ranks})
+    steps = passes[["rank", "step"]].drop_duplicates().assign(step_ms=0.0)
+    found = pipeline_steps(passes, steps).groupby("step")[["pipeline_ms", "bubble_pct"]].mean()
+    step_ms, bubble = found.sort_values("pipeline_ms").iloc[0]
+    return float(bubble), float(step_ms)
+
+
+def main() -> int:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=at_least(1), default=8)
+    parser.add_argument("--pass-ms", type=at_least(0, float), default=30.0, help="of forward on a rank (default: 30)")
+    parser.add_argument(
+        "--slow", type=at_least(1, float), default=1.0, help="how slow the second stage is (default: 1)"
+    )
+    add_flags(parser, ("link",))
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    import pandas as pd
+
+    from ddp_lab.runtime.distributed import joined_ranks
+    from ddp_lab.runtime.process.environment import silence_libraries
+
+    silence_libraries()
+    try:
+        with joined_ranks(RunConfig(link=options.link, device="cpu")) as ranks, tempfile.TemporaryDirectory() as own:
+            folder = Path(from_rank0(lambda: own))
+            chosen = [name for name in SCHEDULES if options.slow == 1 or name != "interleaved"]
+            rows = [measured(folder, name, options.micro_batches, options.pass_ms, options.slow) for name in chosen]
+            table = pd.DataFrame(rows).assign(link=options.link)
+            if ranks.is_main:
+                print(table.to_string(index=False, float_format="{:.3f}".format))
+                if options.csv:
+                    table.to_csv(options.csv, index=False)
+    except (UserError, OSError) as error:
+        exit_with_error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

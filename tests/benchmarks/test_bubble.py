@@ -1,0 +1,37 @@
+"""The bubble of real steps over links is that of the formula."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bubble import measured
+from ddp_lab.runtime.link.speed import Link
+from ddp_lab.runtime.link.world import paced_groups
+from pipeline_parallel.schedules import SCHEDULES
+from tests.ranks import RankPool
+
+RANKS, MICRO_BATCHES = 4, 8
+BUBBLES = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 1.5 / 9.5, "zb-h1": 1 / 9}
+"""(p - 1) / (m + p - 1), where v = 2 halves the bubble, and where of F + B = 3 only F + I - W = 1 is left."""
+
+
+def over_links(*arguments: Any) -> dict[str, Any]:
+    with paced_groups(Link(10**10, 5e-5)):
+        return measured(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bubble_is_that_of_the_formula(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    """Stages pause instead of computing, so that no rank takes another's core."""
+    for found in ranks.run(RANKS, over_links, tmp_path, schedule, MICRO_BATCHES, 400.0):
+        assert found["paper_pct"] == pytest.approx(100 * BUBBLES[schedule])
+        assert found["bubble_pct"] == pytest.approx(found["paper_pct"], rel=0.03)
+
+
+def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    """A step takes at least as long as on paper, 27 passes: with equal stages, 15."""
+    for found in ranks.run(2, over_links, tmp_path, "1f1b", 4, 20.0, 2.0):
+        assert found["paper_pct"] == pytest.approx(100 / 3) and 0 < found["bubble_pct"] < 100
+        assert found["step_ms"] > 27 * 20 and found["stages"] == "second 2 times as slow"
