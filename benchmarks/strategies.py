@@ -9,7 +9,8 @@ go on into the next step, and is waited for at the end of the round. A choice is
 ratio to the reference in the same round. `local` is the same step without communication. `runtime` is a step of this
 project's training loop in which no gradient is sent; exposed time is the difference to it, so that the loop's own
 exchanges do not count. Both compute in the precision of `--against`; a choice that computes in another way has no
-exposed time. A choice may carry settings: `pytorch_ddp:bucket_cap_mb=1`.
+exposed time. Neither has a pipeline, whose ranks wait for each other; there the two are not run. A choice may carry
+settings: `pytorch_ddp:bucket_cap_mb=1`.
 
 `--rounds 0` measures memory only.
 """
@@ -48,7 +49,7 @@ AS_THE_RUNNERS = (
     *("device", "backend", "share_gpu", "link", "nodes", "outer_link"),
 )
 ALONE = (LOCAL, RUNTIME)
-"""What is measured beside all choices."""
+"""What is measured beside all choices, but for pipelines."""
 NAMES = list(dict.fromkeys([name for registry in REGISTRIES for name in registry.names] + [*ALONE, BARE_LOOP]))
 MIB = 2**20
 RATIOS = ["ratio_median", "ratio_p25", "ratio_p75"]
@@ -71,10 +72,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     link = Link.parse(options.link)
     options.link_rate = link.bits_per_s if link else None
     choices = options.choices.split(",")
-    wanted = [options.against, *choices, *ALONE] if options.rounds else choices
+    options.alone = () if RunConfig.of(**parse_variant(options.against, NAMES)).has_stages else ALONE
+    wanted = [options.against, *choices, *options.alone] if options.rounds else choices
     options.variants = {text: parse_variant(text, NAMES) for text in wanted}
     if options.rounds:
-        for name in ALONE:
+        for name in options.alone:
             options.variants[name]["precision"] = options.variants[options.against].get("precision", "fp32")
     if options.workload not in WORKLOADS:
         exit_with_error(unknown_name("workload", options.workload, WORKLOADS))
@@ -154,7 +156,7 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
             table[column] = ratios.quantile(quantile)
         for label, fields in options.variants.items():
             alone = LOCAL if fields["choice"] in PLAIN else RUNTIME
-            is_known = computes_alike(fields, options.variants[alone])
+            is_known = alone in times and computes_alike(fields, options.variants[alone])
             exposed = (times[label] - times[alone]).median() if is_known else float("nan")
             table.loc[label, "exposed_ms_median"] = exposed
     table.attrs["notes"] = [f"{label}: {note}" for label, runner in runners.items() for note in runner.notes]

@@ -35,31 +35,35 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._group, self._source, self.device = group, source, device
+        self._exchange_device = exchange_device(group, device)
         self._forms: dict[Hashable, tuple[torch.dtype, list[int]]] = {}
-        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._in_flight: deque[tuple[Hashable, dist.Work, Tensor]] = deque()
         self._expected: deque[Receipt] = deque()  # not posted yet, in order
 
-    def send(self, key: Hashable, tensor: Tensor) -> None:
+    def send(self, key: Hashable, tensor: Tensor, name: Hashable = None) -> None:
         """Post a send. What has arrived by now is let go."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
+        while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
         if key not in self._forms:
             self._forms[key] = tensor.dtype, list(tensor.shape)
-            numbers = [DTYPES.index(tensor.dtype), *tensor.shape]
-            self._post(
-                torch.tensor(numbers + [-1] * (TOLD - len(numbers)), dtype=torch.int64, device=self._exchange_device)
-            )
-        self._post(tensor.detach().contiguous())
+            numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
+            self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))
+        self._post(tensor.detach().contiguous(), name)
 
     def nbytes(self, key: Hashable) -> int:
         """Of a message that has been here."""
         dtype, shape = self._forms[key]
         return dtype.itemsize * prod(shape)
 
-    def _post(self, tensor: Tensor) -> None:
+    def _post(self, tensor: Tensor, name: Hashable = None) -> None:
         work = dist.isend(tensor, group=self._group, group_dst=1 - self._source)
         assert work is not None, "both ranks are in the group"
-        self._in_flight.append((work, tensor))
+        self._in_flight.append((name, work, tensor))
+
+    def let_go(self, name: Hashable) -> None:
+        """Message `name` has arrived, and all before it. Over Gloo nothing but a wait says so."""
+        while any(name == one for one, _, _ in self._in_flight):
+            self._in_flight.popleft()[1].wait()
 
     def receive(self, key: Hashable) -> "Receipt":
         """Post a receive, as soon as the form of the message is known."""
@@ -85,14 +89,10 @@ class Channel:
         receipt.into = torch.empty(shape, dtype=dtype, device=self.device)
         receipt.work = dist.irecv(receipt.into, group=self._group, group_src=self._source)
 
-    @property
-    def _exchange_device(self) -> torch.device:
-        return exchange_device(self._group, self.device)
-
     def finish(self) -> None:
         """Return when all that was sent is on its way for good: on a GPU, when its stream waits for it."""
         while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+            self._in_flight.popleft()[1].wait()
 
 
 class Receipt:

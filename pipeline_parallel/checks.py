@@ -6,6 +6,7 @@ Without torch, and without a clock: passes have the lengths that one gives them.
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pipeline_parallel.actions import Action, Compute, Kind, Shape, list_of, messages_of
 
@@ -88,6 +89,21 @@ def source_of(received: Action) -> Action:
     """The send that a receive waits for."""
     kind, distance = SENT[received.kind]
     return Action(kind, received.stage + distance, received.micro_batch)
+
+
+@cache
+def arrived_by(schedule: Compute, shape: Shape, rank: int) -> Mapping[Action, Sequence[Action]]:
+    """For what a rank receives: what it has sent to the same rank that was used there before this was sent."""
+    arrived: dict[Action, Sequence[Action]] = {}
+    for other in {(rank - 1) % shape.ranks, (rank + 1) % shape.ranks}:
+        used: list[Action] = []
+        for action in schedule(shape, other):
+            used += [message for message in needed_by(action, shape) if message.stage % shape.ranks == rank]
+            _, sent = messages_of(action, shape)
+            for received, (kind, distance) in SENT.items() if sent else ():
+                if sent and sent.kind is kind and (sent.stage - distance) % shape.ranks == rank:
+                    arrived[Action(received, sent.stage - distance, sent.micro_batch)], used = used, []
+    return arrived
 
 
 def most_in_flight(actions: list[Action]) -> int:

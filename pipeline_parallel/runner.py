@@ -13,6 +13,7 @@ from ddp_lab.runtime.mesh import PIPELINE
 from ddp_lab.strategy.accounting import Collective
 from pipeline_parallel.actions import Action, Compute, Shape, list_of
 from pipeline_parallel.channels import Channels
+from pipeline_parallel.checks import arrived_by
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import Tied
 from pipeline_parallel.walk import CHANNEL_OF, BackwardOf, Batch, LossOf, RunModel, Walk, form_of
@@ -55,7 +56,7 @@ class Pipeline:
         if tied is not None:
             tied.refresh()
             tied.begin()
-        walk.run(self.actions(len(batches)))
+        walk.run(self.actions(len(batches)), arrived_by(self._schedule, shape, self._group.rank()))
         if tied is not None:
             tied.end()
         self._finish()

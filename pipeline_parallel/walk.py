@@ -73,7 +73,8 @@ class Walk:
         self._receipts: dict[Action, Receipt] = {}
         self._ready: dict[Action, Tensor] = {}  # by the action that sends it
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, actions: Sequence[Action], arrived: Mapping[Action, Sequence[Action]]) -> None:
+        self._arrived = arrived  # what the other rank has used by then, by what it sends
         self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
         for action in actions:
             with in_profile(action):
@@ -91,10 +92,9 @@ class Walk:
             self._communicate(action)
 
     def _communicate(self, action: Action) -> None:
-        channel = self._channels[CHANNEL_OF[action.kind]]
-        key = action.stage, self._forms[action.micro_batch]
+        channel, key = self._channels[CHANNEL_OF[action.kind]], (action.stage, self._forms[action.micro_batch])
         if action in self._ready:
-            channel.send(key, self._ready.pop(action))
+            channel.send(key, self._ready.pop(action), action)
         else:
             self._receipts[action] = channel.receive(key)
 
@@ -102,7 +102,10 @@ class Walk:
         if action is None:
             return None
         with in_profile("wait", action):
-            return self._receipts.pop(action).tensor()
+            tensor = self._receipts.pop(action).tensor()
+        for sent in self._arrived.get(action, ()):
+            self._channels[CHANNEL_OF[sent.kind]].let_go(sent)
+        return tensor
 
     def _run_forward(self, action: Action) -> None:
         _, stage, micro_batch = action

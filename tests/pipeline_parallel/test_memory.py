@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddp_lab.strategy.interface import Strategy
 from pipeline_parallel.actions import Action, Kind, Shape
+from pipeline_parallel.channels import Channel
 from pipeline_parallel.checks import lists_of, most_in_flight
 from pipeline_parallel.schedules import SCHEDULES
 from pipeline_parallel.walk import Walk
@@ -96,3 +97,17 @@ def test_what_is_held_is_what_is_in_flight(ranks: RankPool, schedule: str, stage
             else:
                 assert most == passes * (blocks + 1) * HIDDEN
                 assert passes == {"gpipe": MICRO_BATCHES, "1f1b": RANKS - 1, "interleaved": RANKS + 2 + 1}[schedule]
+
+
+def left_in_flight(schedule: str) -> int:
+    """Messages that one channel holds when a step has been walked, at most."""
+    left = []
+    with strategy_in_pipeline(f"pp={RANKS}", "tp", MODEL, schedule) as strategy:
+        plain = Channel.finish
+        with mock.patch.object(Channel, "finish", lambda self: (left.append(len(self._in_flight)), plain(self))):
+            strategy.forward_backward([make_batch(MODEL, SAMPLES, seed) for seed in range(MICRO_BATCHES)])
+    return max(left)
+
+
+def test_what_has_arrived_is_let_go(ranks: RankPool) -> None:
+    assert max(ranks.run(RANKS, left_in_flight, "1f1b")) == RANKS

@@ -89,9 +89,9 @@ class KnownChannel(channels.Channel):
         super().__init__(*args)
         self._forms = forms
 
-    def send(self, key: Hashable, tensor: Tensor) -> None:
+    def send(self, key: Hashable, tensor: Tensor, name: Hashable = None) -> None:
         self._forms[without_stage(key)] = tensor.dtype, list(tensor.shape)
-        super().send(without_stage(key), tensor)
+        super().send(without_stage(key), tensor, name)
 
     def receive(self, key: Hashable) -> channels.Receipt:
         return super().receive(without_stage(key))
