@@ -162,7 +162,8 @@ def memory_sections(analysis: WindowAnalysis) -> list[Section]:
         return [Section("Memory", "Unknown: there is no record of a run with memory beside the traces.", table=shown)]
     record = analysis.record or {}
     shards = ", ".join(COMPONENTS[name] for name in SHARDABLE if name in record.get("shards", []))
-    rule = f"sharded over {sharding_ranks(record)} ranks: {shards}" if shards else "nothing is sharded"
+    over = sharding_ranks(record) if shards else 1
+    rule = f"sharded over {over} ranks: {shards}" if over > 1 else "nothing is sharded"
     drawn = summary[summary["rank"].isin(ranks)].dropna(subset=["model_states_bytes", "peak_bytes"])
     named = ", ".join(f"{rank} ({role})" for rank, role in ranks.items())
     few = f" Drawn: ranks {named}." if len(ranks) < len(summary) else ""
