@@ -31,6 +31,7 @@ from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import on_every_rank
 from ddp_lab.runtime.loop import TrainingResult
+from ddp_lab.runtime.mesh import TENSOR, Mesh
 from ddp_lab.runtime.watch.phases import between_steps
 from ddp_lab.strategy.batches import MicroBatch
 from ddp_lab.strategy.interface import Strategy
@@ -110,7 +111,7 @@ class Checkpoints:
         if self._ranks.is_main:
             print(f"{config.label}: resumes after step {self.done} from {path}", flush=True)
         strategy.optimizer_steps = self.done
-        now, then = self._sizes(), (manifest.world_size, manifest.data_parallel_size)
+        now, then = self._sizes(), sizes_of(manifest)
         if now != then:
             strategy.notes.append(
                 f"resumed after step {self.done} with {ranks_in_words(*now)} instead of {ranks_in_words(*then)}: the "
@@ -129,7 +130,7 @@ class Checkpoints:
         files = TensorFiles([path / name for name in manifest.files])
         fill(self._strategy, files, manifest.parameter_groups, manifest.cuts)
         tensors, texts = files.of_file(file_name(self._ranks.rank))
-        same_ranks = self._sizes() == (manifest.world_size, manifest.data_parallel_size)
+        same_ranks = self._sizes() == sizes_of(manifest)
         if not (same_ranks and restore_random_states(tensors, texts, self._ranks.device)):
             derive_random_states(self._settings["seed"], manifest.step, self._ranks.drawing_rank)
 
@@ -182,9 +183,9 @@ class Checkpoints:
             "changed": changed_settings(manifest, self._settings, self._ranks.world_size),
         }
 
-    def _sizes(self) -> tuple[int, int]:
-        """The number of ranks, and how many of them see different samples."""
-        return self._ranks.world_size, self._strategy.data_parallel_size
+    def _sizes(self) -> tuple[int, int, int]:
+        """The number of ranks, how many of them see different samples, and the degree of tp, whose ranks draw alike."""
+        return self._ranks.world_size, self._strategy.data_parallel_size, tensor_degree(self._settings)
 
     def _whole_model(self) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], dict[str, Cut]]:
         """Parameters, buffers, and how parameters are cut, of all stages."""
@@ -228,6 +229,15 @@ def naming(path: Path) -> Iterator[None]:
         raise UserError(f"{' '.join(str(error).splitlines())} ({path})") from error
 
 
-def ranks_in_words(world_size: int, data_parallel_size: int) -> str:
-    groups = "" if world_size == data_parallel_size else f" ({data_parallel_size} data-parallel)"
-    return f"{world_size} ranks{groups}"
+def sizes_of(manifest: Manifest) -> tuple[int, int, int]:
+    return manifest.world_size, manifest.data_parallel_size, tensor_degree(manifest.config)
+
+
+def tensor_degree(config: dict[str, Any]) -> int:
+    return Mesh.parse(config["mesh"]).degree(TENSOR) if config.get("mesh") else 1
+
+
+def ranks_in_words(world_size: int, data_parallel_size: int, tensor: int) -> str:
+    groups = [f"{data_parallel_size} data-parallel"] * (world_size != data_parallel_size)
+    groups += [f"{TENSOR}={tensor}"] * (tensor > 1)
+    return f"{world_size} ranks" + (f" ({', '.join(groups)})" if groups else "")

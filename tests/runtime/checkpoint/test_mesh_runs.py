@@ -88,7 +88,17 @@ def test_a_run_on_a_mesh_stops_and_resumes(
     assert record["generated"] == record_of(tmp_path / "straight", label)["generated"]
     changed = record["resumed_from"]["changed"]
     assert (changed["choice"], changed["mesh"]) == (["zero1", "zero3"], [mesh, None])
-    assert record["notes"][0].startswith("resumed after step 4 with 4 ranks instead of 4 ranks (2 data-parallel): ")
+    assert record["notes"][0].startswith(
+        f"resumed after step 4 with 4 ranks instead of 4 ranks (2 data-parallel{', tp=2' * ('tp' in mesh)}): "
+    )
+
+    if "pp" in mesh:  # ranks of tp draw alike, whatever the ranks of the pipeline have saved
+        half = checkpoint_of(tmp_path / "straight", label, 2)
+        over_tensor = {**settings, "mesh": "dp=2,tp=2", "precision": "fp16", "output_dir": str(tmp_path / "tensor")}
+        ranks.run(4, run_on_mesh, {**over_tensor, "resume": str(half)})
+        after = checkpoint_of(tmp_path / "tensor", "zero1@dp2-tp2", 4)
+        generators = [load_file(after / file_name(rank))["random/torch"] for rank in range(4)]
+        assert torch.equal(generators[0], generators[1]) and not torch.equal(generators[0], generators[2])
 
 
 def whole_parameters(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Cut]]:
