@@ -49,12 +49,13 @@ def test_eight_ranks(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", HAND_WRITTEN)
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=2,pp=2,tp=2", "replicate=2,shard=2,pp=2"])
-@pytest.mark.parametrize("model", ["lm, long", "lm, long, tied", "lm, long, gpt2"])
+@pytest.mark.parametrize("model", ["lm, long", "lm, gqa", "lm, long, gpt2"])
 def test_all_of_them(ranks: RankPool, mesh: str, choice: str, model: str) -> None:
+    """Eight layers with shared keys and values are rounded by tp alone as much as is allowed, so these are two."""
     ways = (WHOLE, CUT, IN_PIECES, AGAIN) if "tp" in mesh else ({},)
     for schedule, way in product(SCHEDULES, ways):
-        is_split_again = schedule == "zb-h1" and way is AGAIN
-        if not is_split_again and not ("replicate" in mesh and choice in ("tp", "simple_ddp")):
+        cannot = (schedule, way) == ("zb-h1", AGAIN) or (schedule, model) == ("interleaved", "lm, gqa")
+        if not cannot and not ("replicate" in mesh and choice in ("tp", "simple_ddp")):
             check_in_pipeline(ranks, mesh, choice, model, schedule, options=way)
 
 
