@@ -24,10 +24,10 @@ def over_links(*arguments: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_is_that_of_the_formula(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
-    """Stages pause instead of computing, so that no rank takes another's core."""
+    """Within 3 % of a step. Stages pause instead of computing, so that no rank takes another's core."""
     for found in ranks.run(RANKS, over_links, tmp_path, schedule, MICRO_BATCHES, 400.0):
         assert found["paper_pct"] == pytest.approx(100 * BUBBLES[schedule])
-        assert found["bubble_pct"] == pytest.approx(found["paper_pct"], rel=0.03)
+        assert found["bubble_pct"] == pytest.approx(found["paper_pct"], abs=3.0), "in % of a step"
 
 
 def test_a_slow_stage_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
