@@ -89,3 +89,10 @@ def test_more_bytes_never_take_less_time(
     one, other = (costs.cost(kind, size, world) for size in (payload, payload + more))
     assert 0 < one.latency_s + one.transfer_s <= other.latency_s + other.transfer_s
     assert 0 < one.share <= 1
+
+
+def test_messages_that_pass_from_a_node_to_the_next_share_its_link() -> None:
+    """Of pipelines whose stages are so many ranks apart, so many do. Within a node none does."""
+    costs = LinkCosts(Cluster(hardware.device("L4"), 2, 4, FAST, SLOW, "gloo"))
+    one, two, within = (costs.cost("send_recv", 10**9, ranks).transfer_s for ranks in ((3, 4), (2, 4), (1, 2)))
+    assert two == pytest.approx(2 * one) and one == pytest.approx(1e9 / SLOW.bytes_per_s) and within < one
