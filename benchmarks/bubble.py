@@ -107,6 +107,7 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
             with record_function(f"ProfilerStep#{step}"), record_function(f"{CLOCK}{time.monotonic_ns()}"):
                 strategy.forward_backward(batches)
     profiler.export_chrome_trace(str(folder / f"{rank}.json"))
+    host_barrier()  # all are written
     bubble, step_ms = from_rank0(lambda: read(folder, ranks))
     paper = run_on_paper(lists_of(SCHEDULES[schedule], shape), shape, factors=factors)
     stages = "multiply" if not pass_ms else "equal" if slow == 1 else f"second {slow:g} times as slow"
