@@ -40,8 +40,6 @@ from pipeline_parallel.checks import lists_of, run_on_paper
 from pipeline_parallel.schedules import SCHEDULES
 
 WIDTH, SAMPLES, STEPS = 3072, 256, 3
-CLOCK = "monotonic ns: "
-"""A trace has a clock of its own, which differs between ranks. A range of this name says what the machine's was."""
 
 
 class Pause(torch.autograd.Function):
@@ -104,7 +102,7 @@ def measured(folder: Path, schedule: str, micro_batches: int, pass_ms: float, sl
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for step in range(STEPS):
             host_barrier()
-            with record_function(f"ProfilerStep#{step}"), record_function(f"{CLOCK}{time.monotonic_ns()}"):
+            with record_function(f"ProfilerStep#{step}"):
                 strategy.forward_backward(batches)
     profiler.export_chrome_trace(str(folder / f"{rank}.json"))
     host_barrier()  # all are written
@@ -127,13 +125,8 @@ def read(folder: Path, ranks: int) -> tuple[float, float]:
     from ddp_lab.analysis.traces.reading import read_trace
     from ddp_lab.analysis.traces.timeline import build_timeline
 
-    timelines, ahead = [], []
-    for rank in range(ranks):
-        trace = read_trace(folder / f"{rank}.json")
-        marks = trace.events[trace.events["name"].str.startswith(CLOCK)]
-        ahead.append((marks["start"] / 1e3 - marks["name"].str.removeprefix(CLOCK).astype(float) / 1e6).median())
-        timelines.append(build_timeline(trace, rank, True))
-    clocks = pd.DataFrame({"rank": range(ranks), "offset_ms": [each - ahead[0] for each in ahead]})
+    timelines = [build_timeline(read_trace(folder / f"{rank}.json"), rank, True) for rank in range(ranks)]
+    clocks = pd.DataFrame({"rank": range(ranks), "offset_ms": 0.0})  # all are of this machine
     passes = pipelines(timelines, clocks, {"pp": ranks})
     steps = passes[["rank", "step"]].drop_duplicates().assign(step_ms=0.0)
     found = pipeline_steps(passes, steps).groupby("step")[["pipeline_ms", "bubble_pct"]].mean()

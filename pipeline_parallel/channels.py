@@ -1,8 +1,8 @@
 """How neighbours of a pipeline send tensors to each other.
 
 Each pair of neighbours has two channels, one for each direction of travel, in a process group of its own. So
-activations never queue behind gradients, a receive that is posted ahead holds back no send, and a pair of two ranks
-knows next from previous. Within a channel, messages arrive in the order in which they were sent.
+activations never queue behind gradients, and a receive that is posted ahead holds back no send. Within a channel,
+messages arrive in the order in which they were sent.
 
 Sends and receives go on by themselves. The host waits for nothing that a device does, save for the first message of a
 kind: before it, the sender tells its shape and dtype.
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TOLD = 12
-"""Numbers that tell the form of a tensor: its dtype, and its lengths along up to 11 dimensions."""
+TOLD = 12  # numbers that tell the form of a tensor: its dtype, and its lengths along up to 11 dimensions
 
 
 class Channel:
@@ -44,8 +44,11 @@ class Channel:
         """Post a send. What has arrived by now is let go."""
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
+        form = tensor.dtype, list(tensor.shape)
+        if self._forms.get(key, form) != form or tensor.dtype not in DTYPES:
+            raise UnsupportedError(f"a pipeline sends {form} where batches of this form led to {self._forms.get(key)}")
         if key not in self._forms:
-            self._forms[key] = tensor.dtype, list(tensor.shape)
+            self._forms[key] = form
             numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
             self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))
         self._post(tensor.detach().contiguous(), name)
@@ -65,6 +68,11 @@ class Channel:
         while any(name == one for one, _, _ in self._in_flight):
             self._in_flight.popleft()[1].wait()
 
+    def finish(self) -> None:
+        """Return when all that was sent is on its way for good: on a GPU, when its stream waits for it."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
+
     def receive(self, key: Hashable) -> "Receipt":
         """Post a receive, as soon as the form of the message is known."""
         receipt = Receipt(self, key)
@@ -76,8 +84,8 @@ class Channel:
     def post_until(self, receipt: "Receipt") -> None:
         """Let the sender tell the forms that are not known, up to that of `receipt`. The host waits for it."""
         while receipt.work is None:
-            told = torch.empty(TOLD, dtype=torch.int64, device=self._exchange_device)
             if self._expected[0].key not in self._forms:
+                told = torch.empty(TOLD, dtype=torch.int64, device=self._exchange_device)
                 dist.recv(told, group=self._group, group_src=self._source)
                 dtype, *shape = told.tolist()
                 self._forms[self._expected[0].key] = DTYPES[dtype], [length for length in shape if length >= 0]
@@ -88,11 +96,6 @@ class Channel:
         dtype, shape = self._forms[receipt.key]
         receipt.into = torch.empty(shape, dtype=dtype, device=self.device)
         receipt.work = dist.irecv(receipt.into, group=self._group, group_src=self._source)
-
-    def finish(self) -> None:
-        """Return when all that was sent is on its way for good: on a GPU, when its stream waits for it."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
 
 
 class Receipt:

@@ -27,8 +27,9 @@ class OwnPipeline:
     module: nn.Module
     groups: MeshGroups
     parts: ModelParallel
+    options: StrategyOptions
 
-    def strategy(self, choice: str, make_optimizer: MakeOptimizer, options: StrategyOptions | None = None) -> Strategy:
+    def strategy(self, choice: str, make_optimizer: MakeOptimizer) -> Strategy:
         """The strategy over a rank's stages, as `ddp_lab.load(choice)` makes one over a whole model.
 
         Raises:
@@ -37,12 +38,17 @@ class OwnPipeline:
         if choice not in CHOICES:
             raise UserError(unknown_name("strategy", choice, CHOICES))
         sharded = self.groups.shard_groups
-        settings = replace(options or StrategyOptions(), model_parallel=self.parts, shard_groups=sharded)
+        settings = replace(self.options, model_parallel=self.parts, shard_groups=sharded)
         return REGISTRY.load(choice).in_stages()(self.module, make_optimizer, settings, self.groups.data)
 
 
 def pipeline(
-    module: nn.Module, mesh: str, schedule: str = "1f1b", stages_per_rank: int = 1, split: Split | None = None
+    module: nn.Module,
+    mesh: str,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    split: Split | None = None,
+    options: StrategyOptions | None = None,
 ) -> OwnPipeline:
     """Cut `module` into stages in place, over the ranks of the job. Rank 0's parameters win. Collective.
 
@@ -52,15 +58,19 @@ def pipeline(
         stages_per_rank: At least 2 with `interleaved`, else 1.
         split: For each stage the number of its blocks, or the names of its modules, in which `*` is any part of a name.
             Default: cut by cost.
+        options: Of the strategy.
 
     Raises:
         UserError: mesh, schedule or model cannot be run so; says why, in the words of the command line.
     """
-    config = RunConfig.of(choice="tp", mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank)
+    strategy = options or StrategyOptions()
+    config = RunConfig(
+        choice="tp", strategy=strategy, mesh=mesh, pipeline_schedule=schedule, stages_per_rank=stages_per_rank
+    )
     degrees = Mesh.parse(mesh)
     if not config.has_stages:
         raise UserError(f"mesh {mesh}: a pipeline of your own needs pp above 1")
     degrees.require_ranks(dist.get_world_size(), dist.get_world_size())
     device = next(module.parameters()).device
     groups = open_groups(degrees, device.type)
-    return OwnPipeline(module, groups, parallelize_for(module, config, groups, device, split))
+    return OwnPipeline(module, groups, parallelize_for(module, config, groups, device, split), strategy)

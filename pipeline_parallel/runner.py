@@ -1,6 +1,6 @@
 """A rank of a pipeline, as a strategy calls it (`ddp_lab.strategy.model_parallel.Pipeline`)."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,7 @@ class Pipeline:
     ) -> None:
         self.stages, self._channels, self._tied = stages, channels, tied
         self._group, self._schedule, self._per_rank = group, schedule, stages_per_rank
-        self._latest: Batch | None = None
+        self._latest: Hashable = None  # the form of a batch
 
     def shape(self, micro_batches: int) -> Shape:
         return Shape(self._group.size(), micro_batches, self._per_rank)
@@ -51,7 +51,7 @@ class Pipeline:
 
     def step(self, batches: Sequence[Batch], forward: RunModel, loss_of: LossOf, backward_of: BackwardOf) -> None:
         """Forward and backward of all micro-batches. Collective over the pipeline."""
-        shape, tied, self._latest = self.shape(len(batches)), self._tied, batches[-1]
+        shape, tied, self._latest = self.shape(len(batches)), self._tied, form_of(batches[-1])
         walk = Walk(self.stages, self._channels, tied, shape, batches, forward, loss_of, backward_of)
         if tied is not None:
             tied.refresh()
@@ -65,10 +65,10 @@ class Pipeline:
         """See `ddp_lab.strategy.model_parallel.Pipeline`. Empty before the first step."""
         if self._latest is None:
             return []
-        form = form_of(self._latest)
         messages = [action for action in self.actions(micro_batches) if not action.kind.computes]
-        hidden = [self._channels[CHANNEL_OF[one.kind]].nbytes((one.stage, form)) for one in messages]
-        sizes = {"activations": hidden, "gradients": self._tied.sizes() if self._tied else []}
+        hidden = [self._channels[CHANNEL_OF[one.kind]].nbytes((one.stage, self._latest)) for one in messages]
+        values, gradients = self._tied.sizes() if self._tied else ([], [])
+        sizes = {"activations": hidden, "parameters": values, "gradients": gradients}
         return [Collective("send_recv", len(own), sum(own), 2, what, PIPELINE) for what, own in sizes.items() if own]
 
     def _finish(self) -> None:

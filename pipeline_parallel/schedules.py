@@ -74,18 +74,11 @@ def zb_h1(shape: Shape, rank: int) -> Iterator[Action]:
     Bubble: (p - 1)(F + I - W), a third of 1F1B's where F = I = W. A rank holds the activations of as many micro-batches
     as in 1F1B: p at most. Qi et al., 2023, "Zero Bubble Pipeline Parallelism", section 3.1.
     """
-    ahead, total = min(shape.ranks - 1 - rank, shape.micro_batches), shape.micro_batches
-    for micro_batch in range(ahead):
-        yield Action(Kind.FORWARD, rank, micro_batch)
-    weights = 0
-    for micro_batch in range(total):
-        if ahead + micro_batch < total:
-            yield Action(Kind.FORWARD, rank, ahead + micro_batch)
-        yield Action(Kind.BACKWARD_INPUT, rank, micro_batch)
-        if micro_batch >= rank:  # the first rank at once, the others later: the stage before waits for their inputs
-            yield Action(Kind.BACKWARD_WEIGHT, rank, weights)
-            weights += 1
-    for micro_batch in range(weights, total):
+    for kind, stage, micro_batch in one_f_one_b(shape, rank):
+        yield Action(Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else kind, stage, micro_batch)
+        if kind is Kind.BACKWARD and micro_batch >= rank:  # later on later ranks: the stage before waits for inputs
+            yield Action(Kind.BACKWARD_WEIGHT, stage, micro_batch - rank)
+    for micro_batch in range(max(0, shape.micro_batches - rank), shape.micro_batches):
         yield Action(Kind.BACKWARD_WEIGHT, rank, micro_batch)
 
 

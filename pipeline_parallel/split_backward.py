@@ -21,7 +21,7 @@ class WeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: dict[Tensor | None, list[tuple[Tensor, Callable[[], Tensor]]]] = {}  # by weight, where it is a leaf
+        self._left: dict[Tensor | None, list[tuple[Tensor, Callable[[], Tensor]]]] = {}  # by parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -29,13 +29,14 @@ class WeightGradients(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func is torch.addmm and torch.is_grad_enabled() and not kwargs:  # transformers' Conv1D
             bias, rows, weight = args
-            return self._linear(rows, weight.t(), bias)
+            return self._linear(rows, weight.t(), bias, leaf=weight)
         return func(*args, **kwargs)
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, leaf: Tensor | None = None) -> Tensor:
         with torch._C.DisableTorchFunction():
             if not weight.requires_grad:
                 return functional.linear(input, weight, bias)
+            leaf = weight if leaf is None else leaf
             if torch.is_autocast_enabled(input.device.type):
                 dtype = torch.get_autocast_dtype(input.device.type)
                 input, weight = input.to(dtype), weight.to(dtype)
@@ -43,7 +44,7 @@ class WeightGradients(TorchFunctionMode):
             leads_on = input.requires_grad
             if not leads_on:
                 input = input.detach().requires_grad_()  # so that there is a backward pass
-            return Product.apply(input, Weight(weight), bias, self._left, leads_on)
+            return Product.apply(input, Weight(weight, leaf), bias, self._left, leads_on)
 
     def compute(self) -> None:
         """Make the gradients of weights, and let autograd add them to those of earlier micro-batches: weight by weight,
@@ -54,9 +55,10 @@ class WeightGradients(TorchFunctionMode):
 
 
 class Weight(NamedTuple):
-    """A weight that autograd does not see."""
+    """A weight that autograd does not see, and the parameter that it is made of."""
 
     tensor: Tensor
+    leaf: Tensor
 
 
 class Product(torch.autograd.Function):
@@ -75,7 +77,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors
         rows, gradients = input.detach().flatten(0, -2), gradient.flatten(0, -2)
-        key = ctx.weight.tensor if ctx.weight.tensor.is_leaf else None
+        key = ctx.weight.leaf if ctx.weight.leaf.is_leaf else None  # others may come from one computation
         ctx.left.setdefault(key, []).append((ctx.weight.tensor, lambda: gradients.t() @ rows))
         of_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return gradient @ weight if ctx.leads_on else None, None, of_bias, None, None

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import first_of, with_first
 from pipeline_parallel.partition import Chain
 from tensor_parallel.sequence import Tokens
 
 
-class Handover(Exception):
+class Handover(BaseException):  # so that no model takes it for an error of its own
     """Ends a forward pass in front of a module that another rank has."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -56,7 +57,7 @@ class Stages:
     def __init__(
         self, module: nn.Module, chain: Chain, places: Sequence[int], own: Sequence[int], tokens: Tokens | None = None
     ) -> None:
-        self.own, self.tokens = list(own), tokens
+        self.own, self.tokens, self._stages = list(own), tokens, places[-1] + 1
         self._current: tuple[int, Tensor | None] = (0, None)
         self.here: list[tuple[nn.Module, int]] = []  # what stays, with its stage
         for (name, part), stage in zip(chain, places, strict=True):
@@ -89,6 +90,8 @@ class Stages:
             answer = handover.hidden
         finally:
             self._current = (0, None)
+        if stage + 1 < self._stages and not isinstance(answer, Tensor):
+            raise UnsupportedError(f"stage {stage} of the pipeline makes {type(answer).__name__}, and not one tensor")
         if self.tokens is not None:
             self.tokens.remember(answer)
         return answer

@@ -47,11 +47,11 @@ class Tied:
         self._values = channels["tied value", "out" if is_first else "in"]
         self._gradients = channels["tied gradient", "in" if is_first else "out"]
         self._tensors, self._is_first = list(tensors), is_first
+        self._trained = {index: tensor for index, tensor in enumerate(tensors) if tensor.requires_grad}
         self._receipts: dict[Tensor, Receipt] = {}
-        self.adds = False  # the backward pass that runs is the last one of the first stage
-        for tensor in self._tensors if is_first else ():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(self._add)
+        self.adds = False  # the backward pass that runs is the last one of its stage
+        for tensor in self._trained.values() if is_first else ():
+            tensor.register_post_accumulate_grad_hook(self._add)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -62,22 +62,22 @@ class Tied:
             else:
                 tensor.data = self._values.receive(index).tensor()
 
-    def sizes(self) -> list[int]:
-        """Bytes of each message of a step."""
-        trained = [self._gradients.nbytes(index) for index, t in enumerate(self._tensors) if t.requires_grad]
-        return [*map(self._values.nbytes, range(len(self._tensors))), *trained]
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes of each message of a step: values, and gradients."""
+        return [self._values.nbytes(n) for n in range(len(self._tensors))], [
+            *map(self._gradients.nbytes, self._trained)
+        ]
 
     def begin(self) -> None:
         """A step begins."""
-        trained = [(index, tensor) for index, tensor in enumerate(self._tensors) if tensor.requires_grad]
-        self._receipts = {t: self._gradients.receive(index) for index, t in trained} if self._is_first else {}
+        if self._is_first:
+            self._receipts = {tensor: self._gradients.receive(index) for index, tensor in self._trained.items()}
 
     def end(self) -> None:
         """All of backward is done."""
-        for index, tensor in enumerate(self._tensors if not self._is_first else ()):
-            if tensor.requires_grad:
-                self._gradients.send(index, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-                tensor.grad = None
+        for index, tensor in self._trained.items() if not self._is_first else ():
+            self._gradients.send(index, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            tensor.grad = None
 
     def _add(self, parameter: Tensor) -> None:
         """In front of all that a strategy does with the gradient."""

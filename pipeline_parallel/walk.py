@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
+from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.tensors import tensors_in
 from pipeline_parallel.actions import Action, Kind, Shape, messages_of
 from pipeline_parallel.channels import Channels, Receipt
@@ -93,7 +94,7 @@ class Walk:
 
     def _communicate(self, action: Action) -> None:
         channel, key = self._channels[CHANNEL_OF[action.kind]], (action.stage, self._forms[action.micro_batch])
-        if action in self._ready:
+        if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             channel.send(key, self._ready.pop(action), action)
         else:
             self._receipts[action] = channel.receive(key)
@@ -133,7 +134,10 @@ class Walk:
             if made is not None:
                 torch.autograd.backward([made], [gradient])
         if sent:
-            assert hidden is not None and hidden.grad is not None, "a block uses what it gets"
+            if hidden is None or hidden.grad is None:
+                raise UnsupportedError(
+                    f"stage {action.stage} of the pipeline does not use what the stage before it makes"
+                )
             self._ready[sent] = hidden.grad
         if weights:
             self._left[action[1:]] = weights

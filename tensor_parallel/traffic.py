@@ -61,13 +61,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Names of the blocks that backward computes again.
+    """Which blocks backward computes again.
 
     Attributes:
+        blocks: Names of all.
+        every: Of so many neighbours the first is computed again.
         stops_early: Torch stops when all that backward needs is there: before the last g of a block.
     """
 
     blocks: Sequence[str] = ()
+    every: int = 1
     stops_early: bool = False
 
     @classmethod
@@ -75,12 +78,18 @@ class Recomputed:
         setting = Recomputation.parse(activation_checkpointing)
         if setting is None:
             return cls()
-        blocks = find_blocks(module)[:: setting.every]
-        return cls([name for name, part in module.named_modules() if part in blocks], setting.by_torch)
+        blocks = find_blocks(module)
+        names = [name for name, part in module.named_modules() if part in blocks]
+        return cls(names, setting.every, setting.by_torch)
+
+    @property
+    def again(self) -> Sequence[str]:
+        """Those of `blocks` that are computed again."""
+        return self.blocks[:: self.every]
 
     def runs_again(self, place: Place, places: Sequence[Place]) -> bool:
         """Whether forward comes to `place`, one of `places`, a second time."""
-        block = enclosing(place.module, self.blocks)
+        block = enclosing(place.module, self.again)
         if block is None or not self.stops_early:
             return block is not None
         is_last = place is [other for other in places if enclosing(other.module, [block])][-1]
@@ -121,6 +130,8 @@ class Traffic:
         for places in (self.f, self.g, self.sums, self.turns, self.losses):
             places[:] = [place for place in places if enclosing(f"{place.module}.", modules)]
         self.parameters = [one for one in self.parameters if enclosing(f"{one[0]}.", modules)]
+        blocks = [block for block in self._recomputed.blocks if enclosing(f"{block}.", modules)]
+        self._recomputed = replace(self._recomputed, blocks=blocks)
 
     def __call__(self, micro_batches: int) -> list[Collective]:
         """Of a step of so many micro-batches of the shape that the latest had."""

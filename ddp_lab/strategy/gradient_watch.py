@@ -19,7 +19,8 @@ class GradientWatch:
     Attributes:
         inspects: Look at the values of each gradient. This reads every gradient once more, so it is on only while the
             step is repeated to find the rank that made a gradient that is not finite.
-        takes_one: Refuse a second gradient of a parameter in this round, because the first one may be reduced already.
+        takes_one: Refuse a second gradient of a parameter in this backward pass, because the first one may be reduced
+            already. In a pipeline the last backward pass of a stage may come in two: of inputs, and of weights.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -40,12 +41,15 @@ class GradientWatch:
         """Forget the step before."""
         self._round = -1
         self._last_round = [-1] * len(self._parameters)
+        self._taken: set[int] = set()
         self._index_at: dict[int, int] = {}  # by the address of a parameter's gradient
         self.first_nonfinite_round = -1
 
-    def begin_round(self) -> None:
-        """The backward pass of the next micro-batch follows."""
+    def begin_round(self, continues: bool = False) -> None:
+        """The backward pass of the next micro-batch follows; or, if it `continues`, the rest of one."""
         self._round += 1
+        if not continues:
+            self._taken.clear()
 
     def received(self) -> list[bool]:
         """Whether each parameter got a gradient in this step, on this rank."""
@@ -76,8 +80,10 @@ class GradientWatch:
         """Backward has added up a gradient of the parameter with this number."""
         gradient = parameter.grad
         if gradient is not None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
-            if self.takes_one and self._last_round[index] == self._round:
+            if self.takes_one and index in self._taken:
                 raise second_gradient(self._names[index])
+            if self.takes_one:
+                self._taken.add(index)
             self._last_round[index] = self._round
             self._index_at[gradient.data_ptr()] = index
             if self.inspects and self.first_nonfinite_round < 0 and not gradient.isfinite().all():
@@ -105,7 +111,7 @@ def second_gradient(name: str) -> OneRankError:
     return OneRankError(
         f"{name} received a second gradient in one micro-batch, when the first might be reduced already: add losses up "
         "for one backward pass, or give each its own micro_batch; checkpoint modules that run twice with "
-        "use_reentrant=False"
+        "use_reentrant=False; with --pipeline-schedule zb-h1, use no weight in a product and elsewhere"
     )
 
 

@@ -105,10 +105,12 @@ class ReplicatedStrategy(Strategy):
     def gradient_all_reduces(self, calls: int, gradients: Iterable[Tensor]) -> list[Collective]:
         """What a replicated step sends: `calls` all-reduces, of all `gradients` together, and broadcasts of buffers."""
         gradients = list(gradients)
+        if not calls:
+            return self.buffer_traffic()
         if self.compression is not None:
             return [*self.compression.traffic(calls, gradients), *self.buffer_traffic()]
         whole = Collective("all_reduce", calls, bytes_of(gradients), self.data_parallel_size, "gradients")
-        return [*[whole] * bool(calls), *self.buffer_traffic()]
+        return [whole, *self.buffer_traffic()]
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -141,7 +141,7 @@ class Step(Progress):
     def _round(self, is_last: bool) -> Iterator[None]:
         """One micro-batch."""
         strategy, watch = self._strategy, self._strategy.watch
-        watch.begin_round()
+        watch.begin_round(continues=strategy.is_in_pipeline)
         self.in_micro_batch, self.another_follows = True, not is_last
         self.reduces_now = is_last or strategy.reduces_every_micro_batch
         self.counts_gradients = self.reduces_now or not strategy.is_in_pipeline

@@ -79,6 +79,7 @@ def one_step(choice: str, model: str, schedule: str, options: dict[str, Any]) ->
         ("tp", "lm, long, tied", "1f1b", WHOLE),
         ("zero3", "lm, long, gpt2", "interleaved", CUT),
         ("zero1", "lm, long", "1f1b", AGAIN),
+        ("zero1", "lm, long", "1f1b", {"activation_checkpointing": "every:3"}),
     ],
 )
 def test_each_stage_announces_its_own(

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 import ddp_lab
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import closing_groups
+from ddp_lab.strategy.options import StrategyOptions
 from tests.models import build, make_batch
-from tests.ranks import RankPool
+from tests.ranks import RankFailed, RankPool
 from tests.tables import each_row
 
 SAMPLES = 8
@@ -103,10 +104,41 @@ def test_stages_whose_layers_are_cut(ranks: RankPool) -> None:
     assert ranks.run(4, with_layers_cut) == pytest.approx([wanted] * 4, rel=1e-5)
 
 
+class Twice(nn.Module):
+    """Uses its weight in a product, and elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer.weight.square().sum()
+
+
+def step_of_twice() -> None:
+    model = WithLoss()
+    model.body = nn.Sequential(Twice(), Twice(), Twice(), Twice())
+    with closing_groups():
+        ddp_lab.pipeline(model, "dp=2,pp=2", "zb-h1").strategy("zero1", optimizer_of).forward_backward(batches_of(0))
+
+
+def test_a_weight_that_gets_its_gradient_in_two_parts_is_refused(ranks: RankPool) -> None:
+    """Its first part would be reduced before the second is there."""
+    with pytest.raises(
+        RankFailed, match=r"layer.weight received a second gradient .* zb-h1, use no weight in a product"
+    ):
+        ranks.run(4, step_of_twice)
+
+
 def test_what_is_refused() -> None:
     for arguments, message in (
         (("dp=2",), "needs pp above 1"),
         (("pp=2", "interleaved"), "must be at least 2 stages a rank with interleaved"),
+        (
+            ("pp=2", "zb-h1", 1, None, StrategyOptions(activation_checkpointing="block")),
+            "zb-h1 with --activation-checkpoi",
+        ),
+        (("pp=2", "1f1b", 1, None, StrategyOptions(overlap_optimizer=True)), "--overlap-optimizer: must be without pp"),
         (("pp=2", "1f1b2"), "gpipe, 1f1b, interleaved"),
     ):
         with pytest.raises(UserError, match=message):

@@ -125,8 +125,8 @@ def used_on_its_way(self: Receipt) -> Any:
 plain_send = Channel.send
 
 
-def changed_on_its_way(self: Channel, key: Any, tensor: Any) -> None:
-    plain_send(self, key, tensor)
+def changed_on_its_way(self: Channel, key: Any, tensor: Any, name: Any = None) -> None:
+    plain_send(self, key, tensor, name)
     tensor.mul_(1)
 
 

@@ -14,7 +14,9 @@ class BatchSettings:
     """Batches and steps."""
 
     global_batch_size: int = _batch(
-        8, "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks", at_least=1
+        8,
+        "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks that see different samples",
+        at_least=1,
     )
     grad_accum_steps: int = _batch(
         2, "micro-batches whose gradients a rank accumulates before the optimizer step", at_least=1

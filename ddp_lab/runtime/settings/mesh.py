@@ -45,7 +45,9 @@ class MeshSettings:
         choices=PIPELINE_SCHEDULES,
     )
     stages_per_rank: int = _mesh(
-        1, "with --pipeline-schedule interleaved, into how many stages a rank's part is cut", at_least=1
+        1,
+        "with --pipeline-schedule interleaved, and then at least 2: into how many stages a rank's part is cut",
+        at_least=1,
     )
     pipeline_split: str | None = _mesh(
         None,
