@@ -97,6 +97,7 @@ def peak_of_a_stage(mesh: str, schedule: str, choice: str, model: str, per_rank:
         return recorded["peak_bytes"] + storage_bytes(tensor for one in step.micro_batches for tensor in one.values())
 
 
+@pytest.mark.slow
 @each_row(
     ("mesh", "schedule", "choice", "model", "per_rank"),
     [

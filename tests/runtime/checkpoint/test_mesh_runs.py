@@ -60,7 +60,11 @@ IN_STAGES["precision"] = "fp16"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "behind", "changes"), [("dp=2,tp=2", "dp2-tp2", {}), ("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES)]
+    ("mesh", "behind", "changes"),
+    [
+        ("dp=2,tp=2", "dp2-tp2", {}),
+        pytest.param("dp=2,pp=2", "dp2-pp2-interleaved2", IN_STAGES, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_on_a_mesh_stops_and_resumes(
     ranks: RankPool, tmp_path: Path, settings: dict[str, Any], mesh: str, behind: str, changes: dict[str, Any]

@@ -41,7 +41,7 @@ def elements_in(folder: Path) -> dict[str, int]:
     [
         pytest.param("lm, gpt2", OVER_LAYERS, marks=pytest.mark.exhaustive),
         ("lm, gqa", OVER_LAYERS),
-        ("lm, long, tied", OVER_STAGES),
+        pytest.param("lm, long, tied", OVER_STAGES, marks=pytest.mark.slow),
         ("deep, normed", ["two stages a rank", "one rank", "pp=4", "two stages a rank"]),
         pytest.param("lm, long, gpt2", OVER_STAGES, marks=pytest.mark.exhaustive),
     ],
