@@ -4,8 +4,7 @@ Each pair of neighbours has two channels, one for each direction of travel, in a
 activations never queue behind gradients, and a receive that is posted ahead holds back no send. Within a channel,
 messages arrive in the order in which they were sent.
 
-Sends and receives go on by themselves. The host waits for nothing that a device does, save for the first message of a
-kind: before it, the sender tells its shape and dtype.
+The host waits for nothing that a device does, but for the first message of a kind: its shape and dtype are told before.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TOLD = 12  # numbers that tell the form of a tensor: its dtype, and its lengths along up to 11 dimensions
+TOLD = 12  # numbers that tell a tensor's form: its dtype, and its lengths along up to 11 dimensions
 
 
 class Channel:
@@ -44,11 +43,10 @@ class Channel:
         """Post a send. What has arrived by now is let go."""
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
-        form = tensor.dtype, list(tensor.shape)
-        if self._forms.get(key, form) != form or tensor.dtype not in DTYPES:
-            raise UnsupportedError(f"a pipeline sends {form} where batches of this form led to {self._forms.get(key)}")
-        if key not in self._forms:
-            self._forms[key] = form
+        is_new, form = key not in self._forms, (tensor.dtype, list(tensor.shape))
+        if self._forms.setdefault(key, form) != form or tensor.dtype not in DTYPES:
+            raise UnsupportedError(f"a pipeline sends {form} where batches of this form led to {self._forms[key]}")
+        if is_new:
             numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
             self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))
         self._post(tensor.detach().contiguous(), name)
@@ -69,7 +67,7 @@ class Channel:
             self._in_flight.popleft()[1].wait()
 
     def finish(self) -> None:
-        """Return when all that was sent is on its way for good: on a GPU, when its stream waits for it."""
+        """Wait for all that was sent; on a GPU, let the current stream wait."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
 
@@ -115,8 +113,7 @@ class Receipt:
 
 
 Channels = Mapping[tuple[str, str], Channel]
-"""Of a rank, by what travels (`activation`, `gradient`; `tied value`, `tied gradient`) and whether it goes `in` or
-`out`."""
+"""Of a rank, by what travels (`activation`, `gradient`, `tied value`, `tied gradient`), and `in` or `out`."""
 
 
 def open_channels(
@@ -141,9 +138,8 @@ def open_channels(
         ways += [("tied value", (ranks[0], ranks[-1])), ("tied gradient", (ranks[-1], ranks[0]))] * ties
         for what, ends in ways:
             group = dist.new_group(sorted(ends), timeout)
-            if rank not in ends:
+            if rank not in ends or not isinstance(group, dist.ProcessGroup):
                 continue
-            assert isinstance(group, dist.ProcessGroup), "this rank is in it"
             channel = Channel(group, sorted(ends).index(ends[0]), device)
             found[what, "out" if rank == ends[0] else "in"] = channel
             if rank == ends[0]:

@@ -18,12 +18,9 @@ from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import Tied
 
 Batch = Mapping[str, Tensor]
-RunModel = Callable[..., Any]
-"""The whole model's forward pass, as a strategy runs it."""
-LossOf = Callable[[int, Any], Tensor]
-"""Of a micro-batch and what the model has answered: where backward begins."""
-BackwardOf = Callable[[bool], AbstractContextManager[None]]
-"""The context of a backward pass. Its argument: whether none follows in this stage."""
+RunModel = Callable[..., Any]  # the whole model's forward pass, as a strategy runs it
+LossOf = Callable[[int, Any], Tensor]  # of a micro-batch and what the model has answered: where backward begins
+BackwardOf = Callable[[bool], AbstractContextManager[None]]  # of a backward pass; True: none follows in this stage
 CHANNEL_OF = {
     Kind.SEND_ACTIVATION: ("activation", "out"),
     Kind.RECEIVE_ACTIVATION: ("activation", "in"),
@@ -117,12 +114,9 @@ class Walk:
         weights, batch = WeightGradients() if self._splits else None, self._batches[micro_batch]
         with weights or nullcontext():
             answer = self._stages.run(stage, hidden, lambda: self._forward(**batch))
-        made: Any = None
-        if not sent:
-            made = self._loss_of(micro_batch, answer)
-        elif answer.requires_grad:
-            made = torch.autograd.graph.get_gradient_edge(answer)
+        made: Any = self._loss_of(micro_batch, answer) if not sent else None
         if sent:
+            made = torch.autograd.graph.get_gradient_edge(answer) if answer.requires_grad else None
             self._ready[sent] = answer.detach()
         self._passes[stage, micro_batch] = Pass(hidden, made, weights)
 
