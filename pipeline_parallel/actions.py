@@ -3,7 +3,7 @@
 The same list runs (`runner`), is drawn, and is checked on paper (`checks`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from typing import NamedTuple
@@ -56,6 +56,9 @@ class Shape(NamedTuple):
         return self.ranks * self.stages_per_rank
 
 
+SENT = {Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1), Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1)}
+"""What a receive matches, and how far away the stage is that sends it."""
+
 Compute = Callable[[Shape, int], Iterator[Action]]
 """A schedule: what a rank computes in a step, in this order."""
 
@@ -99,3 +102,30 @@ def messages_of(action: Action, shape: Shape) -> tuple[Action | None, Action | N
         Action(received, stage, micro_batch) if received else None,
         Action(sent, stage, micro_batch) if sent else None,
     )
+
+
+def needed_by(action: Action, shape: Shape) -> set[Action]:
+    """The send that a pass waits for, if any."""
+    received = messages_of(action, shape)[0] if action.kind.computes else None
+    return {source_of(received)} if received else set()
+
+
+def source_of(received: Action) -> Action:
+    """The send that a receive waits for."""
+    kind, distance = SENT[received.kind]
+    return Action(kind, received.stage + distance, received.micro_batch)
+
+
+@cache
+def arrived_by(schedule: Compute, shape: Shape, rank: int) -> Mapping[Action, Sequence[Action]]:
+    """For each message that a rank receives: which of its own to the same rank were used there before it was sent."""
+    arrived: dict[Action, Sequence[Action]] = {}
+    for other in {(rank - 1) % shape.ranks, (rank + 1) % shape.ranks}:
+        used: list[Action] = []
+        for action in schedule(shape, other):
+            used += [message for message in needed_by(action, shape) if message.stage % shape.ranks == rank]
+            _, sent = messages_of(action, shape)
+            for received, (kind, distance) in SENT.items():
+                if sent and sent.kind is kind and (sent.stage - distance) % shape.ranks == rank:
+                    arrived[Action(received, sent.stage - distance, sent.micro_batch)], used = used, []
+    return arrived

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.groups import exchange_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,7 +45,7 @@ class Channel:
             self._in_flight.popleft()
         is_new, form = key not in self._forms, (tensor.dtype, list(tensor.shape))
         if self._forms.setdefault(key, form) != form or tensor.dtype not in DTYPES:
-            raise UnsupportedError(f"a pipeline sends {form} where batches of this form led to {self._forms[key]}")
+            raise OneRankError(f"a pipeline sends {form} where batches of this form led to {self._forms[key]}")
         if is_new:
             numbers = [DTYPES.index(tensor.dtype), *tensor.shape, *[-1] * (TOLD - 1 - tensor.ndim)]
             self._post(torch.tensor(numbers, dtype=torch.int64, device=self._exchange_device))

@@ -6,16 +6,13 @@ Without torch, and without a clock: passes have the lengths that one gives them.
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from pipeline_parallel.actions import Action, Compute, Kind, Shape, list_of, messages_of
+from pipeline_parallel.actions import SENT, Action, Compute, Kind, Shape, list_of, needed_by, source_of
 
 UNIT_COSTS: Mapping[Kind, float] = {
     Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1
 }  # fmt: skip
 """Of a pass through one rank: backward of a matrix product has two products as large as that of forward."""
-SENT = {Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1), Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1)}
-"""What a receive matches, and how far away the stage is that sends it."""
 
 
 @dataclass(frozen=True)
@@ -77,33 +74,6 @@ def run_on_paper(
             else:
                 sent[action] = clocks[rank]  # a receive stands here, too, and nobody asks for it
     return Timeline(spans)
-
-
-def needed_by(action: Action, shape: Shape) -> set[Action]:
-    """The send that a pass waits for, if any."""
-    received = messages_of(action, shape)[0] if action.kind.computes else None
-    return {source_of(received)} if received else set()
-
-
-def source_of(received: Action) -> Action:
-    """The send that a receive waits for."""
-    kind, distance = SENT[received.kind]
-    return Action(kind, received.stage + distance, received.micro_batch)
-
-
-@cache
-def arrived_by(schedule: Compute, shape: Shape, rank: int) -> Mapping[Action, Sequence[Action]]:
-    """For what a rank receives: what it has sent to the same rank that was used there before this was sent."""
-    arrived: dict[Action, Sequence[Action]] = {}
-    for other in {(rank - 1) % shape.ranks, (rank + 1) % shape.ranks}:
-        used: list[Action] = []
-        for action in schedule(shape, other):
-            used += [message for message in needed_by(action, shape) if message.stage % shape.ranks == rank]
-            _, sent = messages_of(action, shape)
-            for received, (kind, distance) in SENT.items() if sent else ():
-                if sent and sent.kind is kind and (sent.stage - distance) % shape.ranks == rank:
-                    arrived[Action(received, sent.stage - distance, sent.micro_batch)], used = used, []
-    return arrived
 
 
 def most_in_flight(actions: list[Action]) -> int:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ddp_lab.runtime.errors import UnsupportedError
 from ddp_lab.runtime.mesh import PIPELINE
 from ddp_lab.strategy.accounting import Collective
-from pipeline_parallel.actions import Action, Compute, Shape, list_of
+from pipeline_parallel.actions import Action, Compute, Shape, arrived_by, list_of
 from pipeline_parallel.channels import Channels
-from pipeline_parallel.checks import arrived_by
 from pipeline_parallel.stage import Stages
 from pipeline_parallel.tied import Tied
 from pipeline_parallel.walk import CHANNEL_OF, BackwardOf, Batch, LossOf, RunModel, Walk, form_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.tensors import first_of, with_first
 from pipeline_parallel.partition import Chain
 from tensor_parallel.sequence import Tokens
@@ -91,7 +91,7 @@ class Stages:
         finally:
             self._current = (0, None)
         if stage + 1 < self._stages and not isinstance(answer, Tensor):
-            raise UnsupportedError(f"stage {stage} of the pipeline makes {type(answer).__name__}, and not one tensor")
+            raise OneRankError(f"stage {stage} of the pipeline makes {type(answer).__name__}, and not one tensor")
         if self.tokens is not None:
             self.tokens.remember(answer)
         return answer

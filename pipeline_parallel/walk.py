@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from ddp_lab.runtime.errors import UnsupportedError
+from ddp_lab.runtime.errors import OneRankError
 from ddp_lab.runtime.tensors import tensors_in
 from pipeline_parallel.actions import Action, Kind, Shape, messages_of
 from pipeline_parallel.channels import Channels, Receipt
@@ -129,9 +129,7 @@ class Walk:
                 torch.autograd.backward([made], [gradient])
         if sent:
             if hidden is None or hidden.grad is None:
-                raise UnsupportedError(
-                    f"stage {action.stage} of the pipeline does not use what the stage before it makes"
-                )
+                raise OneRankError(f"stage {action.stage} of the pipeline does not use what the stage before it makes")
             self._ready[sent] = hidden.grad
         if weights:
             self._left[action[1:]] = weights

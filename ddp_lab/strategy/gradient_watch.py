@@ -80,9 +80,9 @@ class GradientWatch:
         """Backward has added up a gradient of the parameter with this number."""
         gradient = parameter.grad
         if gradient is not None:  # PyTorch DDP runs the hooks also behind an output that the loss leaves out
-            if self.takes_one and index in self._taken:
-                raise second_gradient(self._names[index])
             if self.takes_one:
+                if index in self._taken:
+                    raise second_gradient(self._names[index])
                 self._taken.add(index)
             self._last_round[index] = self._round
             self._index_at[gradient.data_ptr()] = index

@@ -1,5 +1,6 @@
 """A pipeline in a training loop of one's own, over a plain `nn.Sequential`."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,19 +116,43 @@ class Twice(nn.Module):
         return self.layer(x) + self.layer.weight.square().sum()
 
 
-def step_of_twice() -> None:
+class InTuples(nn.Linear):
+    """Takes and gives a tuple."""
+
+    def forward(self, hidden: Any) -> Any:
+        return (super().forward(hidden[0] if isinstance(hidden, tuple) else hidden),)
+
+
+class Shrinks(nn.Linear):
+    """Gives fewer rows, the more often it was called."""
+
+    rows = 3
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.rows -= 1
+        return super().forward(hidden[: self.rows])
+
+
+def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str) -> None:
     model = WithLoss()
-    model.body = nn.Sequential(Twice(), Twice(), Twice(), Twice())
+    model.body = nn.Sequential(*(block() if block is Twice else block(6, 6) for block in blocks))
     with closing_groups():
-        ddp_lab.pipeline(model, "dp=2,pp=2", "zb-h1").strategy("zero1", optimizer_of).forward_backward(batches_of(0))
+        ddp_lab.pipeline(model, mesh, schedule).strategy("zero1", optimizer_of).forward_backward(batches_of(0))
 
 
-def test_a_weight_that_gets_its_gradient_in_two_parts_is_refused(ranks: RankPool) -> None:
-    """Its first part would be reduced before the second is there."""
-    with pytest.raises(
-        RankFailed, match=r"layer.weight received a second gradient .* zb-h1, use no weight in a product"
-    ):
-        ranks.run(4, step_of_twice)
+@each_row(
+    "mesh, blocks, schedule, message",
+    [  # of a weight in a product and elsewhere, the first part would be reduced before the second is there
+        ("dp=2,pp=2", [Twice] * 4, "zb-h1", r"layer.weight received a second gradient .* zb-h1, use no weight in"),
+        ("pp=2", [InTuples] * 2, "1f1b", "stage 0 of the pipeline makes tuple, and not one tensor"),
+        ("pp=2", [Shrinks, nn.Linear], "gpipe", r"a pipeline sends .*\[1, 6\]\) where .* led to .*\[2, 6\]"),
+    ],
+)
+def test_a_model_that_cannot_run_in_stages(
+    ranks: RankPool, mesh: str, blocks: Sequence[type[nn.Module]], schedule: str, message: str
+) -> None:
+    with pytest.raises(RankFailed, match=message):
+        ranks.run(4 if "dp" in mesh else 2, one_step, mesh, blocks, schedule)
 
 
 def test_what_is_refused() -> None:
