@@ -24,7 +24,7 @@ def over_links(*arguments: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_is_that_of_the_formula(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
-    """Within 3 %, in one of three runs: other work on the machine wakes passes up late, a fault would stay. Stages pause
+    """Within 3 %, in one of three runs: other work wakes passes up late, a fault would stay. Stages pause
     instead of computing, so that no rank takes another's core."""
     tried = []
     for run in range(3):
