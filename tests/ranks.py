@@ -9,10 +9,11 @@ import datetime
 import gc
 import itertools
 import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore
 from ddp_lab.runtime.process.environment import schedule_as_batch
 
 JOB_TIMEOUT_S = 120.0
+CAUSE_S = 10.0  # after a lost connection, for the rank that caused it to say why
 FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
     [
@@ -55,7 +57,7 @@ class RankPool:
             function: A module-level function, and arguments that can be pickled.
 
         Raises:
-            RankFailed: a rank raised; the first rank's error that is not merely another's lost connection.
+            RankFailed: a rank raised; the first error, but a lost connection only if nothing else follows.
             TimeoutError: a rank did not answer in time.
         """
         if world_size not in self._groups:
@@ -63,21 +65,34 @@ class RankPool:
         group = self._groups[world_size]
         for _, connection in group:
             connection.send((function, args))
-        answers = []
-        for rank, (_, connection) in enumerate(group):
-            if not connection.poll(timeout_s):
+        ranks: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(group)}
+        answers: dict[int, Any] = {}
+        lost: RankFailed | None = None
+        deadline = time.monotonic() + timeout_s
+        while ranks:
+            ready: list[Any] = wait(list(ranks), max(deadline - time.monotonic(), 0))
+            if not ready:
                 self._stop(world_size)
-                raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
-            try:
-                answers.append(connection.recv())
-            except EOFError:
-                self._stop(world_size)
-                raise RankFailed(rank, "the process died", "the process died without an exception") from None
-        failures = [RankFailed(rank, *answer[1]) for rank, answer in enumerate(answers) if answer[0] == "failed"]
-        if failures:
+                raise lost or TimeoutError(f"ranks {sorted(ranks.values())} did not answer within {timeout_s} s")
+            for end in sorted(ready, key=ranks.__getitem__):
+                rank = ranks.pop(end)
+                try:
+                    is_done, answer = end.recv()
+                except EOFError:
+                    is_done, answer = False, ("the process died", "the process died without an exception")
+                if is_done:
+                    answers[rank] = answer
+                    continue
+                failure = RankFailed(rank, *answer)
+                if "onnection" not in failure.message:
+                    self._stop(world_size)  # others may wait for it until their group's timeout
+                    raise failure
+                lost = lost or failure
+                deadline = min(deadline, time.monotonic() + CAUSE_S)
+        if lost:
             self._stop(world_size)
-            raise min(failures, key=lambda failure: "onnection" in failure.message)
-        return [answer[1] for answer in answers]
+            raise lost
+        return [answers[rank] for rank in range(world_size)]
 
     def close(self, *sizes: int) -> None:
         """End the groups of these sizes; of all, if none is given."""
@@ -123,10 +138,10 @@ def serve(connection: Connection, group: str, rank: int, world_size: int, port: 
             return
         groups_made = c10d._world.group_count
         try:
-            answer = ("done", function(*args))
+            answer = (True, function(*args))
             if c10d._world.group_count != groups_made:
                 gc.collect()  # strategies, and with them groups that others have closed: Gloo would poll these
             dist.barrier()
         except Exception as error:  # reported to the test, whatever it is
-            answer = ("failed", (str(error), traceback.format_exc()))
+            answer = (False, (str(error), traceback.format_exc()))
         connection.send(answer)
