@@ -128,3 +128,10 @@ class Facts:
         """Whether the log has ranks of several hosts, or ranks of one host that use the network."""
         hosts = {process.host for process in self.processes}
         return len(hosts) > 1 or any(process.used("NET/") for process in self.processes)
+
+    @cached_property
+    def is_one_host(self) -> bool:
+        """Whether the log has every rank of its largest communicator, all on one host."""
+        hosts = {process.host for process in self.processes}
+        ranks = {process.rank for process in self.processes} - {None}
+        return len(hosts) == 1 and len(ranks) >= max(process.world_size or 2**31 for process in self.processes)

@@ -8,7 +8,7 @@ from ddp_lab.doctor.reading.texts import printable
 
 VIRTUAL_INTERFACE = re.compile(r"(?:lo|docker|br-|veth|virbr|cni|flannel|cali|podman)[\w.-]{0,20}")
 LOCAL_ADDRESS = re.compile(r"172\.17\.0\.|127\.|169\.254\.")
-_FURTHER = re.compile(r"\[[1-9]\d{0,2}\]([\w.-]{1,32}):([0-9a-fA-F.:%\w]{2,64})<")
+_CARD = re.compile(r"\[(\d{1,3})\]([\w.-]{1,32}):([0-9a-fA-F.:%\w]{2,64})<")
 _LOCAL_TARGET = re.compile(r"[Cc]onnect to (?:127\.|172\.17\.0\.|169\.254\.)|remote=\[(?:127|169\.254)\.[\d.]{3,11}\]")
 _NOT_CONNECTED = re.compile(
     r"[Cc]onnect to \S{1,80} (?:failed|returned)|connectFullMesh failed|Call to connect (?:failed|timeout)"
@@ -53,19 +53,30 @@ def socket_despite_infiniband(facts: Facts) -> Match | None:
 
 
 def virtual_interface(facts: Facts) -> Match | None:
-    """Ranks of several hosts, or ranks that cannot connect, use an interface that no other host can reach."""
+    """Ranks of several hosts, or ranks that cannot connect, use an interface that no other host can reach.
+
+    Data on such an interface beside a bootstrap on another is enough, unless the log has all ranks on one host.
+    """
     refused = facts.search(_LOCAL_TARGET)
     if facts.is_multi_node or refused:
         bad = [process for process in facts.processes if process.interface and _is_local(process)]
         if bad or refused:
             details = [f"{process.name} listens on {process.interface} ({process.address})." for process in bad[:4]]
             return Match([process.lines["interface"] for process in bad] + refused, details)
-    if not facts.is_multi_node or not (facts.hangs or facts.search(_NOT_CONNECTED)):
+    is_stuck = facts.is_multi_node and bool(facts.hangs or facts.search(_NOT_CONNECTED))
+    sending = {
+        process: names
+        for process in facts.processes
+        if process.network in (None, "Socket")
+        and (names := _local_cards(process, after_first=is_stuck))
+        and (is_stuck or (process.interface and not _is_local(process) and not facts.is_one_host))
+    }
+    if not sending:
         return None
-    further = {process: _local_further(process) for process in facts.processes if process.network == "Socket"}
-    bad = [process for process, names in further.items() if names]
-    details = [f"{process.name} sends over {', '.join(further[process])} as well." for process in bad[:4]]
-    return Match([process.lines["cards"] for process in bad], details) if bad else None
+    details = [
+        f"{p.name} sends over {', '.join(names)} (bootstrap: {p.interface})." for p, names in [*sending.items()][:4]
+    ]
+    return Match([line for p in sending for name in ("interface", "cards") if (line := p.lines.get(name))], details)
 
 
 def _is_local(process: Process) -> bool:
@@ -74,13 +85,13 @@ def _is_local(process: Process) -> bool:
     )
 
 
-def _local_further(process: Process) -> list[str]:
-    """Interfaces after the first, over which NCCL's TCP transport sends too, that are local to a host."""
-    found = _FURTHER.findall(process.cards or "")
+def _local_cards(process: Process, after_first: bool) -> list[str]:
+    """Interfaces over which NCCL's TCP transport sends that are local to a host: the first, or one after it too."""
     return [
-        f"{n} ({a})"
-        for n, a in found
-        if VIRTUAL_INTERFACE.fullmatch(n) or LOCAL_ADDRESS.match(a) or a.startswith("fe80")
+        f"{name} ({address})"
+        for number, name, address in _CARD.findall(process.cards or "")
+        if (number == "0" or after_first)
+        and (VIRTUAL_INTERFACE.fullmatch(name) or LOCAL_ADDRESS.match(address) or address.startswith("fe80"))
     ]
 
 
