@@ -133,6 +133,13 @@ class Shrinks(nn.Linear):
         return super().forward(hidden[: self.rows])
 
 
+class Ignores(nn.Linear):
+    """Does not look at what it gets."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(torch.ones_like(hidden))
+
+
 def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str) -> None:
     model = WithLoss()
     model.body = nn.Sequential(*(block() if block is Twice else block(6, 6) for block in blocks))
@@ -145,6 +152,7 @@ def one_step(mesh: str, blocks: Sequence[type[nn.Module]], schedule: str) -> Non
     [  # of a weight in a product and elsewhere, the first part would be reduced before the second is there
         ("dp=2,pp=2", [Twice] * 4, "zb-h1", r"layer.weight received a second gradient .* zb-h1, use no weight in"),
         ("pp=2", [InTuples] * 2, "1f1b", "stage 0 of the pipeline makes tuple, and not one tensor"),
+        ("pp=2", [nn.Linear, Ignores], "1f1b", "stage 1 of the pipeline does not use what the stage before it makes"),
         ("pp=2", [Shrinks, nn.Linear], "gpipe", r"a pipeline sends .*\[1, 6\]\) where .* led to .*\[2, 6\]"),
     ],
 )
