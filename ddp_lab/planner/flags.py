@@ -53,7 +53,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_task_flag(parser)
     add = parser.add_argument
     add("--gpus", required=True, help="devices: 2xL4, or 4x8xH100 for 4 nodes of 8; 2xcpu is this machine")
-    add("--link", required=True, help="between devices of a node: nvlink4, pcie4, 10gbit, ...")
+    add("--link", help="between devices of a node: pcie4, 10gbit, ... (default: the NVLink of H200, H100 and A100)")
     add("--between", help="between nodes, shared by the devices of one: ndr, 8xndr, 100gbit, ...")
     add(
         "--mesh",

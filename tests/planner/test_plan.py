@@ -158,7 +158,8 @@ MESHED = [*TINY, "--gpus", "4xL4", "--link", "pcie4", "--mesh"]
     ("arguments", "expected"),
     [
         (["pln"], "unknown command 'pln'; did you mean plan"),
-        ([*SMOL], "the following arguments are required: --gpus, --link"),
+        ([*SMOL], "the following arguments are required: --gpus"),
+        ([*SMOL, "--gpus", "2xL4"], "--link is missing: L4 has none of its own; give pcie4"),
         (["--model", "SmolLM2-361M", *WHERE], "unknown model 'SmolLM2-361M'; did you mean SmolLM2-360M"),
         (WHERE, "no model: give --model, or --d-model, --d-ff and --layers"),
         (["--d-model", "64", "--layers", "1", *WHERE], "--d-ff is missing"),

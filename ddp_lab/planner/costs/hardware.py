@@ -2,7 +2,7 @@
 
 device("L4")    device("rtx4090")    device("cpu")
 link("pcie4")   link("8xndr")        link("1gbit")
-cluster("2xL4", "pcie4")             cluster("4x8xH100", "nvlink4", between="8xndr")
+cluster("2xL4", "pcie4")             cluster("4x8xH100", between="8xndr")
 """
 
 import os
@@ -83,12 +83,14 @@ def host(ranks: int) -> Host:
     return Host(entry["bytes_per_s"] / ranks, entry["copy_bytes_per_s"], entry["source"])
 
 
-def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: float | None = None) -> Cluster:
+def cluster(
+    gpus: str, link_name: str | None = None, between: str | None = None, efficiency: float | None = None
+) -> Cluster:
     """The cluster that a command line names.
 
     Args:
         gpus: `2xL4`: so many devices in one node; `4x8xH100`: nodes, and devices in each.
-        link_name: Between the devices of a node.
+        link_name: Between the devices of a node. Default: the device's own, if it has one.
         between: Between nodes: what all devices of a node share.
         efficiency: As for `device`.
 
@@ -105,6 +107,9 @@ def cluster(gpus: str, link_name: str, between: str | None = None, efficiency: f
     of_one = device(parts[3], efficiency)
     if of_one.kind == "cpu":
         of_one = replace(of_one, memory_bytes=of_one.memory_bytes // ranks)
+    link_name = link_name or table()["devices"][of_one.name].get("link")
+    if link_name is None:
+        raise UserError(f"--link is missing: {of_one.name} has none of its own; give pcie4, 10gbit, ...")
     return Cluster(
         device=of_one,
         nodes=nodes,

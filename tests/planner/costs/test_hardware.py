@@ -82,7 +82,7 @@ def test_calls_count_what_operators_do() -> None:
 
 
 def test_clusters() -> None:
-    small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", "nvlink4", "8xndr")
+    small, large = hardware.cluster("2xL4", "pcie4"), hardware.cluster("4x8xH100", between="8xndr")
     assert (small.nodes, small.ranks_per_node, small.backend, small.between) == (1, 2, "nccl", None)
     assert (large.nodes, large.ranks_per_node, large.world_size) == (4, 8, 32)
     assert large.between is not None and large.between.name == "8xndr"
