@@ -2,14 +2,19 @@
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Sequence
 
 from ddp_lab.families import EVERY
 from ddp_lab.runtime.cli import OneLineParser, at_least
+from ddp_lab.runtime.early import begin
 from ddp_lab.runtime.entrypoint import train_from_command_line
 from ddp_lab.runtime.flags import build_parser as build_flags
 from ddp_lab.runtime.flags import parse_config
+from ddp_lab.runtime.process.environment import has_gpu
 from ddp_lab.runtime.process.launcher import adopt_launcher
+from ddp_lab.runtime.process.torchrun import quiet_torchrun, start_ranks
 
 ABOUT = "Train a model with one strategy."
 PROG = "ddp-lab train"
@@ -40,12 +45,24 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_from_command_line(ABOUT, EVERY, arguments=flags, prog=PROG)
     config = parse_config(ABOUT, EVERY, arguments=flags, prog=PROG)  # a mistake is answered here, once
-    if config.device == "cpu":
-        gpus = 0
-    else:
-        import torch  # takes seconds
+    ranks = options.ranks or (gpus() if config.device != "cpu" and has_gpu() else 0) or 2
+    config = begin(config, flags, ranks)
+    flags += ["--global-batch-size", str(config.global_batch_size)]
+    quiet_torchrun()
+    try:
+        return 0 if start_ranks(config.label, ranks, ["-m", "ddp_lab", "train", *flags]) else 1
+    except KeyboardInterrupt:  # torch is being imported
+        number = signal.SIGINT
+    except Exception as error:
+        if (number := getattr(error, "sigval", None)) is None:
+            raise
+        if getattr(error, "is_said", False):
+            return 128 + number
+    print(f"error: {config.label}: stopped by {signal.Signals(number).name} before training began", file=sys.stderr)
+    return 128 + number
 
-        gpus = torch.cuda.device_count()
-    from ddp_lab.runtime.process.torchrun import start_ranks
 
-    return 0 if start_ranks(config.label, options.ranks or gpus or 2, ["-m", "ddp_lab", "train", *flags]) else 1
+def gpus() -> int:
+    import torch  # takes seconds
+
+    return torch.cuda.device_count()

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_lab.runtime.errors import speaks_for_node, tell_torchrun
+from ddp_lab.runtime.errors import leave_as_one, speaks_for_node
 
 TEXTS = ("prompt",)
 """Arguments that are no names of anything, so that they may have several lines."""
@@ -39,9 +39,9 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_with_error(message: str) -> NoReturn:
     """Print `message` on standard error, once per node, and exit with code 2."""
     line = "error: " + " ".join(message.splitlines())
-    tell_torchrun(line)
-    if speaks_for_node():
+    if speaks := speaks_for_node():
         print(line, file=sys.stderr, flush=True)
+    leave_as_one(line, 2, fails=speaks)
     sys.exit(2)
 
 

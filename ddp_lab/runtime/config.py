@@ -163,6 +163,11 @@ def choice_folder(config: RunConfig) -> Path:
     return Path(config.output_dir) / "profile" / config.label
 
 
+def checkpoint_folder(config: RunConfig) -> Path:
+    """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""
+    return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.label)
+
+
 def labelled(choice: str, *settings: str | None) -> str:
     """`<choice>@<setting>...`, without those that are None."""
     return "@".join([choice, *(setting for setting in settings if setting is not None)])

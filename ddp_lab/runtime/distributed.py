@@ -4,11 +4,9 @@ import datetime
 import gc
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,7 +20,7 @@ from ddp_lab.runtime.groups import host_barrier, on_every_rank
 from ddp_lab.runtime.link.speed import NONE, Link, Nodes
 from ddp_lab.runtime.link.world import paced_groups
 from ddp_lab.runtime.mesh import TENSOR, Mesh, MeshGroups, mesh_groups
-from ddp_lab.runtime.process.launcher import LOOKED_FOR, adopt_launcher
+from ddp_lab.runtime.process.launcher import adopt_launcher, require_launcher
 from ddp_lab.runtime.settings.communication import LEGACY_NCCL, NCCL
 from ddp_lab.strategy.options import AUTO
 
@@ -94,28 +92,6 @@ def has_two_nccl_classes(config: RunConfig) -> bool:
     """Whether a run with `config` gets torch's newer NCCL class, so that the older one is another."""
     is_default = config.backend in (AUTO, NCCL) and config.device != "cpu"
     return is_default and torch.cuda.is_available() and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
-
-
-def require_launcher() -> None:
-    """
-    Raises:
-        UserError: no launcher started this process.
-    """
-    adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
-    if missing == ["MASTER_ADDR"]:
-        raise UserError(
-            "MASTER_ADDR not set, and mpirun with several hosts does not tell where rank 0 runs; run: "
-            "mpirun -x MASTER_ADDR=HOST ... with the first host"
-        )
-    if missing:
-        script = Path(sys.argv[0]).name
-        raise UserError(
-            f"{', '.join(missing)} not set, so no launcher started this (looked for {LOOKED_FOR}); run: "
-            f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
-        )
 
 
 def local_ranks() -> int:
@@ -200,7 +176,8 @@ def joined(config: RunConfig) -> Ranks:
         UserError: see `require_launcher`, `choose_device_and_backend` and `share_gpu.begin`.
         RuntimeError: of the network: an address, an interface, a rank that does not join.
     """
-    require_launcher()
+    adopt_launcher(os.environ)  # the entrypoints have done it; benchmarks come here first
+    require_launcher(os.environ)
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
     met, turns, sharing = None, "", None
     if share_gpu.shares(config, local_ranks()):  # before CUDA is touched, as `choose_device_and_backend` does

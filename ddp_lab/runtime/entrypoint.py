@@ -2,8 +2,10 @@
 
 import gc
 import os
+import signal
 from collections.abc import Sequence
 
+from ddp_lab.runtime.early import begin
 from ddp_lab.runtime.flags import parse_config
 from ddp_lab.runtime.process.environment import prepare_process
 from ddp_lab.runtime.process.launcher import adopt_launcher
@@ -19,7 +21,8 @@ def train_from_command_line(
 ) -> int:
     """Train as the command line says (`parse_config`), in this rank, and return the exit code."""
     adopt_launcher(os.environ)
-    config = parse_config(description, registry, aliases, arguments, prog)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the watcher answers it later
+    config = begin(parse_config(description, registry, aliases, arguments, prog), arguments)
     prepare_process()
     gc.disable()  # until training begins: what imports make stays, and looking through it takes a sixth of their time
     from torch.distributed.elastic.multiprocessing.errors import record

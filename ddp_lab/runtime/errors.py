@@ -97,6 +97,42 @@ def tell_torchrun(line: str, time_s: float | None = None) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
+LEAVE_S = 2.0
+"""How long ranks wait for each other to leave."""
+
+
+def leave_as_one(line: str, code: int, fails: bool) -> None:
+    """Leave with the other ranks of this node after a mistake that each of them finds. Under `torchrun` this ends the
+    process, so that its summary has one failure in place of one for each rank; without it, nothing is done.
+
+    Args:
+        line: What `torchrun` shows (`tell_torchrun`).
+        code: The exit code.
+        fails: Whether this rank, alone of its node, leaves with that code. It waits until the others have left, whom
+            `torchrun` would stop. They leave with 0 if it has left its error file, else with `code`.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    if fails:
+        tell_torchrun(line)
+    own, deadline = Path(path), time.monotonic() + LEAVE_S
+    others = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not fails:
+        with suppress(OSError):
+            own.with_name("left").touch()
+    while time.monotonic() < deadline:
+        if fails and len(list(own.parent.parent.glob("*/left"))) >= others:
+            break
+        if not fails and any(file != own for file in own.parent.parent.glob(f"*/{own.name}")):
+            os._exit(0)
+        time.sleep(0.02)
+    tell_torchrun(line)
+    os._exit(code)
+
+
 def speaks_for_node() -> bool:
     """Whether this process prints a mistake that every rank finds by itself.
 

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +25,7 @@ from ddp_lab.runtime.data.batches import batches_of_steps, collated, planned_ste
 from ddp_lab.runtime.data.lora import save_adapter
 from ddp_lab.runtime.data.workloads import build_workload, resolve_workload
 from ddp_lab.runtime.distributed import Ranks, joined_ranks, meshed
-from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, tell_torchrun
+from ddp_lab.runtime.errors import AgreedError, NonFiniteError, OneRankError, UserError, leave_as_one
 from ddp_lab.runtime.generation import generate, require_generates
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
 from ddp_lab.runtime.loop import Plan, TrainingResult, evaluate, train
@@ -35,7 +34,7 @@ from ddp_lab.runtime.process.environment import silence_libraries
 from ddp_lab.runtime.process.lazy_compiler import compiler_postponed
 from ddp_lab.runtime.process.stop_request import stop_requests
 from ddp_lab.runtime.profiling.memory_timeline import record_step_memory
-from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_window_fits
+from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.runtime.records.flops import model_flops
 from ddp_lab.runtime.records.leave import leave_config, leave_record, leave_stopped
 from ddp_lab.runtime.records.metrics import step_metrics
@@ -74,10 +73,10 @@ def run(
     except AgreedError as error:
         line = f"error: {config.label}: {error}"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # it may be wrong on this node alone
-        prints = not error.is_said and (is_first_here or isinstance(error, OneRankError))
-        tell_torchrun(line, time.time() + (not prints))  # torchrun shows the earliest: the line that is printed
-        if prints:
+        fails = is_first_here or isinstance(error, OneRankError)
+        if fails and not error.is_said:
             print(line, file=sys.stderr, flush=True)
+        leave_as_one(line, 1, fails)
         return 1
     return 0
 
@@ -99,6 +98,11 @@ def train_and_record(
         NonFiniteError: training diverged.
         SequenceError: ranks issued different collectives.
     """
+
+    def say(text: str) -> None:
+        if text and ranks.is_main:
+            print(f"{config.label}: {text}", flush=True)
+
     # Settings
     so_far = so_far or RunSoFar(config)
     config = resolve_workload(config, ranks.device.type == "cuda")
@@ -106,6 +110,7 @@ def train_and_record(
     config.require_profiled_ranks(ranks.world_size)
     strategy_class = load_strategy(config.choice)
     strategy_class.supports.require_mesh(ranks.groups.mesh if ranks.groups else None)
+    strategy_class.supports.require(config.strategy)
     micro_batch_size = config.micro_batch_size(ranks.data_size)
     run_id = so_far.run_id = from_rank0(make_run_id)
     trace_folder = on_every_rank(lambda: make_trace_folder(config, ranks.rank))
@@ -118,7 +123,9 @@ def train_and_record(
     between_steps("preparing the strategy")
     require_generates(config, workload)
     require_sample_for_each_rank(len(workload.train), ranks.data_size)
-    steps = planned_steps(config, len(workload.train))
+    config, steps, said = planned_steps(config, len(workload.train))
+    so_far.steps = steps
+    say(said)
     checkpoints.require_steps_left(steps)
     config = replace(config, lr=config.lr or workload.learning_rate)
     rates, size = learning_rates(config, steps), ModelSize.of(workload.model)
@@ -129,8 +136,6 @@ def train_and_record(
     # Strategy
     strategy = build_strategy(config, workload, ranks, strategy_class, model_parallel=model_parallel)
     strategy.wants_to_stop = so_far.stop_request
-    if not checkpoints.origin:
-        require_window_fits(config, steps, strategy.settling_steps)
     so_far.begin(config, Setup(ranks, strategy, OPTIMIZER.__name__, size, workload, flops))
     seed_everything(config.seed, ranks.drawing_rank)  # but dropout of its own
 
@@ -145,9 +150,9 @@ def train_and_record(
         so_far.resumed_from = checkpoints.as_record()
         from_rank0(lambda: leave_config(so_far, ranks.world_size))
         settling = strategy.settling_steps  # fewer than before, if the checkpoint has what they would decide
-        if checkpoints.origin and config.profile_steps(settling) > steps - checkpoints.done:
-            # A run that was interrupted near its end must be able to finish without a profile.
-            config = so_far.config = replace(config, no_profile=True)
+        config, said = config.fitted(steps - checkpoints.done, settling)
+        so_far.config = config
+        say(said)
         with (
             WindowProfiler(config, trace_folder, run_id, ranks, strategy.finish_communication, settling) as profiler,
             step_metrics(config, run_id, ranks.is_main) as log_step,

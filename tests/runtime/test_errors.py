@@ -1,5 +1,7 @@
 """What `torchrun` learns of a failure, and which rank prints it."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +32,32 @@ def test_the_root_cause_is_the_line_of_the_rank_that_knows(monkeypatch: pytest.M
     failed = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file=str(path))
     summary = str(ChildFailedError("main_ddp.py", {1: killed, 0: failed}))
     assert summary.splitlines()[-2] == f"  traceback : {LINE}" and "what came of it" not in summary
+
+
+LEAVES = """
+from ddp_lab.runtime.cli import exit_with_error
+exit_with_error("a mistake")
+"""
+NOBODY_FAILS = """
+from ddp_lab.runtime.errors import leave_as_one
+leave_as_one("error: a mistake", 1, fails=False)
+"""
+
+
+def test_one_rank_of_a_node_fails_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unless none would."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    codes: dict[str, list[int]] = {}
+    for script, ranks in ((LEAVES, 3), (NOBODY_FAILS, 1)):
+        begun = []
+        for rank in range(ranks):
+            become(monkeypatch, tmp_path / str(ranks), rank)
+            begun.append(subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True))
+        codes[script] = sorted(process.wait(timeout=20) for process in begun)
+        said = [process.stderr.read() for process in begun if process.stderr]
+        assert sorted(filter(None, said)) == ["error: a mistake\n"] * (script == LEAVES)
+        assert len(list((tmp_path / str(ranks)).rglob("error.json"))) == 1
+    assert codes == {LEAVES: [0, 0, 2], NOBODY_FAILS: [1]}
 
 
 def test_the_first_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

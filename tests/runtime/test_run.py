@@ -217,7 +217,6 @@ def test_named_labels_and_adapters_of_a_local_model(ranks: RankPool, local: Path
 BAD_SETTINGS = {
     "batch that does not divide": ({"global_batch_size": 6}, "nearest that does: 4 or 8"),
     "batch too small": ({"global_batch_size": 2}, "nearest that does: 4"),
-    "window longer than the run": ({"max_steps": 3}, "but the run has 3"),
     "fewer samples than ranks": ({"train_samples": 1, "no_profile": True}, "1 training samples for 2 ranks"),
     "model for another workload": ({"workload": "sample", "model": "x"}, "go with --workload hub or yelp"),
     "columns without a data set": ({"label_column": "x"}, "--label-column goes with --dataset"),
@@ -249,7 +248,7 @@ BAD_DATA = {
     "folder without a model": ({"model": "empty"}, "no config.json"),
     "unknown file type": ({"dataset": "reviews.pdf"}, "unknown file type"),
     "damaged data": ({"dataset": "broken.parquet"}, "cannot be read"),
-    "empty folder": ({"dataset": "empty"}, "cannot be read"),
+    "empty folder": ({"dataset": "empty"}, "the folder is empty"),
     "no label column": ({"dataset": "unlabelled.csv"}, "no column label"),
     "a text is missing": ({"dataset": "gap.csv"}, "row 1 of split train has None in column text"),
     "texts are numbers": ({"dataset": "numbers.jsonl"}, "has 3 in column text; every row needs a text"),

@@ -207,12 +207,12 @@ CASES = {
     "ranks that are told to stop in different places do not differ": (
         [ended(state(0, one, two), "signal", "SIGTERM"), ended(state(1, one, other_two), "signal", "SIGTERM")],
         ("interrupted", 0),
-        "stopped by SIGTERM in step 7",
+        "stopped by SIGTERM",
     ),
     "one rank is told to stop": (
         [ended(state(0), "noticed"), ended(state(1), "signal", "SIGINT")],
         ("interrupted", 1),
-        "rank 1 was stopped by SIGINT in step 7",
+        "rank 1 was stopped by SIGINT",
     ),
     "torchrun has gone": (
         [ended(state(rank), "orphaned", "torchrun has gone", 1.0 + rank) for rank in (0, 1)],

@@ -17,7 +17,7 @@ from ddp_lab.runtime.checkpoint.manifest import (
     several,
     verify_files,
 )
-from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.config import RunConfig, checkpoint_folder
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.groups import from_rank0, on_every_rank
@@ -88,11 +88,6 @@ class Origin:
     path: Path
     manifest: Manifest
     skipped: Mapping[Path, str] = field(default_factory=dict)
-
-
-def checkpoint_folder(config: RunConfig) -> Path:
-    """The folder of a run's checkpoints: `--checkpoint-dir`, or `checkpoints/<choice>` beside `profile/`."""
-    return Path(config.checkpoint_dir or Path(config.output_dir) / "checkpoints" / config.label)
 
 
 def current_job() -> str | None:

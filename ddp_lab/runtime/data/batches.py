@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.copies import copied_ahead, token_count
@@ -12,9 +14,19 @@ from ddp_lab.runtime.errors import UserError
 from ddp_lab.strategy.batches import StepData
 
 
-def planned_steps(config: RunConfig, samples: int) -> int:
-    """Optimizer steps of the run: whole epochs, or `max_steps` if that is fewer."""
-    return min(config.epochs * steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize)
+def planned_steps(config: RunConfig, samples: int) -> tuple[RunConfig, int, str]:
+    """`config` with its epochs, the optimizer steps of the run, and what to say of the two; mostly nothing.
+
+    They are `max_steps`. Without it, or where `epochs` are given and have fewer, they are whole epochs.
+    """
+    in_epoch, most = steps_in_epoch(samples, config.global_batch_size), config.max_steps or sys.maxsize
+    epochs = config.epochs or -(-(config.max_steps or 1) // in_epoch)
+    steps, said = min(epochs * in_epoch, most), ""
+    if config.max_steps and steps < most:
+        said = f"{steps} steps, not {most}: --epochs {epochs} has no more; without it the data repeat"
+    elif config.epochs is None and epochs > 1:
+        said = f"an epoch has {in_epoch} steps, so {steps} steps are {epochs} epochs"
+    return replace(config, epochs=epochs), steps, said
 
 
 def require_sample_for_each_rank(samples: int, world_size: int) -> None:
@@ -40,7 +52,7 @@ def batches_of_steps(
 def collated(config: RunConfig, workload: Workload, ranks: Ranks, steps: int, first: int) -> Iterator[StepData]:
     """The same on the CPU."""
     size, done = config.micro_batch_size(ranks.data_size), 0
-    for epoch in range(config.epochs):
+    for epoch in count():
         for window in epoch_windows(len(workload.train), config.global_batch_size, config.seed, epoch):
             if done == steps:
                 return

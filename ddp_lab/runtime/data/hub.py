@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ddp_lab.runtime.data.found import FILE_FORMATS, require_data, require_model
 from ddp_lab.runtime.data.labels import Labels
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.watch.phases import BUILDING, during
 
 MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
 DATASET = "Yelp/yelp_review_full"
-FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 HELD_OUT_SPLITS = ("test", "validation")
 Loaded = TypeVar("Loaded")
 
@@ -23,7 +23,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model. If it has no padding token, it pads with its end-of-sequence token."""
     from transformers import AutoTokenizer
 
-    _require_model_folder(name)
+    require_model(name)
     tokenizer = _load("model", name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -39,7 +39,7 @@ def load_classifier(name: str, tokenizer: Any, labels: Sequence[str]) -> nn.Modu
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    _require_model_folder(name)
+    require_model(name)
     model = _load(
         "model",
         name,
@@ -80,7 +80,7 @@ def load_causal_lm(name: str) -> LoadedLM:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    _require_model_folder(name)
+    require_model(name)
     folder = Path(name).expanduser()
     is_new = folder.is_dir() and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
     has_tokenizer = not is_new or any(any(folder.glob(kind)) for kind in ("tokenizer*", "vocab*", "*.model"))
@@ -121,7 +121,7 @@ def label_numbers(name: str) -> dict[str, int]:
     """By label, the number that it has in a saved model's head; transformers' own names if it has none."""
     from transformers import AutoConfig
 
-    _require_model_folder(name)
+    require_model(name)
     return _load("model", name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False)).label2id
 
 
@@ -183,12 +183,9 @@ def tokenize(data: Any, columns: Columns, labels: Labels, tokenizer: Any, max_to
 def _read_splits(name: str, streams: bool) -> Any:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+    require_data(name)
     path = Path(name).expanduser()
     if path.is_file():
-        if path.suffix not in FILE_FORMATS:
-            raise UserError(f"--dataset {name}: unknown file type; takes {', '.join(FILE_FORMATS)}")
-        if not path.stat().st_size:
-            raise UserError(f"--dataset {name}: the file is empty")
         kind = FILE_FORMATS[path.suffix]
         return load_dataset(kind, data_files=str(path), streaming=streams, **_WHOLE_FILES.get(kind, {}))
     if path.is_dir():
@@ -197,8 +194,6 @@ def _read_splits(name: str, streams: bool) -> Any:
             return load_dataset("text", data_dir=str(path), streaming=streams, **_WHOLE_FILES["text"])
         data = load_from_disk(str(path)) if saved else load_dataset(str(path), streaming=streams)
         return DatasetDict(train=data) if isinstance(data, Dataset) else data
-    if _looks_local(name):
-        raise UserError(f"--dataset {name}: no such file or folder")
     return load_dataset(name, streaming=streams)
 
 
@@ -220,18 +215,6 @@ def _load(what: str, name: str, load: Callable[[], Loaded]) -> Loaded:
             f"{what} {name}: cannot be loaded from the hub ({reason}); check the name and the network, give a local "
             "path, or train without either: --workload sample"
         ) from error
-
-
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
-
-
-def _require_model_folder(name: str) -> None:
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").exists():
-        raise UserError(f"--model {name}: no config.json in this folder; give one that save_pretrained has written")
-    if not path.is_dir() and _looks_local(name):
-        raise UserError(f"--model {name}: no such folder")
 
 
 def _require_columns(name: str, data: Any, columns: Columns) -> None:

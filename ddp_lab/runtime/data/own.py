@@ -5,8 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import MethodType, ModuleType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from ddp_lab.runtime.config import RunConfig
+from ddp_lab.runtime.data.found import require_function
 from ddp_lab.runtime.data.own_checks import in_one_line, require_fields, require_same_lengths, require_trains
 from ddp_lab.runtime.data.workload import Workload
 from ddp_lab.runtime.distributed import node_leader_first
@@ -46,12 +46,7 @@ def build(config: RunConfig) -> Workload:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py") or not function:
-        raise UserError(f"--workload {name}: name a file and a function in it, such as workload.py:build")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"--workload {name}: no file {path}")
+    file, function = require_function(name)
     if str(file.parent.resolve()) not in sys.path:
         sys.path.insert(1, str(file.parent.resolve()))  # it may import its neighbours
     spec = importlib.util.spec_from_file_location(OWN_MODULE, file.resolve())
@@ -62,15 +57,8 @@ def _function(name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
-        raise UserError(f"--workload {name}: no function {function} in it; it has {_functions(module)}")
+        raise UserError(f"--workload {name}: {function} is no function")
     return found
-
-
-def _functions(module: ModuleType) -> str:
-    names = [
-        name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == OWN_MODULE
-    ]
-    return ", ".join(names) or "no function"
 
 
 @during(BUILDING)

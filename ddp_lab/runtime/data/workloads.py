@@ -52,7 +52,26 @@ def resolve_workload(config: RunConfig, has_gpu: bool) -> RunConfig:
     for name in ("sequence_length", "streaming"):
         if getattr(config, name) and task != CAUSAL_LM:
             raise UserError(f"{flag_name(name)} goes with --task causal-lm")
+    if not is_own(workload):
+        _require_reads(config, workload, task)
     return replace(config, workload=workload, task=task)
+
+
+def _require_reads(config: RunConfig, workload: str, task: str) -> None:
+    """Check that one of the project's workloads reads the model and the data that the user names.
+
+    Raises:
+        UserError: names the flag that it does not read.
+    """
+    if (config.model or config.dataset) and workload not in ("yelp", "hub"):
+        raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {workload}")
+    for name, default in (("text_column", "text"), ("label_column", "label"), ("streaming", False)):
+        if getattr(config, name) != default and workload not in ("yelp", "hub"):
+            raise UserError(f"{flag_name(name)} goes with --dataset, not with --workload {workload}")
+    if config.label_column != "label" and task == CAUSAL_LM:
+        raise UserError("--label-column goes with --task classification")
+    if workload == "hub" and not (config.model and config.dataset):
+        raise UserError("--workload hub takes both --model and --dataset")
 
 
 def build_workload(config: RunConfig) -> "Workload":
@@ -77,15 +96,6 @@ def _named(config: RunConfig) -> "Workload":
         from ddp_lab.runtime.data import own
 
         return own.build(config)
-    if (config.model or config.dataset) and config.workload not in ("yelp", "hub"):
-        raise UserError(f"--model and --dataset go with --workload hub or yelp, or your own, not {config.workload}")
-    for name, default in (("text_column", "text"), ("label_column", "label"), ("streaming", False)):
-        if getattr(config, name) != default and config.workload not in ("yelp", "hub"):
-            raise UserError(f"{flag_name(name)} goes with --dataset, not with --workload {config.workload}")
-    if config.label_column != "label" and config.task == CAUSAL_LM:
-        raise UserError("--label-column goes with --task classification")
-    if config.workload == "hub" and not (config.model and config.dataset):
-        raise UserError("--workload hub takes both --model and --dataset")
     if config.workload == "sample-lm" or (config.workload == "hub" and config.task == CAUSAL_LM):
         from ddp_lab.runtime.data import causal_lm
 

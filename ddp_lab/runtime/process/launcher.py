@@ -6,8 +6,12 @@ Imports nothing heavy.
 """
 
 import re
+import sys
 import zlib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from ddp_lab.runtime.errors import UserError
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FIRST_PORT, PORTS = 15000, 16000
@@ -31,6 +35,27 @@ def adopt_launcher(environ: Environment) -> None:
         found = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]} if "LOCAL_SIZE" in environ else {}
     for name, value in found.items():
         environ.setdefault(name, value)
+
+
+def require_launcher(environ: Mapping[str, str]) -> None:
+    """
+    Raises:
+        UserError: no launcher started this process.
+    """
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ
+    ]
+    if missing == ["MASTER_ADDR"]:
+        raise UserError(
+            "MASTER_ADDR not set, and mpirun with several hosts does not tell where rank 0 runs; run: "
+            "mpirun -x MASTER_ADDR=HOST ... with the first host"
+        )
+    if missing:
+        script = Path(sys.argv[0]).name
+        raise UserError(
+            f"{', '.join(missing)} not set, so no launcher started this (looked for {LOOKED_FOR}); run: "
+            f"torchrun --standalone --nproc_per_node=2 {script} {' '.join(sys.argv[1:])}".rstrip()
+        )
 
 
 def without_local_rank(arguments: Sequence[str]) -> list[str]:

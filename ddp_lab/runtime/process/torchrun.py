@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddp_lab.runtime.process.environment import quiet_libraries
 
@@ -24,10 +25,13 @@ def quiet_torchrun() -> None:
 def start_ranks(label: str, ranks: int, arguments: Sequence[str]) -> bool:
     """Run a program under `torchrun`, in this process; False if it failed, after one line that says why.
 
+    A signal that ends it raises torch's `SignalException`, whose `is_said` tells whether a rank has said so.
+
     Args:
         label: Of the run, for that line.
         arguments: The program, and its command line.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -46,4 +50,7 @@ def start_ranks(label: str, ranks: int, arguments: Sequence[str]) -> bool:
             if not why.startswith("error: "):  # the rank has not printed it as one line
                 print(f"error: {label}: rank {rank} failed: {why}", file=sys.stderr)
             return False
+        except SignalException as error:
+            error.is_said = any(Path(log_dir).glob("*/attempt_*/*/error.json"))  # type: ignore[attr-defined]
+            raise
     return True

@@ -22,7 +22,7 @@ from ddp_lab.runtime.loop import TrainingResult
 from ddp_lab.runtime.mesh import Mesh
 from ddp_lab.runtime.process.environment import scheduling
 from ddp_lab.runtime.records.record import device_name, package_versions, step_statistics, write_json
-from ddp_lab.runtime.watch.cause import FAILED, MISMATCHED, Ending, RankReport
+from ddp_lab.runtime.watch.cause import FAILED, INTERRUPTED, MISMATCHED, Ending, RankReport
 from ddp_lab.runtime.watch.phases import start_s
 from ddp_lab.runtime.watch.rank_state import RankState
 from ddp_lab.strategy.accounting import Collective, ModelSize
@@ -48,6 +48,7 @@ class RunSoFar:
 
     Attributes:
         run_id: Empty until the ranks have agreed on one.
+        steps: Optimizer steps of the whole run; 0 until they are known.
         evaluation: None until the run has evaluated.
         generated: Text that the model made; None without `--generate`.
         memory: A row for each rank; empty until memory is recorded.
@@ -57,7 +58,7 @@ class RunSoFar:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.run_id = config, ""
+        self.config, self.run_id, self.steps = config, "", 0
         self.result = TrainingResult()
         self.evaluation: dict[str, Any] | None = None
         self.generated: dict[str, Any] | None = None
@@ -198,6 +199,9 @@ class RunSoFar:
             tell_torchrun(said, began_s)
             print(said, ending.traceback or "", sep="\n" if ending.traceback else "", file=sys.stderr, flush=True)
             return
+        if ending.how == INTERRUPTED:
+            place = f"{ending.message}, after step {self.step} of {self.steps}"
+            ending, said = replace(ending, step=self.step, message=place), f"error: {self.config.label}: {place}"
         path = choice_folder(self.config) / f"{self.run_id}.run.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

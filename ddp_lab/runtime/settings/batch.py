@@ -15,14 +15,22 @@ class BatchSettings:
 
     global_batch_size: int = _batch(
         8,
-        "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks that see different samples",
+        "samples in an optimizer step: micro-batch x --grad-accum-steps x ranks that see different samples; "
+        "if it is not given, the nearest that divides among them",
         at_least=1,
     )
     grad_accum_steps: int = _batch(
         2, "micro-batches whose gradients a rank accumulates before the optimizer step", at_least=1
     )
-    epochs: int = _batch(1, "passes over the training samples", at_least=1)
+    epochs: int | None = _batch(
+        None, "passes over the training samples (default: 1, or as many as --max-steps needs)", at_least=1
+    )
     max_steps: int | None = _batch(None, "stop after this many optimizer steps (default: whole epochs)", at_least=1)
+
+    def nearest_batch(self, data_parallel_size: int) -> int:
+        """`global_batch_size`, or the nearest that divides into whole micro-batches."""
+        unit = self.grad_accum_steps * data_parallel_size
+        return max(1, round(self.global_batch_size / unit)) * unit
 
     def micro_batch_size(self, data_parallel_size: int) -> int:
         """Samples in one micro-batch of one rank. `data_parallel_size`: ranks that see different samples.

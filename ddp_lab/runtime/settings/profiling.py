@@ -1,7 +1,8 @@
 """Which steps of which ranks are profiled, and with what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Self
 
 from ddp_lab.record_format import ranks_in
 from ddp_lab.runtime.errors import UserError
@@ -28,7 +29,7 @@ class ProfilingSettings:
     profile_wait: int = _profiling(
         4,
         "optimizer steps before each profile window, without the profiler; steps in which a strategy settles are "
-        "never profiled",
+        "never profiled, and in a short run windows shrink",
         at_least=0,
     )
     profile_warmup: int = _profiling(
@@ -67,8 +68,33 @@ class ProfilingSettings:
         Args:
             settling_steps: Steps that the strategy needs to settle (`Strategy.settling_steps`).
         """
-        window = self.profile_wait + self.profile_warmup + self.profile_active
-        return self.steps_before_profile(settling_steps) + self.profile_repeat * window
+        return self.steps_before_profile(settling_steps) + self.profile_repeat * self._window_steps
+
+    @property
+    def _window_steps(self) -> int:
+        return self.profile_wait + self.profile_warmup + self.profile_active
+
+    def fitted(self, steps: int, settling_steps: int) -> tuple[Self, str]:
+        """With windows that end within `steps` optimizer steps, and what to say of the change; nothing without one.
+
+        Fewer windows come first, then less waiting, then fewer steps in the window. A step to warm up stays if it can.
+        """
+        needed, left = self.profile_steps(settling_steps), steps - settling_steps
+        if self.no_profile or needed <= steps:
+            return self, ""
+        if left < 1:
+            settling = f", of which {settling_steps} settle" if settling_steps else ""
+            return replace(self, no_profile=True), f"{steps} steps{settling}: none is left to profile"
+        repeat = (steps - self.steps_before_profile(settling_steps)) // self._window_steps
+        shorter: dict[str, Any] = {"profile_repeat": max(1, repeat)}
+        if repeat < 1:
+            active = max(1, min(self.profile_active, steps - max(settling_steps, min(1, self.profile_warmup))))
+            warmup = min(self.profile_warmup, steps - active)
+            wait = min(self.profile_wait, steps - active - warmup)
+            shorter |= {"profile_wait": wait, "profile_warmup": warmup, "profile_active": active}
+        instead = " ".join(f"{flag_name(name)} {value}" for name, value in shorter.items())
+        said = f"{steps} steps, and the profile would end after {needed}: so {instead}"
+        return replace(self, keep_windows=self.keep_windows if repeat > 1 else None, **shorter), said
 
     def steps_before_profile(self, settling_steps: int) -> int:
         """Optimizer steps before the schedule begins, so that the strategy has settled before the first window."""

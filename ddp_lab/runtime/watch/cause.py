@@ -155,7 +155,7 @@ def _interrupted(reports: Reports, ranks: Sequence[int], names: RankNames) -> En
     state, reason = reports[ranks[0]].state, reports[ranks[0]].reason
     assert reason is not None
     who = "" if len(ranks) == len(reports) else f"rank {names(*sorted(ranks))} was "
-    message = f"{who}stopped by {reason.text}" + (f" {state.when}" if state else "")
+    message = f"{who}stopped by {reason.text}" + (f" while {state.phase}" if state and state.step < 0 else "")
     return _ending(INTERRUPTED, min(ranks), state, message)
 
 

@@ -13,9 +13,8 @@ from torch.profiler import profile
 
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.distributed import Ranks
-from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.loop import train
-from ddp_lab.runtime.profiling.profiler import WindowProfiler, require_window_fits
+from ddp_lab.runtime.profiling.profiler import WindowProfiler
 from ddp_lab.strategy.batches import StepData
 from tests.models import build, make_batch
 from tests.parity import OPTIMIZERS, all_choices, load, options_of
@@ -96,9 +95,32 @@ def test_steps_in_which_a_strategy_settles_are_not_profiled(
         for _ in range(expected[-1]):
             profiler.step()
     assert steps_of_traces(tmp_path) == expected and config.profile_steps(settling) == expected[-1]
-    require_window_fits(config, expected[-1], settling)
-    with pytest.raises(UserError, match=f"end after {expected[-1]} optimizer steps .*the run has {expected[-1] - 1}"):
-        require_window_fits(config, expected[-1] - 1, settling)
+    assert config.fitted(expected[-1], settling) == (config, "")
+
+
+@each_row(
+    "given, steps, settling, expected",
+    [
+        ({}, 3, 0, (0, 1, 2, 1)),
+        ({}, 1, 0, (0, 0, 1, 1)),
+        ({}, 7, 5, (4, 1, 2, 1)),
+        ({"profile_repeat": 3, "keep_windows": 2}, 17, 0, (4, 1, 3, 2)),
+        ({"profile_repeat": 3, "keep_windows": 2}, 9, 0, (4, 1, 3, 1)),
+        ({}, 2, 2, None),
+        ({}, 0, 0, None),
+    ],
+)
+def test_windows_shrink_to_the_run(
+    given: dict[str, int], steps: int, settling: int, expected: tuple[int, ...] | None
+) -> None:
+    """Wait, warm-up, steps and number of windows; None: there is no profile."""
+    config, said = RunConfig(**given).fitted(steps, settling)
+    if expected is None:
+        assert config.no_profile and "none is left to profile" in said
+        return
+    one = config.profile_wait, config.profile_warmup, config.profile_active, config.profile_repeat
+    assert one == expected and config.profile_steps(settling) <= steps and f"--profile-repeat {one[-1]}" in said
+    assert config.keep_windows == (given.get("keep_windows") if one[-1] > 1 else None)
 
 
 @each_row("keep, expected", [(None, [2, 4, 6]), (1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
