@@ -52,9 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return 0 if start_ranks(config.label, ranks, ["-m", "ddp_lab", "train", *flags]) else 1
     except KeyboardInterrupt:  # torch is being imported
-        number = signal.SIGINT
+        number = int(signal.SIGINT)
     except Exception as error:
-        if (number := getattr(error, "sigval", None)) is None:
+        number = int(getattr(error, "sigval", 0))
+        if not number:
             raise
         if getattr(error, "is_said", False):
             return 128 + number
