@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runners import Runner, over_ranks
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.distributed import Ranks
 from ddp_lab.runtime.groups import host_barrier
 
@@ -29,11 +30,13 @@ def time_rounds(
     """
     times = pd.DataFrame(index=range(rounds), columns=list(runners), dtype=float)
     order = random.Random(0)  # the same on every rank
-    for round_number in range(-WARMUP_ROUNDS, rounds):
-        for name in order.sample(list(runners), len(runners)):
-            slowest = over_ranks(timed(runners[name], ranks.device, clock), ranks.device, dist.ReduceOp.MAX)
-            if round_number >= 0:
-                times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
+    with long_work(f"timing {len(runners)} choices in turn", WARMUP_ROUNDS + rounds, ranks.is_main) as tell:
+        for round_number in range(-WARMUP_ROUNDS, rounds):
+            for name in order.sample(list(runners), len(runners)):
+                slowest = over_ranks(timed(runners[name], ranks.device, clock), ranks.device, dist.ReduceOp.MAX)
+                if round_number >= 0:
+                    times.loc[round_number, name] = 1000 * slowest / STEPS_PER_ROUND
+            tell("warmed up" if round_number < 0 else f"round {round_number + 1}")
     return times
 
 

@@ -8,11 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress
-
 from ddp_lab.analysis.errors import TraceError, listed
 from ddp_lab.analysis.traces.finding import SUFFIXES, Window, find_windows, group_by_window
+from ddp_lab.progress import long_work
 from ddp_lab.untrusted import add_limit
 
 if TYPE_CHECKING:
@@ -110,15 +108,13 @@ def report_on_window(
 ) -> "WindowAnalysis":
     """Analyse one window, write its `summary.*` into `folder`, and return the analysis.
 
-    A terminal shows the progress over ranks.
+    Standard error shows the progress over ranks.
     """
     from ddp_lab.analysis.report.pages.summary import write_summary
     from ddp_lab.analysis.summary import analyse_window
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"reading {choice}", total=len(window.files))
-        analysis = analyse_window(window, include_last_step, multiprocessing, lambda rank: progress.advance(task))
+    with long_work(f"reading traces of {choice}", len(window.files)) as tell:
+        analysis = analyse_window(window, include_last_step, multiprocessing, lambda rank: tell(""))
     for problem in analysis.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if analysis.problems:

@@ -28,6 +28,7 @@ from ddp_lab.doctor.reading.texts import InputError, to_text
 from ddp_lab.doctor.reading.topology import find_topologies
 from ddp_lab.doctor.report import Report, to_json
 from ddp_lab.doctor.rulebook import rules_as_markdown
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser
 from ddp_lab.untrusted import add_limit
 
@@ -126,6 +127,7 @@ def measure(options: argparse.Namespace, live: Live, inputs: Inputs) -> None:
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.device_count() > 1 else "cpu"
     live.backend = "NCCL" if device == "cuda" else "Gloo"
     try:
-        live.pairs = measure_pairs(device, options.timeout)
+        with long_work("measuring every pair of ranks", shown=os.environ["RANK"] == "0"):
+            live.pairs = measure_pairs(device, options.timeout)
     except MeasureError as error:
         inputs.problems.append(str(error))

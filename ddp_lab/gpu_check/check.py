@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ddp_lab.gpu_check.page import gist, page
 from ddp_lab.gpu_check.parts import FAIL, SKIPPED, Broken, Machine, Part, Verdict
+from ddp_lab.progress import long_work
 from ddp_lab.strategy.registry import found_at
 
 
@@ -22,9 +23,10 @@ def check(machine: Machine, parts: list[Part]) -> int:
     console, began, verdicts = Console(highlight=False), time.monotonic(), dict[str, Verdict]()
     report = machine.folder / "report.md"
     console.print(machine.named, markup=False, soft_wrap=True)
-    for part in parts:
+    for number, part in enumerate(parts, 1):
         start = time.monotonic()
-        verdict = verdicts[part.name] = look(part, machine)
+        with long_work(f"{number} of {len(parts)}: {part.name}"):
+            verdict = verdicts[part.name] = look(part, machine)
         colour = {FAIL: "red", SKIPPED: "yellow"}.get(verdict.how, "green")
         seconds = time.monotonic() - start
         console.print(f"[{colour}]{verdict.how:<9}[/] {part.name:<12} {seconds:5.0f} s  ", end="")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_lab.planner.flags import COMMANDS
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, unknown_name
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.process.environment import prepare_process
@@ -48,8 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(unknown_name("argument", unknown[0], known))
     from rich.console import Console
 
+    with long_work("loading torch", shown=command != "memory"):
+        module = importlib.import_module(COMMANDS[command][1])
     try:
-        importlib.import_module(COMMANDS[command][1]).run(options, Console(highlight=False, width=WIDTH))
+        module.run(options, Console(highlight=False, width=WIDTH))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ddp_lab.analysis.columns import Column
@@ -16,10 +15,11 @@ from ddp_lab.planner.costs import hardware
 from ddp_lab.planner.costs.sources import costs_of
 from ddp_lab.planner.flags import AS_THE_RUNNERS, chosen_model
 from ddp_lab.planner.meshes import on_all_meshes, required
-from ddp_lab.planner.plan import Case, Plan, outcomes
+from ddp_lab.planner.plan import GIB, Case, Outcome, Plan, outcomes
 from ddp_lab.planner.report.columns import PLAN_COLUMNS, SHOWN
 from ddp_lab.planner.report.recommendation import reasons
 from ddp_lab.planner.report.wording import certainty, headline, notes
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.errors import UserError
 from ddp_lab.runtime.mesh import PIPELINE, TENSOR
@@ -59,10 +59,19 @@ def planned(options: argparse.Namespace) -> Plan:
     wanted = options.choices.split(",") if options.choices else None
     choices(wanted, [case.mesh for case in cases])  # each goes with one of them
     tasks = [(case, name) for case in cases for name in choices(None, [case.mesh]) if not wanted or name in wanted]
-    found, console = outcomes(tasks, options.jobs), Console(stderr=True)
-    hidden = not console.is_terminal
-    shown = track(found, "simulating", len(tasks), console=console, transient=True, disable=hidden)
-    return Plan(cases, list(shown), left_out)
+    found: list[Outcome] = []
+    with long_work(f"simulating {len(tasks)} choices for {cases[0].model.name}", len(tasks)) as tell:
+        for outcome in outcomes(tasks, options.jobs):
+            found.append(outcome)
+            tell(gist(outcome))
+    return Plan(cases, found, left_out)
+
+
+def gist(outcome: Outcome) -> str:
+    """What is known of a choice as soon as it is simulated."""
+    if (simulated := outcome.simulated) is None:
+        return f"{outcome.name}: {outcome.reason}"
+    return f"{outcome.name}: {simulated.step_time_s * 1e3:.1f} ms, peak {simulated.memory.peak_bytes / GIB:.2f} GiB"
 
 
 def cases_of(options: argparse.Namespace) -> tuple[list[Case], list[str]]:

@@ -5,6 +5,7 @@ import argparse
 from rich.console import Console
 
 from ddp_lab.planner.flags import chosen_model
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.errors import UserError
 
 
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
             batches = [model.micro_batches(1, int(size), options.sequence_length) for size in sizes]
             steps = [TrainingStep(module, batch, optimizer, options.precision) for batch in batches]
-            content = measure(steps, device, options.precision, options.repeats, about)
+            with long_work(f"timing operators of {about}"):
+                content = measure(steps, device, options.precision, options.repeats, about)
     except torch.OutOfMemoryError:
         raise UserError(f"{about}: too much for this GPU's memory; record with a smaller --micro-batch-sizes") from None
     write(options.output, "--output", to_json(content))

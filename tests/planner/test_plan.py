@@ -19,6 +19,7 @@ from ddp_lab.planner.costs.sources import RECORD_ERROR, costs_of
 from ddp_lab.planner.plan import interval
 from ddp_lab.planner.report.columns import PLAN_COLUMNS
 from ddp_lab.planner.report.recommendation import reasons, recommended
+from ddp_lab.progress import long_work
 from tests.in_process import run_in_process
 from tests.plans import GIB, made, simulation
 from tests.tables import each_row
@@ -102,7 +103,11 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     files = ["--csv", str(tmp_path / "a" / "plan.csv")]
     where = [*WHERE, "--price", "0.8", "--jobs", "1"]
     answer = plan(*TINY, *where, "--choices", "pytorch_ddp,baseline,bucket_ddp_async,deepspeed_zero1", *files)
-    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert answer.returncode == 0, answer.stderr
+    loads, begun, *choices_done = answer.stderr.splitlines()  # a pipe sees each choice when it is done
+    assert (loads, begun[:20]) == ("loading torch", "simulating 4 choices") and len(choices_done) == 4
+    assert re.match(r"1 of 4, about \d+ s to go: bucket_ddp_async: [\d.]+ ms, peak [\d.]+ GiB$", choices_done[0])
+    assert choices_done[3].startswith("4 of 4: deepspeed_zero1: ")
     assert answer.stdout.startswith("PREDICTED, not measured: Llama of 1 layers") and "Take " in answer.stdout
     table = pd.read_csv(tmp_path / "a" / "plan.csv")
     assert table.choice.tolist() == ["bucket_ddp_async", "pytorch_ddp", "baseline", "deepspeed_zero1"]
@@ -116,6 +121,16 @@ def test_plan_from_beginning_to_end(tmp_path: Path) -> None:
     assert (known.step_time_low_ms < known.step_time_ms).all() and (known.step_time_high_ms > known.step_time_ms).all()
     reason = "not installed; run: uv sync" if sharding.REGISTRY.missing else "DeepSpeed compiles extensions of its own"
     assert reason in table.note[3]
+
+
+def test_a_terminal_shows_a_bar_below_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with long_work("simulating", 2) as tell:
+        tell("zero1: 9 ms")
+    shown = capsys.readouterr().err
+    assert "zero1: 9 ms\n" in shown and "simulating" in shown and "1/2" in shown.split("zero1: 9 ms")[1]
 
 
 def test_record_then_plan_with_it(tmp_path: Path) -> None:
@@ -136,7 +151,7 @@ def test_record_then_plan_with_it(tmp_path: Path) -> None:
     (row,) = pd.read_csv(table).to_dict("records")
     assert 1.0 < (row["step_time_ms"] - row["exposed_ms"]) / step_ms < 1.5, "the recorded step, and what strategies add"
     wrong = plan(*TINY, *WHERE, "--record", str(record))
-    assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("\n") == 1
+    assert wrong.returncode == 2 and "recorded on" in wrong.stderr and wrong.stderr.count("error") == 1
 
 
 def test_contention_is_assumed_on_gpus_alone_or_given() -> None:
@@ -184,7 +199,8 @@ MESHED = [*TINY, "--gpus", "4xL4", "--link", "pcie4", "--mesh"]
 def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
     answer = plan(*arguments)
     assert answer.returncode == 2 and answer.stdout == "", answer.stdout
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1 and expected in answer.stderr
+    said = answer.stderr.removeprefix("loading torch\n")
+    assert said.startswith("error: ") and said.count("\n") == 1 and expected in said
 
 
 # Documentation ------------------------------------------------------------------------------------------------------
