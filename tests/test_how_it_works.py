@@ -1,7 +1,9 @@
 """The pages of docs/how-it-works: that none is missing or incomplete, and that links lead somewhere."""
 
 import re
+import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -30,7 +32,16 @@ def test_every_hand_written_choice_has_a_whole_page() -> None:
         text = (PAGES / f"{choice}.md").read_text()
         assert f"]({choice}.md)" in index, choice
         assert f"]({choice}.png)" in text and "| measured |" in text and PAPER.search(text), choice
+        drawing = choice if choice.startswith("zero") else "ddp"
+        assert text.index(f"]({drawing}.svg)") < text.index(f"]({choice}.png)"), choice
         assert 40 <= len(text.splitlines()) <= 80, choice
+
+
+def test_drawings_are_those_of_their_program() -> None:
+    drawings = runpy.run_path(str(PAGES / "draw.py"))["drawings"]()
+    assert {path.name: path.read_text() for path in PAGES.glob("*.svg")} == drawings
+    for drawing in drawings.values():
+        ElementTree.fromstring(drawing)
 
 
 @pytest.mark.parametrize("page", [*PAGES.glob("*.md"), PAGES.parent / "glossary.md"], ids=lambda page: page.stem)

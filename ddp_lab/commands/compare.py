@@ -1,5 +1,5 @@
 """Compare finished runs: all choices of an entrypoint (ddp-lab compare sharding), or two runs of one
-choice (ddp-lab compare profile/zero3 --baseline RUN).
+choice (ddp-lab compare profile/zero3: the latest two; or those of --baseline and --run).
 
 Exit code 0: compared. 1: not comparable; one line on standard error says why. 2: the command line makes no sense.
 3: --fail-above was exceeded.
@@ -38,8 +38,6 @@ def main(arguments: Sequence[str]) -> int:
                 parser.error(f"--{flag.replace('_', '-')} is for two runs of one choice; give its folder, not a family")
         compare = of_family
     else:
-        if options.baseline is None:
-            parser.error(f"{options.what}: neither {' nor '.join(FAMILIES)}, and for a folder --baseline is missing")
         compare = of_choice
     try:
         return compare(options)
@@ -67,8 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FIELD",
         help=f"compare runs that differ in this setting, with a warning; may be repeated; one of {', '.join(FIELDS)}",
     )
-    parser.add_argument("--baseline", metavar="RUN", help="the earlier of two runs: run id, or path of a .run.json")
-    parser.add_argument("--run", metavar="RUN", help="the later one, in the same form (default: the latest other run)")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="the earlier: run id or .run.json (default: the last but one)"
+    )
+    parser.add_argument("--run", metavar="RUN", help="the later of two runs (default: the latest but --baseline)")
     parser.add_argument(
         "--fail-above",
         type=percentage,

@@ -55,10 +55,20 @@ def test_what_is_evaluated_is_what_is_saved(ranks: RankPool, choice: tuple[str, 
 
 
 def test_the_commands_of_the_tutorial_make_sense() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
-    commands = re.findall(r"^    torchrun --standalone --nproc_per_node=[12] (main_\w+\.py) (.+)$", text, re.MULTILINE)
-    assert len(commands) == 5 and len(text.splitlines()) <= 120
-    for script, flags in commands:
-        registry = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}[script]
-        config = parse_config("", registry, arguments=flags.split())
-        assert config.workload in ("digits", "mlp")
+    """They run as they stand, so none names a run of another machine."""
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "tutorial.md").read_text()
+    trained = {"main_ddp.py": ddp.REGISTRY, "main_shard.py": sharding.REGISTRY}
+    commands = re.findall(r"^    ((?:torchrun|python|ddp-lab|\./|grep) .+|\./\S+ .+)$", text, re.MULTILINE)
+    assert len(commands) == 8 and len(text.splitlines()) <= 120
+    for command in commands:
+        program, *rest = command.split()
+        assert "2026" not in command, command
+        if program == "torchrun":
+            assert rest[0] == "--standalone" and re.fullmatch("--nproc_per_node=[12]", rest[1])
+            assert parse_config("", trained[rest[2]], arguments=rest[3:]).workload in ("digits", "mlp")
+        elif program == "ddp-lab":
+            assert rest[0] == "report" and rest[1].startswith("profile/") and rest[1] in text.replace(command, "")
+        else:
+            assert (root / program).is_file() and rest[0] == "2"
+            parse_config("", trained["main_shard.py"], arguments=["--ddp-choice", "zero3", *rest[1:]])

@@ -24,21 +24,21 @@ ALWAYS_SHOWN = ("step time", "throughput", "collectives", "payload", "peak memor
 
 
 def report_on_two_runs(
-    trace_dir: Path, baseline: str, run: str | None, folder: Path, allowed: Iterable[str] = ()
+    trace_dir: Path, baseline: str | None, run: str | None, folder: Path, allowed: Iterable[str] = ()
 ) -> tuple[pd.DataFrame, Path]:
     """Write `changes.csv` into `folder`, print what changed, and return the table and the file's path.
 
     Args:
         trace_dir: `profile/<choice>`.
-        baseline: A run id in it, or the path of a run record anywhere. The rank folders lie beside the record.
-        run: The later run, given in the same way; None for the latest other run in `trace_dir`.
+        baseline: A run id in it, or the path of a run record anywhere. The rank folders lie beside the record. None for
+            the latest other completed run in `trace_dir`; if `run` is None, too, the one before the latest.
+        run: The later run, given in the same way.
         allowed: Settings in which the runs may differ, named as in `ddp_lab.analysis.comparison.fairness.FIELDS`.
 
     Raises:
         TraceError: a run is missing or cannot be read, or the two cannot be compared.
     """
-    old_path = record_path(trace_dir, baseline)
-    new_path = record_path(trace_dir, run) if run else latest_other(trace_dir, old_path)
+    old_path, new_path = both_paths(trace_dir, baseline, run)
     old, new = read_record(old_path), read_record(new_path)
     if old["choice"] != new["choice"]:
         raise TraceError(
@@ -75,17 +75,24 @@ def record_path(trace_dir: Path, run: str) -> Path:
     return path
 
 
-def latest_other(trace_dir: Path, baseline: Path) -> Path:
-    """The newest record of a completed run in `trace_dir` that is not the baseline.
+def both_paths(trace_dir: Path, *runs: str | None) -> list[Path]:
+    """The records of two runs, the earlier first. Those not given are the latest others of completed runs.
 
     Raises:
         TraceError: there is none.
     """
-    others = [path for path in records_in(trace_dir) if path.name != baseline.name]
-    others = [path for path in others if not failure_of(read_record(path, failed_too=True))]
-    if not others:
-        raise TraceError(f"{trace_dir}: has no completed run besides the baseline; train again, or give --run")
-    return others[-1]
+    given = [record_path(trace_dir, run) if run else None for run in runs]
+    names = [path.name for path in given if path]
+    others = [path for path in records_in(trace_dir) if path.name not in names]
+    others = [path for path in others if not failure_of(read_record(path, failed_too=True))] if None in given else []
+    if len(others) < (missing := given.count(None)):
+        besides = " besides the one given" if names else ""
+        raise TraceError(
+            f"{trace_dir}: has {len(others)} completed run(s){besides}, and two are compared; train again, or give "
+            "--baseline and --run"
+        )
+    latest = iter(others[len(others) - missing :])
+    return [path or next(latest) for path in given]
 
 
 def records_in(trace_dir: Path) -> list[Path]:

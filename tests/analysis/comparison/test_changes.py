@@ -142,10 +142,11 @@ def test_changes_of_two_runs(zero3: Path) -> None:
         (["--fail-above", "20"], 3, ["collectives got worse by more than 20 %: +100.0 %"]),
         (["--fail-above", "150"], 0, []),
         (["--baseline", NEW, "--fail-above", "0"], 0, []),
+        (["--run", NEW, "--fail-above", "20"], 3, ["collectives got worse by more than 20 %: +100.0 %"]),
     ],
 )
 def test_exit_codes_of_fail_above(zero3: Path, arguments: list[str], code: int, named: list[str]) -> None:
-    answer = compare_runs(str(zero3), "--baseline", OLD, *arguments)
+    answer = compare_runs(str(zero3), *arguments)
     assert answer.returncode == code, answer.stderr
     assert all(name in answer.stderr for name in named) and bool(answer.stderr) == bool(named)
     assert "step time" not in answer.stderr or "20" not in arguments
@@ -167,7 +168,7 @@ def test_runs_from_elsewhere_and_without_traces(zero3: Path, tmp_path: Path) -> 
 @each_row(
     ("arguments", "code", "expected"),
     [
-        (["FOLDER"], 2, "for a folder --baseline is missing"),
+        (["FOLDER/.."], 1, "has 0 completed run(s), and two are compared; train again, or give --baseline and --run"),
         (["FOLDER", "--baseline", "nobody"], 1, f"no such run record; runs in FOLDER: {OLD}, {NEW}"),
         (["FOLDER", "--baseline", OLD, "--run", "nobody.run.json"], 1, "nobody.run.json: no such run record"),
         (["nowhere", "--baseline", OLD], 1, "nowhere: no such folder; give ddp, sharding, parallel, or profile/"),

@@ -265,7 +265,7 @@ def test_the_page_says_what_the_csv_says(tmp_path: Path) -> None:
     assert not table[sorted(left_out)].to_numpy().any()
     text = page.read_text()
     body = text[text.index("<body>") : text.index("</main>")]
-    assert body.count("<details>") == body.count("<h2") == 6
+    assert body.count("<details>") == body.count("<h2") == 7
     assert "Nothing. The run records agree" in body and "pytorch_ddp, rank 0, step 5; other, rank 0, step 5" in body
     assert "other is fastest, 2.00 times as fast as the reference pytorch_ddp" in body
     assert "by more than 0.0e+00 nats" in body

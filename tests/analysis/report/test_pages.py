@@ -14,8 +14,11 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from ddp_lab.analysis.columns import Column
 from ddp_lab.analysis.comparison.compare import keep
-from ddp_lab.analysis.report.figures.lanes_figure import lanes_figure
+from ddp_lab.analysis.report.figures import axis_end
+from ddp_lab.analysis.report.figures.lanes_figure import drawn_lanes, lanes_figure
+from ddp_lab.analysis.report.figures.memory import memory_figure
 from ddp_lab.analysis.report.figures.ranks import ranks_figure
+from ddp_lab.analysis.report.figures.times import PARTS, loss_figure, parts_figure
 from ddp_lab.analysis.report.page import Section, drawing, render, table, write_page
 from ddp_lab.analysis.report.pages.compare import Compared, write_comparison
 from ddp_lab.analysis.report.pages.summary import lanes_section, write_summary
@@ -222,6 +225,51 @@ def test_hostile_names_are_text(folder: Path, small_page: Path, open_page: Opene
         assert "\x1b" not in page.content() and "\u202e" not in page.content()
         assert page.locator("img, main a[href^=javascript]").count() == 0
     assert (folder / "summary.html").stat().st_size < LARGEST_PAGE
+
+
+def test_an_outlier_flattens_no_figure() -> None:
+    """One of eight is 20 times as long, or large: the axis ends near the others, and the value is written there."""
+    for values, end in (([1, 1, 1.2, 30], 1.5), ([1, 3, 4], 4), ([1, 9], 1.25), ([0, 0], 1), ([2, 2, 2, 8], 8)):
+        assert axis_end(values) == end, values
+    names = [f"choice_{n}" for n in range(8)]
+    held = pd.DataFrame([memory_of(n, 0.9 if n else 20.0) for n in range(8)])
+    held["expected_model_states_bytes"] = 140 * 2**20
+    bars = pd.DataFrame(
+        {"lane": names, "start": 0.0, "end": [2e4, *[1e3] * 7], "part": "idle", "text": "", "about": ""}
+    )
+    parts = dict.fromkeys(PARTS, 0.0) | {"compute_ms": [20.0, *[1.0] * 7]}
+    for figure, end, says in (
+        (memory_figure(names, held), 1.25 * 180 * 1.3, "2,880.0 MiB, peak 4,000.0 MiB"),
+        (parts_figure(names, pd.DataFrame(parts)), 1.25, "20 ms"),
+        (drawn_lanes(bars.assign(edge=""), dict.fromkeys(names, ""), bars.set_index("lane")["end"]), 1.25, "20 ms"),
+    ):
+        assert figure.layout.xaxis.range == pytest.approx((0, end), rel=1e-3)
+        assert [(mark.y, mark.text) for mark in figure.layout.annotations] == [("choice_0", f"▸ {says}")]
+    assert figure.layout.meta == {"zooms": True, "whole": 20.0}, "Whole step shows it all"
+    loss = loss_figure({"a": {"train_loss": [2.0, 1.0] * 20}, "b": {"train_loss": [2.0, 1.0] * 19 + [5000.0, 1.0]}})
+    assert loss.layout.yaxis.range == (0, 2.5) and [mark.text for mark in loss.layout.annotations] == ["▴ 5,000"]
+    steps = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [5, 6, 5, 6], "ms": [90.0, 1.0, 1.0, 1.0]})
+    heat = ranks_figure(steps, {"ms": "step time"}).data[0]
+    assert heat.zmax == 1.25 and [list(row) for row in heat.text] == [["90", ""], ["", ""]]
+
+
+@needs_browser
+def test_a_comparison_of_eight_fits_and_is_short(tmp_path: Path, open_page: Opener) -> None:
+    records = {name: record(name, 0.1 if name[-1] != "7" else 2.0) for name in (f"a_long_choice_{n}" for n in range(8))}
+    page = open_page(
+        write_comparison(Compared(records, {}, "a_long_choice_0", [], []), tmp_path),
+        viewport={"width": 1400, "height": 900},
+    )
+    assert len(page.locator("body").inner_text().split()) < 400
+    bars = page.locator(".bar").evaluate_all("bars => bars.map(bar => [bar.className, bar.children[0].offsetWidth])")
+    assert [kind for kind, _ in bars] == ["bar"] * 7 + ["bar cut"] and bars[0][1] > 600, "7 of 8 take most of the width"
+    for folded in page.locator("summary").all():
+        folded.click()
+    scrolls = "tables => tables.filter(t => t.scrollWidth > t.clientWidth).map(t => t.firstElementChild.id)"
+    assert page.locator(".scroll").evaluate_all(scrolls) == []
+    page.locator("td[data-meaning]").first.focus()
+    expect(page.locator("#tip")).to_contain_text("median wall time of an optimizer step")
+    assert len(page.locator("body").inner_text().split()) < 1200
 
 
 RANKS = 18

@@ -4,6 +4,9 @@ Colours are those of Okabe and Ito and of Paul Tol, which colour-blind readers c
 comes from the page's style sheet, which has another value in its dark theme.
 """
 
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 import plotly.graph_objects as go
 
 from ddp_lab.analysis.metrics.memory import OTHER
@@ -37,6 +40,8 @@ MEMORY_COLOURS = {
 """Components of memory, by their names in run records."""
 LINE_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999999")
 """Lines that stand for a choice each."""
+OUTLIER = 4.0
+"""A value this many times as large as most others is cut off, and written at the end of the axis."""
 BAR_HEIGHT_PX = 28
 LANE_HEIGHT_PX = 30
 LANE_NAMES = {
@@ -50,7 +55,7 @@ LANE_NAMES = {
 def styled(figure: go.Figure) -> go.Figure:
     """The style of all figures. The page's script adds fonts and the colours of its theme.
 
-    A drag zooms along x if the figure's `meta` has `zooms`; otherwise it scrolls the page.
+    A drag zooms along x if the figure's `meta` has `zooms`, up to `whole`; otherwise it scrolls the page.
     """
     zooms = bool((figure.layout.meta or {}).get("zooms"))
     figure.update_layout(
@@ -66,6 +71,36 @@ def styled(figure: go.Figure) -> go.Figure:
     figure.update_xaxes(fixedrange=not zooms)
     figure.update_yaxes(automargin=True, fixedrange=True)
     return figure
+
+
+def axis_end(values: Iterable[float], most: float = 0.75) -> float:
+    """Where an axis from 0 ends: at the largest value, or before values that would flatten all others.
+
+    These are above `OUTLIER` times the value that the share `most` of all does not exceed (of few, the next below).
+    Zeros and unknown values do not count; without any other, it is 1.
+    """
+    known = np.sort(np.fromiter(values, float))
+    known = known[known > 0]
+    if not len(known):
+        return 1.0
+    usual = known[known <= OUTLIER * known[int(most * (len(known) - 1))]]
+    return float(known[-1] if len(usual) == len(known) else 1.25 * usual[-1])
+
+
+def clip_bars(figure: go.Figure, ends: Mapping[str, float], texts: Iterable[str], room: float = 1.0) -> float:
+    """End the x axis of horizontal bars where `axis_end` says, and write the text of a bar that goes on at its end.
+
+    Args:
+        ends: Where each bar ends, by its place on the y axis.
+        room: The axis goes on to this many times that.
+    """
+    end = axis_end(ends.values())
+    figure.update_xaxes(range=[0, end * room])
+    for (place, value), text in zip(ends.items(), texts, strict=True):
+        if value > end:
+            mark = {"text": f"▸ {text}", "showarrow": False, "bgcolor": "var(--paper)", "borderpad": 2}
+            figure.add_annotation(x=1, xref="x domain", xanchor="right", y=place, **mark)
+    return end
 
 
 def literal(text: str) -> str:

@@ -66,18 +66,13 @@ def compute_lane(
     return drawn
 
 
-def longest(shown: Sequence[tuple[RankTimeline, int]]) -> float:
-    """Duration (us) of the longest of these steps."""
-    return max(end - start for start, end in (bounds(timeline, step) for timeline, step in shown))
-
-
 def gap_to_close(shown: Sequence[tuple[RankTimeline, int]]) -> float:
     """The smallest gap (us) to close so that all compute lanes of a figure together keep to `MOST_INTERVALS`.
 
     Args:
         shown: The timeline and the step of each lane.
     """
-    gap, length = SMALLEST_GAP_US, longest(shown)
+    gap, length = SMALLEST_GAP_US, max(np.ptp(bounds(timeline, step)) for timeline, step in shown)
     while gap < length:
         lanes = [compute_lane(timeline, *bounds(timeline, step), gap) for timeline, step in shown]
         if sum(len(intervals) for lane in lanes for intervals in lane.values()) <= MOST_INTERVALS:

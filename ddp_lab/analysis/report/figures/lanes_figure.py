@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from ddp_lab.analysis.comparison.compare import Traced
 from ddp_lab.analysis.mesh import Mesh
-from ddp_lab.analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, literal, styled
+from ddp_lab.analysis.report.figures import COLOURS, LANE_HEIGHT_PX, LANE_NAMES, clip_bars, literal, styled
 from ddp_lab.analysis.report.figures.lanes import (
     MOST_INTERVALS,
     MOST_KERNELS,
@@ -16,7 +16,6 @@ from ddp_lab.analysis.report.figures.lanes import (
     compute_lane,
     gap_to_close,
     lane_kernels,
-    longest,
     merged,
     phase_of,
     with_dimensions,
@@ -66,7 +65,8 @@ def lanes_figure(timelines: Sequence[RankTimeline], step: int, mesh: Mesh | None
                 text, about = single["name"].map(literal), literal(f"stream {stream}")
                 times = single[["start", "end"]] - start
                 bars.append(times.assign(lane=place, part=part, text=text, about=about, edge=edge))
-    return drawn_lanes(pd.concat(bars), lanes, longest(shown))
+    lengths = {f"rank {timeline.rank}": np.ptp(bounds(timeline, step)) for timeline in timelines}
+    return drawn_lanes(pd.concat(bars), lanes, lengths)
 
 
 def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
@@ -85,7 +85,9 @@ def lanes_by_choice_figure(traced: Mapping[str, Traced]) -> go.Figure:
         bars += compute_bars(timeline, start, end, gap, choice)
         sent = merged(clip(timeline.intervals("communication"), start, end), gap, MOST_INTERVALS // len(traced))
         bars.append(merged_bars(sent - start, below, "communication", LANE_NAMES["communication"]))
-    return drawn_lanes(pd.concat(bars), lanes, longest(shown))
+    return drawn_lanes(
+        pd.concat(bars), lanes, {choice: np.ptp(bounds(*each)) for choice, each in zip(traced, shown, strict=True)}
+    )
 
 
 def compute_bars(timeline: RankTimeline, start: float, end: float, gap: float, lane: str) -> list[pd.DataFrame]:
@@ -98,13 +100,14 @@ def merged_bars(spans: Intervals, lane: str, part: str, text: str) -> pd.DataFra
     return pd.DataFrame(spans, columns=["start", "end"]).assign(lane=lane, part=part, text=text, about="", edge="")
 
 
-def drawn_lanes(bars: pd.DataFrame, lanes: Mapping[str, str], length_us: float) -> go.Figure:
+def drawn_lanes(bars: pd.DataFrame, lanes: Mapping[str, str], lengths_us: Mapping[str, float]) -> go.Figure:
     """The figure.
 
     Args:
         bars: Columns start, end (us), lane, part (of `COLOURS`), text (on the bar), about (when pointed at), edge (its
             colour; empty for the bar's own).
         lanes: Label of each lane, from top to bottom.
+        lengths_us: How long the step of a lane takes; not of every lane.
     """
     figure = go.Figure()
     for name in COLOURS:
@@ -128,11 +131,14 @@ def drawn_lanes(bars: pd.DataFrame, lanes: Mapping[str, str], length_us: float) 
                 hovertemplate="%{text}<br>%{customdata[1]:.3f} ms, from %{base:.3f} ms<br>"
                 "%{customdata[0]}<extra>%{y}</extra>",
             )
-    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes), meta={"zooms": True})
+    figure.update_layout(barmode="overlay", bargap=0.25, height=120 + LANE_HEIGHT_PX * len(lanes))
     figure.update_layout(uniformtext={"mode": "hide", "minsize": 10})  # text only where it fits
     order = list(lanes)[::-1]
     figure.update_yaxes(
         categoryorder="array", categoryarray=order, tickvals=order, ticktext=[lanes[lane] for lane in order]
     )
-    figure.update_xaxes(title="ms since the step began", range=[0, length_us / 1000])
+    lengths = {lane: length / 1000 for lane, length in lengths_us.items()}
+    clip_bars(figure, lengths, [f"{length:,.0f} ms" for length in lengths.values()])
+    figure.update_layout(meta={"zooms": True, "whole": max(lengths.values())})
+    figure.update_xaxes(title="ms since the step began")
     return styled(figure)

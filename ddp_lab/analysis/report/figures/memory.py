@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ddp_lab.analysis.columns import COMPONENTS, MIB
 from ddp_lab.analysis.metrics.memory import OTHER, memory_timeline
-from ddp_lab.analysis.report.figures import COLOURS, MEMORY_COLOURS, literal, styled
+from ddp_lab.analysis.report.figures import COLOURS, MEMORY_COLOURS, clip_bars, literal, styled
 
 MOST_PANELS = 8
 """Ranks in a figure with a panel a rank."""
@@ -19,6 +19,7 @@ PHASE_COLOURS = {**COLOURS, "gradient_sync": COLOURS["communication"]}
 
 def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     """A bar a row of `table`: components at rest, the peak behind them, and the formula's value as a line."""
+    names = list(names)
     peak, expected = table["peak_bytes"] * MIB, table["expected_model_states_bytes"] * MIB
     hover = "%{y}: peak in a step %{x:.2f} MiB<extra></extra>"
     figure = go.Figure(bars(names, peak, "peak in a step", MEMORY_COLOURS["peak"], hovertemplate=hover))
@@ -32,18 +33,19 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
         begin = begin + held
     figure.add_scatter(
         x=expected,
-        y=list(names),
+        y=names,
         mode="markers",
         name="formula, at rest",
         marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "var(--ink)"}},
         hovertemplate="%{y}: %{x:.2f} MiB at rest by the formula<extra></extra>",
-        cliponaxis=False,
     )
     ends = pd.concat([peak, expected], axis="columns").max(axis="columns")
+    texts = [f"{rest:,.1f} MiB, peak {most:,.1f} MiB" for rest, most in zip(begin, peak, strict=True)]
+    end = clip_bars(figure, dict(zip(names, ends, strict=True)), texts, room=1.3)
     figure.add_scatter(
-        x=ends,
-        y=list(names),
-        text=[f"  {rest:,.1f} MiB, peak {most:,.1f} MiB" for rest, most in zip(begin, peak, strict=True)],
+        x=ends.where(ends <= end),
+        y=names,
+        text=[f"  {text}" for text in texts],
         mode="text",
         textposition="middle right",
         showlegend=False,
@@ -51,7 +53,7 @@ def memory_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
         cliponaxis=False,
     )
     figure.update_layout(barmode="overlay", height=140 + 34 * len(table), meta={"narrowest": 560})
-    figure.update_xaxes(title="MiB", range=[0, ends.max() * 1.3])
+    figure.update_xaxes(title="MiB")
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
 
@@ -69,9 +71,8 @@ def memory_timeline_figure(record: dict[str, Any] | None, summary: pd.DataFrame)
     figure = make_subplots(
         rows=len(panels), vertical_spacing=55 / (PANEL_PX * len(panels)), subplot_titles=[" "] * len(panels)
     )
-    last = max(frame["ms"].iloc[-1] for _, (frame, _) in panels)
     for index, (row, (frame, phases)) in enumerate(panels):
-        place = {"row": index + 1, "col": 1}
+        place, last = {"row": index + 1, "col": 1}, frame["ms"].iloc[-1]
         for component, label in {**COMPONENTS, OTHER: OTHER}.items():
             if frame[component].any():
                 figure.add_scatter(

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ddp_lab.analysis.report.figures import styled
+from ddp_lab.analysis.report.figures import axis_end, styled
 
 
 def ranks_figure(table: pd.DataFrame, panels: Mapping[str, str]) -> go.Figure:
@@ -19,8 +19,12 @@ def ranks_figure(table: pd.DataFrame, panels: Mapping[str, str]) -> go.Figure:
     figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.14, subplot_titles=list(panels.values()))
     for place, (column, name) in enumerate(panels.items(), start=1):
         by_step = table.pivot_table(index="rank", columns="step", values=column, dropna=False)
+        cut = by_step > (end := axis_end(by_step.to_numpy().ravel()))
         figure.add_heatmap(
             z=by_step.round(3).to_numpy().tolist(),
+            **({"zmin": 0, "zmax": end} if cut.any(axis=None) else {}),
+            text=by_step.map("{:,.0f}".format).where(cut, "").to_numpy().tolist(),
+            texttemplate="%{text}",
             x=[f"{step}" for step in by_step.columns],
             y=by_step.index.tolist(),
             name=name,

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from ddp_lab.analysis.report.figures import BAR_HEIGHT_PX, COLOURS, LINE_COLOURS, styled
+from ddp_lab.analysis.report.figures import BAR_HEIGHT_PX, COLOURS, LINE_COLOURS, axis_end, clip_bars, styled
 
 PARTS = {
     "compute_ms": ("compute", COLOURS["compute"], ""),
@@ -21,13 +21,13 @@ DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
     """A bar a row of `table`: the parts of a mean step under the profiler, in ms."""
-    figure = go.Figure()
+    figure, names = go.Figure(), list(names)
     if table["exposed_wait_ms"].isna().all() and "exposed_ms" in table:  # an incomplete run: the last rank is unknown
         table = table.assign(exposed_transfer_ms=table["exposed_ms"])
     for column, (name, colour, hatching) in PARTS.items():
         if table[column].any():
             figure.add_bar(
-                y=list(names),
+                y=names,
                 x=table[column],
                 name=name,
                 orientation="h",
@@ -36,6 +36,8 @@ def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
             )
     figure.update_layout(barmode="stack", height=130 + BAR_HEIGHT_PX * len(table))
     figure.update_xaxes(title="ms a step, under the profiler")
+    whole = table[[column for column in PARTS if column in table]].sum(axis="columns")
+    clip_bars(figure, dict(zip(names, whole, strict=True)), [f"{ms:,.0f} ms" for ms in whole])
     figure.update_yaxes(autorange="reversed")
     return styled(figure)
 
@@ -43,6 +45,7 @@ def parts_figure(names: Iterable[str], table: pd.DataFrame) -> go.Figure:
 def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
     """Training loss over optimizer steps. Lines of choices that compute the same lie on top of each other."""
     figure = go.Figure()
+    end = axis_end((loss for record in records.values() for loss in record["train_loss"]), 0.95)
     for index, (name, record) in enumerate(records.items()):
         losses = pd.Series(record["train_loss"], dtype=float)
         figure.add_scatter(
@@ -53,6 +56,10 @@ def loss_figure(records: Mapping[str, dict[str, Any]]) -> go.Figure:
             line={"dash": DASHES[index % len(DASHES)], "color": LINE_COLOURS[index % len(LINE_COLOURS)]},
             hovertemplate=f"{name}, step %{{x}}: %{{y:.4f}} nats, mean over the global batch<extra></extra>",
         )
+        if losses.max() > end:
+            mark = {"text": f"▴ {losses.max():,.4g}", "showarrow": False, "bgcolor": "var(--paper)"}
+            figure.update_yaxes(range=[0, end])
+            figure.add_annotation(x=losses.idxmax(), y=1, yref="y domain", yanchor="top", **mark)
     figure.update_xaxes(title="optimizer step")
     figure.update_yaxes(title="training loss, nats")
     figure.update_layout(height=360, showlegend=True)

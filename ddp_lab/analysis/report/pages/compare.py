@@ -25,22 +25,20 @@ from ddp_lab.analysis.report.pages.opening import opening
 from ddp_lab.analysis.traces.collectives import KINDS
 
 HOW_TESTED = (
-    "Step k of every choice trains on the same samples, so step times are compared step by step, over batches of "
-    "consecutive steps. Ratio and 95 % interval (of each comparison alone) are Hodges and Lehmann's; p is that of "
-    "Wilcoxon's signed-rank test, corrected for the number of choices by Holm. A difference is seen if p is at most "
-    f"0.05. Below {FEWEST_PAIRS} pairs, or more if many choices are compared, it is unknown."
+    "Step k of every choice trains on the same samples, so times are compared step by step. Ratio and 95 % interval: "
+    "Hodges and Lehmann. p: Wilcoxon's signed-rank test, corrected by Holm. A difference is seen if p is at most 0.05. "
+    f"It is unknown below {FEWEST_PAIRS} pairs, or more if many choices are compared."
 )
 NOT_ACROSS = (
     "These runs are over more than one backend class, or share GPUs differently, and both change step times "
     "(docs/cuda.md, docs/gpu.md). So these are compared only among runs that are alike in both."
 )
 HOW_DRAWN = (
-    "One step of one rank of each choice on one time axis: the analysed step of median duration, and in it the rank of "
-    "median duration (of an even number, the shorter of the middle two). Collectives: at least one ran. If they do not "
-    "lie under compute, the choice's own lane shows exposed communication. Drawn: "
+    "The median step of each choice, on its median rank. Collectives are hidden where they lie under compute; "
+    "elsewhere the choice's own lane shows exposed communication. Drawn: "
 )
 FIGURE = Column("figure", "", "what it is of each choice")
-MEANING = Column("meaning", "", "and the CSV file's name of it")
+VALUE = Column("value", "", "of every choice")
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def comparison_page(compared: Compared) -> str:
     more = [NOT_ACROSS] if parted else []
     more += dict.fromkeys(line for record in compared.records.values() for line in labels(record))
     sections = [
-        Section("All figures", utilization_text(compared), table=full_table(compared.table)),
+        *figures_sections(compared),
         *lanes_section(compared.traced),
         *memory_section(compared.table),
         Section("Training loss", loss_text(compared), figure=drawing(loss_figure(compared.records))),
@@ -149,28 +147,37 @@ def verdicts(compared: Compared) -> list[tuple[str, Verdict, str]]:
     return found
 
 
-def full_table(comparison: pd.DataFrame) -> dict[str, Any]:
-    """A row for each column of the CSV, but for empty ones and kinds of collectives that did not run."""
-    silent = tuple(f"{kind}_" for kind in KINDS if kind not in kinds_run(comparison))
-    rows, shown = comparison.to_dict("records"), []
+def figures_sections(compared: Compared) -> list[Section]:
+    """All columns of the CSV but empty ones and kinds of collectives that did not run: those that differ, and others.
+
+    What a figure means, and its name in the CSV file, is told when its own name is pointed at.
+    """
+    table = compared.table
+    silent = tuple(f"{kind}_" for kind in KINDS if kind not in kinds_run(table))
+    differ: list[list[dict[str, Any]]] = []
+    alike: list[list[dict[str, Any]]] = []
+    rows = table.to_dict("records")
     for name, column in COMPARISON_COLUMNS.items():
-        if name != "choice" and comparison[name].notna().any() and not name.startswith(silent):
-            figure = f"{column.label}, {column.unit}" if column.unit else column.label
+        if name != "choice" and table[name].notna().any() and not name.startswith(silent):
+            figure = cell("", f"{column.label}, {column.unit}" if column.unit else column.label, FIGURE)
             values = [cell(name, row[name], column) for row in rows]
-            shown.append([cell("", figure, FIGURE), *values, cell("", f"{column.meaning} ({name})", MEANING)])
+            is_alike = len(rows) > 1 and len({value["value"] for value in values}) == 1
+            kept, shown = (alike, values[:1]) if is_alike else (differ, values)
+            kept.append([figure | {"meaning": f"{column.meaning} ({name} in compare.csv)"}, *shown])
     choices = [Column(row["choice"], "", "") for row in rows]
-    return titled("all", [FIGURE, *choices, MEANING], shown)
+    sections = [Section("All figures", utilization_text(compared), table=titled("all", [FIGURE, *choices], differ))]
+    return sections + [Section("Figures that are the same for all", table=titled("alike", [FIGURE, VALUE], alike))]
 
 
 def utilization_text(compared: Compared) -> str:
     """What model FLOPs and their utilization are of."""
     record = next(iter(compared.records.values()))
-    text = "Model FLOPs: what forward and backward of the samples need (docs/run-record.md), all ranks together."
+    text = "Point at a figure's name for its meaning."
     peak, device = peak_of(record), record["device_name"]
     if peak is None:
-        return f"{text} There is no utilization (MFU), since ddp_lab/planner/hardware.toml has no peak of {device}."
+        return f"{text} No utilization (MFU): ddp_lab/planner/hardware.toml has no peak of {device}."
     return (
-        f"{text} MFU is their share of {record['world_size']} times {peak.flops_per_second / 1e12:g} TFLOP/s, "
+        f"{text} MFU is the share of {record['world_size']} times {peak.flops_per_second / 1e12:g} TFLOP/s, "
         f"the peak of {device} in {peak.dtype} ({peak.source})."
     )
 
@@ -189,8 +196,8 @@ def memory_section(comparison: pd.DataFrame) -> list[Section]:
     if not len(recorded):
         return []
     text = (
-        "Model states at rest by component. Grey: the peak in a step. Line: the formula at rest of what a choice "
-        "shards, without padding. Each figure is of the rank that has most."
+        "Model states at rest, on the rank that has most. Grey: the peak in a step. Line: the formula of what a choice "
+        "shards, at rest."
     )
     return [Section("Memory", text, figure=drawing(memory_figure(recorded["choice"], recorded)))]
 

@@ -103,5 +103,6 @@ def bucket_section(calls: pd.DataFrame, steps: int) -> Section:
         "the last rank's end, times nccl-tests' factor, so it can be compared with the rate of the link. A median far "
         "below the best lost time to other work, or to collectives that shared the link. collectives.csv has every "
         "call of every rank.",
+        folded=True,
         table=table("places", most.assign(kind=most["kind"].map(KINDS).fillna(most["kind"])), columns),
     )

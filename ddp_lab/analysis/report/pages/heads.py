@@ -71,8 +71,10 @@ def fairness_section(differences: Sequence[Difference], what: str, apart: Sequen
     """What the runs differ in besides `what`, and besides settings whose values are kept apart."""
     heading = f"What differs besides the {' and '.join((what, *apart))}"
     if not differences:
-        agreed = ", ".join(name for name in SETTINGS if name not in apart)
-        return Section(heading, f"Nothing. The run records agree, as far as they say, in {agreed}.")
+        agreed = sum(name not in apart for name in SETTINGS)
+        return Section(
+            heading, f"Nothing. The run records agree, as far as they say, in all {agreed} settings compared."
+        )
     rows = [
         [cell("", text, column) for text, column in zip(row, COLUMNS, strict=True)]
         for row in ((found.name, found.listed, ", ".join(found.affects)) for found in differences)

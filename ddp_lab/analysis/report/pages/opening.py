@@ -8,11 +8,10 @@ from markupsafe import Markup
 
 from ddp_lab.analysis.columns import CHOICE, HELD_COLUMNS, SHARE_COLUMNS, SPEED_COLUMNS
 from ddp_lab.analysis.comparison.conclusion import PARTS, Row, Verdict, parts_of, shown
+from ddp_lab.analysis.report.figures import axis_end
 from ddp_lab.analysis.report.page import table, templates
 
 NOT_TRACED = "not traced"
-WITH_NUMBER_PCT = 9
-"""Of the picture's width: a part as wide as this has its number in it."""
 COLUMNS = CHOICE | {
     name: (SPEED_COLUMNS | HELD_COLUMNS | SHARE_COLUMNS)[name]
     for name in (
@@ -37,7 +36,8 @@ def opening(verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFra
     """
     ranked = comparison.sort_values("step_time_ms_median", kind="stable")
     timed = ranked.dropna(subset=["step_time_ms_median"])
-    bars = [bar(row, timed["step_time_ms_median"].max()) for row in timed.to_dict("records")]
+    end = axis_end(timed["step_time_ms_median"])
+    bars = [bar(row, end) for row in timed.to_dict("records")]
     drawn = {part for each in bars for part, _, _ in each["parts"]}
     html = templates().get_template("opening.html.j2")
     return Markup(
@@ -50,17 +50,18 @@ def opening(verdicts: Sequence[tuple[str, Verdict, str]], comparison: pd.DataFra
     )
 
 
-def bar(row: Row, longest: float) -> dict[str, Any]:
-    """A choice's median step: its parts, each with its width in % of `longest` (ms), and the same in words."""
+def bar(row: Row, end: float) -> dict[str, Any]:
+    """A choice's median step: its parts, each with its width in % of `end` (ms), and the same in words.
+
+    The page cuts off what is beyond 100 %, and marks it.
+    """
     median = row["step_time_ms_median"]
     parts: dict[str, float] = {NOT_TRACED: median} if pd.isna(row["profiled_step_ms"]) else parts_of(row)
-    widths = {part: 100 * ms / longest for part, ms in parts.items() if ms > 0}
+    drawn = {part: ms for part, ms in parts.items() if ms > 0}
     return {
         "choice": row["choice"],
         "whole": shown(row, "step_time_ms_median"),
-        "label": ", ".join(f"{part} {parts[part]:,.1f} ms" for part in widths),
-        "parts": [
-            (part, round(width, 2), f"{parts[part]:,.{int(parts[part] < 10)}f}" if width >= WITH_NUMBER_PCT else "")
-            for part, width in widths.items()
-        ],
+        "is_cut": median > end,
+        "label": ", ".join(f"{part} {ms:,.1f} ms" for part, ms in drawn.items()),
+        "parts": [(part, round(100 * ms / end, 2), f"{ms:,.{int(ms < 10)}f}") for part, ms in drawn.items()],
     }

@@ -74,4 +74,6 @@ def pipeline_figure(of_step: pd.DataFrame) -> go.Figure:
         bubble = pd.DataFrame(rest, columns=["start", "end"])
         bars.append(bubble.assign(lane=lane, part="bubble", text="bubble", about="", edge=""))
     lanes = {lane: lane for lane in shown.sort_values(["pipeline", "rank"])["lane"]}
-    return drawn_lanes(pd.concat(bars), lanes, length).update_xaxes(title="ms since the first pass began")
+    return drawn_lanes(pd.concat(bars), lanes, dict.fromkeys(lanes, length)).update_xaxes(
+        title="ms since the first pass began"
+    )

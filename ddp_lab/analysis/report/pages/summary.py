@@ -87,6 +87,7 @@ def summary_page(analysis: WindowAnalysis, choice: str) -> str:
             "Collectives",
             "A payload is the whole tensor that is reduced, gathered or scattered, as nccl-tests counts it.",
             table=dimensions_table(analysis.exposure, mesh, ranks) if mesh else collectives_table(shown),
+            folded=True,
         ),
         audit_section(analysis.audit, list(ranks)),
         kernels_section(analysis.timelines),
@@ -134,6 +135,7 @@ def kernels_section(timelines: Sequence[RankTimeline]) -> Section:
         "Kernels with the most time",
         f"The {len(kernels)} largest over all ranks and analysed steps.",
         table=table("kernels", kernels, KERNEL_COLUMNS),
+        folded=True,
     )
 
 
@@ -151,7 +153,8 @@ def audit_section(audit: pd.DataFrame, ranks: Sequence[int]) -> Section:
     rows = rows[(rows["result"] != "pass") | rows["rank"].isin(["all", *ranks])].head(CHECKS_SHOWN)
     text += ". Collectives are counted in every analysed step. Memory may exceed the formula by padding and counters."
     text += f" {len(rows)} checks are shown; audit.csv has all." if len(rows) < len(audit) else ""
-    return Section(heading, text, table=audit_table(rows))
+    whole = f"{heading}: all pass" if not failed and not unknown else heading
+    return Section(whole, text, table=audit_table(rows), folded=not failed)
 
 
 def memory_sections(analysis: WindowAnalysis) -> list[Section]:

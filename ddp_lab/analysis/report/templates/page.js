@@ -35,7 +35,7 @@ function draw(plot, width) {
   if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page; buttons zoom
   Plotly.react(plot, data, layout, { displayModeBar: false, responsive: !width, scrollZoom: false, doubleClick: "reset" });
   if (!plot.whole && plot.layout.xaxis) {
-    plot.whole = [...plot.layout.xaxis.range];
+    plot.whole = layout.meta?.whole ? [0, layout.meta.whole] : [...plot.layout.xaxis.range]; // the axis may be cut off
     plot.on("plotly_relayout", () => tellRange(plot));
   }
 }
@@ -84,6 +84,13 @@ function print(begins) {
 addEventListener("beforeprint", () => print(true));
 addEventListener("afterprint", () => print(false));
 matchMedia("print").addEventListener("change", (event) => print(event.matches));
+
+/* A link to a section opens it. */
+function unfold() {
+  const part = location.hash && document.querySelector(`${location.hash} > details`);
+  if (part) part.open = true;
+}
+addEventListener("hashchange", unfold);
 
 /* What is folded is drawn when it is opened. */
 document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", () => {
@@ -140,9 +147,10 @@ function explain(target) {
   tip.hidden = true;
   if (!explained) return;
   const heading = explained.closest("table").tHead.rows[0].cells[explained.cellIndex];
-  const label = heading.querySelector("span").textContent;
-  const unit = heading.querySelector("small")?.textContent;
-  const meaning = heading.querySelector("[hidden]").textContent;
+  const own = explained.dataset.meaning;
+  const label = own ? explained.textContent : heading.querySelector("span").textContent;
+  const unit = own ? "" : heading.querySelector("small")?.textContent;
+  const meaning = own ?? heading.querySelector("[hidden]").textContent;
   tip.hidden = !meaning;
   tip.textContent = `${label}${unit ? `, ${unit}` : ""}: ${meaning}`;
   placeTip();
@@ -161,5 +169,6 @@ addEventListener("scroll", placeTip, true);
 addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 
 applyTheme(root.dataset.theme);
+unfold();
 drawInTurn();
 document.getElementById("no-script").hidden = window.Plotly || !document.querySelector(".plot");

@@ -1,0 +1,143 @@
+"""Draws the ideas of the strategies into the SVG files beside it: `python docs/how-it-works/draw.py`.
+
+A test compares the files with `drawings()`.
+"""
+
+import re
+from pathlib import Path
+
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #1c1e21; } .b { font-weight: 600; } .m { text-anchor: middle; }
+  .s { font-size: 12px; fill: #55595f; } .paper { fill: #fff; } .line { stroke: #55595f; fill: none; }
+  .none { fill: none; stroke: #8c9096; stroke-dasharray: 3 2; } .a { fill: #a2a7ae; } .p { fill: #7b6fd0; }
+  .g { fill: #cc6677; } .o { fill: #44aa99; } .f { fill: #56b4e9; } .c { fill: #e69f00; } .old { opacity: .35; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e8eaed; } .s { fill: #a9b0b8; } .paper { fill: #15181c; } .line { stroke: #a9b0b8; } }
+  text.w { fill: #000; }
+"""
+HELD = (
+    "Filled: the rank holds it. Faint: it has room for it, whose content arrives or is old. Dashed: it holds nothing."
+)
+# Each moment: name, then parameters, gradients and optimizer states of the units A and B, and what is sent meanwhile.
+# W: whole. S: the rank's own half. U: whole, but only its own half counts. P: whole, and old.
+STATES = {
+    "zero1": [
+        "forward|WW|PP|SS|",
+        "backward of B|WW|PW|SS|",
+        "backward of A|WW|WW|SS|reduce-scatter B",
+        "wait|WW|WU|SS|reduce-scatter A",
+        "optimizer|UU|UU|SS|",
+        "next forward|WU|PP|SS|all-gather A, then B",
+    ],
+    "zero2": [
+        "forward|WW|SS|SS|",
+        "backward of B|WW|SW|SS|",
+        "backward of A|WW|WW|SS|reduce-scatter B",
+        "wait|WW|WS|SS|reduce-scatter A",
+        "optimizer|UU|SS|SS|",
+        "next forward|WU|SS|SS|all-gather A, then B",
+    ],
+    "zero3": [
+        "before|US|SS|SS|all-gather A",
+        "forward of A|WU|SS|SS|all-gather B",
+        "forward of B|SW|SS|SS|",
+        "backward of B|UW|SW|SS|all-gather A",
+        "backward of A|WS|WW|SS|reduce-scatter B",
+        "wait|SS|WS|SS|reduce-scatter A",
+        "optimizer|SS|SS|SS|",
+    ],
+}
+# What a rank computes, and below it what it sends, by the unit of time; equal digits are one call.
+# F: forward. B: backward of one of three layers. O: optimizer. Two micro-batches a step.
+TIMES = {
+    "simple_ddp": ("FFBBB   FFBBB   OO", "     321     654"),
+    "simple_ddp_ga": ("FFBBBFFBBB   OO", "          321"),
+    "flat_ddp": ("FFBBBFFBBB  OO", "          11"),
+    "simple_ddp_hook": ("FFBBBFFB B B OO", "        3 2 1"),
+    "simple_ddp_async": ("FFBBBFFBBB OO", "        321"),
+    "bucket_ddp_async": ("FFBBBFFBBB OO", "         21"),
+}
+NAMES = {"F": ("f", "F"), "B": ("p", "B"), "O": ("o", "O")}
+
+
+def box(x: float, y: float, width: float, height: float, look: str) -> str:
+    return f'<rect class="{look}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>\n'
+
+
+def text(x: float, y: float, words: str, look: str = "") -> str:
+    return f'<text class="{look}" x="{x:g}" y="{y:g}">{words}</text>\n'
+
+
+def unit(x: float, y: float, state: str, rank: int, look: str) -> str:
+    """A tensor as two halves, of which rank `rank` owns the one of that place."""
+    own, other = {"W": (look, look), "S": (look, "none"), "U": (look, f"{look} old"), "P": (f"{look} old",) * 2}[state]
+    return "".join(box(x + 22 * half, y, 21, 18, own if half == rank else other) for half in (0, 1))
+
+
+def states(moments: list[str]) -> tuple[int, int, str]:
+    """Which box is whole when, on two ranks."""
+    drawn = text(10, 18, HELD, "s") + text(10, 262, "sent meanwhile", "s")
+    for place, (name, *held, sent) in enumerate(moment.split("|") for moment in moments):
+        x = 178 + 118 * place
+        drawn += text(x + 48, 44, name, "m b") + text(x + 22, 62, "A", "m s") + text(x + 73, 62, "B", "m s")
+        drawn += text(x + 48, 262, sent, "m")
+        for rank in (0, 1):
+            for row, (look, pair) in enumerate(zip("pgo", held, strict=True)):
+                y = 70 + 90 * rank + 25 * row
+                drawn += "".join(unit(x + 51 * at, y, state, rank, look) for at, state in enumerate(pair))
+    for rank in (0, 1):
+        for row, name in enumerate(("parameters", "gradients", "optimizer states")):
+            drawn += text(62, 84 + 90 * rank + 25 * row, name)
+        drawn += text(10, 109 + 90 * rank, f"rank {rank}", "b")
+    return 182 + 118 * len(moments), 276, drawn
+
+
+def times() -> tuple[int, int, str]:
+    """When gradients are sent."""
+    drawn = text(10, 18, "One step of a rank, not to scale. F: forward, B: backward of a layer, O: optimizer;", "s")
+    drawn += text(10, 34, "orange: an all-reduce. Compute waits where the upper row has a gap.", "s")
+    for row, (name, lanes) in enumerate(TIMES.items()):
+        drawn += text(10, 74 + 56 * row, name, "b")
+        for lane, line in enumerate(lanes):
+            for run in re.finditer(r"F+|O+|B|([1-9])\1*", line):
+                look, shown = NAMES.get(run[0][0], ("c", ""))
+                x, y, width = 160 + 34 * run.start(), 56 + 56 * row + 22 * lane, 34 * len(run[0]) - 2
+                drawn += box(x, y, width, 20, look) + text(x + width / 2, y + 15, shown, "m w")
+    return 790, 60 + 56 * len(TIMES), drawn
+
+
+def cuts() -> tuple[int, int, str]:
+    """An MLP on two ranks: the first matrix cut by columns, the second by rows, between f and g."""
+    names = ("X", "A, by columns", "act(X A)", "B, by rows", "a term", "Y")
+    drawn = "".join(text(105 + 140 * place, 24, name, "m b") for place, name in enumerate(names))
+    for rank in (0, 1):
+        y = 40 + 90 * rank
+        drawn += text(10, y + 40, f"rank {rank}", "b") + box(80, y, 50, 70, "a") + box(780, y, 50, 70, "a")
+        drawn += "".join(box(210 + 36 * half, y, 34, 70, "p" if half == rank else "none") for half in (0, 1))
+        drawn += "".join(box(360 + 26 * half, y, 24, 70, "f" if half == rank else "none") for half in (0, 1))
+        drawn += "".join(box(490, y + 36 * half, 70, 34, "p" if half == rank else "none") for half in (0, 1))
+        drawn += box(640, y, 50, 70, "f old")
+        for start, end in ((130, 208), (284, 358), (412, 488), (562, 638), (692, 778)):
+            drawn += f'<path class="line" d="M{start + 3} {y + 35}H{end - 3}m-6 -5l6 5l-6 5"/>\n'
+    for x, name, forward, backward in ((169, "f", "nothing", "all-reduce"), (735, "g", "all-reduce", "nothing")):
+        drawn += box(x - 11, 36, 22, 168, "c") + text(x, 124, name, "m b w")
+        drawn += text(x, 226, f"forward: {forward}", "m") + text(x, 244, f"backward: {backward}", "m")
+    drawn += text(452, 226, "Each rank computes here alone, with its part of both matrices.", "m s")
+    return 860, 258, drawn
+
+
+def drawings() -> dict[str, str]:
+    """Each file's content by its name."""
+    made = {f"{name}.svg": states(moments) for name, moments in STATES.items()}
+    made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts()}
+    size = 'width="{0}" height="{1}" viewBox="0 0 {0} {1}"'
+    return {
+        name: f'<svg xmlns="http://www.w3.org/2000/svg" {size.format(width, height)}>\n<style>{STYLE}</style>\n'
+        f"{box(0, 0, width, height, 'paper')}{drawn}</svg>\n"
+        for name, (width, height, drawn) in made.items()
+    }
+
+
+if __name__ == "__main__":
+    for name, drawn in drawings().items():
+        (Path(__file__).parent / name).write_text(drawn)
