@@ -35,6 +35,7 @@ import ddp
 import sharding
 import tensor_parallel
 from benchmarks.variants import BARE_LOOP, LOCAL, PLAIN, RUNTIME, SETTINGS, parse_variant
+from ddp_lab.progress import long_work
 from ddp_lab.runtime.cli import OneLineParser, at_least, exit_with_error, unknown_name
 from ddp_lab.runtime.config import RunConfig
 from ddp_lab.runtime.data.workloads import WORKLOADS
@@ -123,30 +124,32 @@ def measure(options: argparse.Namespace, config: RunConfig, ranks: Any, stack: E
     from ddp_lab.runtime.distributed import meshed
 
     runners, rows, on_meshes = {}, [], {None: ranks}
-    for label, fields in options.variants.items():
-        mesh = fields.get("mesh")
-        if mesh not in on_meshes:
-            on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
-        group = on_meshes[mesh].groups.data if mesh else dist.group.WORLD
-        own = config.but(**fields)
-        runner = runners[label] = make_runner(own, on_meshes[mesh], load_strategy, group, load_parallelize)
-        resting, peak = measure_memory(runner, ranks.device)
-        rows.append(
-            {
-                "choice": label,
-                "against": options.against if options.rounds else None,
-                "rounds": options.rounds,
-                **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
-                "link_bits_per_s": options.link_rate,
-                "wire_bytes": runner.wire_bytes(),
-                "peak_bytes": peak,
-                "workload": config.workload,
-                "world_size": ranks.world_size,
-                "elements": runner.elements,
-                "resting_bytes": resting,
-                "expected_resting_bytes": runner.expected_state_bytes,
-            }
-        )
+    with long_work("measuring memory", len(options.variants), ranks.is_main) as tell:
+        for label, fields in options.variants.items():
+            mesh = fields.get("mesh")
+            if mesh not in on_meshes:
+                on_meshes[mesh] = stack.enter_context(meshed(ranks, mesh))
+            group = on_meshes[mesh].groups.data if mesh else dist.group.WORLD
+            own = config.but(**fields)
+            runner = runners[label] = make_runner(own, on_meshes[mesh], load_strategy, group, load_parallelize)
+            resting, peak = measure_memory(runner, ranks.device)
+            rows.append(
+                {
+                    "choice": label,
+                    "against": options.against if options.rounds else None,
+                    "rounds": options.rounds,
+                    **dict.fromkeys(("step_ms_median", "ratio_median", "ratio_p25", "ratio_p75", "exposed_ms_median")),
+                    "link_bits_per_s": options.link_rate,
+                    "wire_bytes": runner.wire_bytes(),
+                    "peak_bytes": peak,
+                    "workload": config.workload,
+                    "world_size": ranks.world_size,
+                    "elements": runner.elements,
+                    "resting_bytes": resting,
+                    "expected_resting_bytes": runner.expected_state_bytes,
+                }
+            )
+            tell(label)
     table = pd.DataFrame(rows, index=list(runners))
     if options.rounds:
         times = time_rounds(runners, options.rounds, ranks)

@@ -23,7 +23,7 @@ root = next(folder for folder in folders if (folder / "main_ddp.py").exists())
 %cd {root}
 !command -v uv || pip install --quiet uv""",
     """`uv` makes an environment of its own in `.venv`, with this project's torch; the notebook's own stays as it is.
-The first command downloads 3.4 GB, and takes the longest.""",
+The first command downloads 3.2 GB, and takes the longest.""",
     """ask = "import torch; print(torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0)"
 command = ["uv", "run", "--no-dev", "python", "-c", ask]
 capability = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)

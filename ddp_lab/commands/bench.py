@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,4 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     path: Path = ROOT / "benchmarks" / f"{name}.py"
     launcher = [] if options.ranks is None else ["-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc_per_node={options.ranks}"] * len(launcher[:1])
-    return subprocess.run([sys.executable, *launcher, str(path), *flags]).returncode
+    if options.ranks is not None:
+        print(f"starting {options.ranks} ranks of {path.name}", file=sys.stderr, flush=True)
+    one_thread = {"OMP_NUM_THREADS": "1"}  # torchrun's own default, without its notice
+    return subprocess.run([sys.executable, *launcher, str(path), *flags], env=one_thread | os.environ).returncode
