@@ -188,6 +188,8 @@ def draw(path: Path, data: Data, digest: str) -> None:
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    from ddp_lab.analysis.report.figures import axis_end
+
     rcParams.update({"svg.hashsalt": "sweep-picture", "svg.fonttype": "none", "font.size": 9})
     rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
@@ -199,7 +201,11 @@ def draw(path: Path, data: Data, digest: str) -> None:
             label = f"{part} communication" if part == "exposed" else part
             axes.barh(names, widths, left=left, color=colour, label=label)
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.set(title=title, xlabel="ms a step")
+        room = 1.05 * (end := axis_end(left))
+        axes.set(title=title, xlabel="ms a step", xlim=(0, room))
+        for name, whole in zip(names, left, strict=True):
+            if whole > end:
+                axes.text(room, name, f"▸ {whole:,.0f} ms", ha="right", va="center", backgroundcolor="white")
         axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     path.parent.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 A test compares the files with `drawings()`.
 """
 
+import itertools
 import re
 from pathlib import Path
 
@@ -15,37 +16,18 @@ STYLE = """
     text { fill: #e8eaed; } .s { fill: #a9b0b8; } .paper { fill: #15181c; } .line { stroke: #a9b0b8; } }
   text.w { fill: #000; }
 """
-HELD = (
-    "Filled: the rank holds it. Faint: it has room for it, whose content arrives or is old. Dashed: it holds nothing."
-)
-# Each moment: name, then parameters, gradients and optimizer states of the units A and B, and what is sent meanwhile.
+HELD = "A, B: two parts of the model, in halves. Filled: the rank holds it. Faint: fills, or is old. Dashed: not there."
+# Moments of a step, each with what is sent meanwhile.
+ONCE = "forward:|backward of B:|backward of A:reduce-scatter B|wait:reduce-scatter A|optimizer:"
+ONCE += "|next forward:all-gather A, then B"
+EACH = "before:all-gather A|forward of A:all-gather B|forward of B:|backward of B:all-gather A"
+EACH += "|backward of A:reduce-scatter B|wait:reduce-scatter A|optimizer:"
+# Parameters, gradients and optimizer states of the units A and B at these moments.
 # W: whole. S: the rank's own half. U: whole, but only its own half counts. P: whole, and old.
 STATES = {
-    "zero1": [
-        "forward|WW|PP|SS|",
-        "backward of B|WW|PW|SS|",
-        "backward of A|WW|WW|SS|reduce-scatter B",
-        "wait|WW|WU|SS|reduce-scatter A",
-        "optimizer|UU|UU|SS|",
-        "next forward|WU|PP|SS|all-gather A, then B",
-    ],
-    "zero2": [
-        "forward|WW|SS|SS|",
-        "backward of B|WW|SW|SS|",
-        "backward of A|WW|WW|SS|reduce-scatter B",
-        "wait|WW|WS|SS|reduce-scatter A",
-        "optimizer|UU|SS|SS|",
-        "next forward|WU|SS|SS|all-gather A, then B",
-    ],
-    "zero3": [
-        "before|US|SS|SS|all-gather A",
-        "forward of A|WU|SS|SS|all-gather B",
-        "forward of B|SW|SS|SS|",
-        "backward of B|UW|SW|SS|all-gather A",
-        "backward of A|WS|WW|SS|reduce-scatter B",
-        "wait|SS|WS|SS|reduce-scatter A",
-        "optimizer|SS|SS|SS|",
-    ],
+    "zero1": (ONCE, "WW WW WW WW UU WU", "PP PW WW WU UU PP", "SS SS SS SS SS SS"),
+    "zero2": (ONCE, "WW WW WW WW UU WU", "SS SW WW WS SS SS", "SS SS SS SS SS SS"),
+    "zero3": (EACH, "US WU SW UW WS SS SS", "SS SS SS SW WW WS SS", "SS SS SS SS SS SS SS"),
 }
 # What a rank computes, and below it what it sends, by the unit of time; equal digits are one call.
 # F: forward. B: backward of one of three layers. O: optimizer. Two micro-batches a step.
@@ -74,22 +56,20 @@ def unit(x: float, y: float, state: str, rank: int, look: str) -> str:
     return "".join(box(x + 22 * half, y, 21, 18, own if half == rank else other) for half in (0, 1))
 
 
-def states(moments: list[str]) -> tuple[int, int, str]:
+def states(moments: str, *held: str) -> tuple[int, int, str]:
     """Which box is whole when, on two ranks."""
-    drawn = text(10, 18, HELD, "s") + text(10, 262, "sent meanwhile", "s")
-    for place, (name, *held, sent) in enumerate(moment.split("|") for moment in moments):
+    drawn, columns = text(10, 18, HELD, "s") + text(10, 262, "sent meanwhile", "s"), moments.split("|")
+    for place, (name, sent) in enumerate(moment.split(":") for moment in columns):
         x = 178 + 118 * place
         drawn += text(x + 48, 44, name, "m b") + text(x + 22, 62, "A", "m s") + text(x + 73, 62, "B", "m s")
         drawn += text(x + 48, 262, sent, "m")
-        for rank in (0, 1):
-            for row, (look, pair) in enumerate(zip("pgo", held, strict=True)):
-                y = 70 + 90 * rank + 25 * row
-                drawn += "".join(unit(x + 51 * at, y, state, rank, look) for at, state in enumerate(pair))
+        for rank, row, at in itertools.product((0, 1), range(3), (0, 1)):
+            drawn += unit(x + 51 * at, 70 + 90 * rank + 25 * row, held[row].split()[place][at], rank, "pgo"[row])
     for rank in (0, 1):
+        drawn += text(10, 109 + 90 * rank, f"rank {rank}", "b")
         for row, name in enumerate(("parameters", "gradients", "optimizer states")):
             drawn += text(62, 84 + 90 * rank + 25 * row, name)
-        drawn += text(10, 109 + 90 * rank, f"rank {rank}", "b")
-    return 182 + 118 * len(moments), 276, drawn
+    return 182 + 118 * len(columns), 276, drawn
 
 
 def times() -> tuple[int, int, str]:
@@ -128,7 +108,7 @@ def cuts() -> tuple[int, int, str]:
 
 def drawings() -> dict[str, str]:
     """Each file's content by its name."""
-    made = {f"{name}.svg": states(moments) for name, moments in STATES.items()}
+    made = {f"{name}.svg": states(*rows) for name, rows in STATES.items()}
     made |= {"ddp.svg": times(), "tensor_parallel.svg": cuts()}
     size = 'width="{0}" height="{1}" viewBox="0 0 {0} {1}"'
     return {

@@ -37,6 +37,10 @@ def test_blocks_are_filled(page: Path, tmp_path: Path) -> None:
     assert readme.startswith("a\n<!-- results:sweep-ddp -->\n|") and "\n    python x.py\n<!-- /results -->\n" in readme
     assert "| `sweep-ddp` | m | 2026-11-24 | c | 60 |" in page.read_text() and "(results/sweep.svg)" in page.read_text()
     assert 0 < (tmp_path / publish.PICTURE).stat().st_size < 100_000
+    slow = {"choice": "slow", "ranks": 1024, **STEP, "step, ms": 9000.0}
+    outlier = {name: {**ENTRY, "rows": [*DATA[name]["rows"], slow]} for name in DATA}
+    render(tmp_path, outlier, is_dry=False)
+    assert (tmp_path / publish.PICTURE).read_text().count("▸ 9,000 ms") >= 2
 
 
 def test_what_is_out_of_step_is_named(page: Path, tmp_path: Path) -> None:
